@@ -268,8 +268,11 @@ def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> 
 
 def _draw_traces(request: SimulateRequest, make: Callable[[int], AvailabilityTrace],
                  first: AvailabilityTrace) -> list[AvailabilityTrace]:
-    """Return a trace for each seed, made by `make`; the one of the first seed is `first`. If the second has the same
-    live workers and changes, nothing is random, and only `first` is returned."""
+    """Return a trace of machines that fail and return for each seed, made by `make`; the one of the first seed is
+    `first`.
+
+    If the second has the same live workers and changes, nothing is random, and only `first` is returned.
+    """
     second = make(request.seed + 1)
     if (request.trace is not None or request.failed) and (first.live, first.changes) == (second.live, second.changes):
         err.print(f"note: there is nothing to draw: all {request.seeds} runs over {first.name} would be equal; "
@@ -320,10 +323,11 @@ def _tokens_per_sample(job: Job) -> int | None:
 def _simulate_in_processes(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,
                            traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
                            ) -> dict[str, Floats]:
-    """Return the mean samples per second of each policy, one value for each trace, simulated in `jobs` processes or by
-    the executor `pool`, if there is one.
+    """Return the mean samples per second of each policy (way to react to failures) in `kinds`, one value for each
+    trace, simulated in `jobs` processes or by the executor `pool`, if there is one.
 
-    Each process calls `make` to plan for itself; `tell` is called with the progress. Exits 1 if a process dies.
+    Each process calls `make` to plan for itself; `costs` has the seconds that reactions take, and `tell` is called with
+    the progress. Exits 1 if a process dies.
     """
     try:
         with closing(run_all(TraceSimulator(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:

@@ -99,11 +99,9 @@ def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
 
 
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
-    """Return the fields of the page's data that planned and measured iterations have in common.
-
-    The unit of their times lasts `second` seconds, and a transfer takes `transfer` units. Without memory limits, the
-    activations of micro-batches are counted.
-    """
+    """Return the fields of the page's data that a planned iteration and a measured one have in common, under the title
+    `name`. The unit of their times lasts `second` seconds, and a transfer takes `transfer` units. Without memory
+    limits, the activations of micro-batches are counted."""
     grid, memory = schedule.grid, schedule.memory
     sizes = list(zip(memory.activation, memory.weight_stash, strict=True)) if memory \
         else [(1, 0)] * len(schedule.layers_by_slice)
@@ -121,7 +119,8 @@ def _common_panel(schedule: Schedule, name: str, second: float, transfer: float)
 
 
 def _encode_rules() -> list[dict[str, Any]]:
-    """Return the rules on which op must precede which, in the form that the page's script reads."""
+    """Return which op of a micro-batch must wait for which (`schedules.precedence.RULES`), in the form that the page's
+    script reads."""
     return [{"kind": rule.kind, "position": rule.position, "awaited": rule.awaited, "step": rule.step,
              "tensor": rule.tensor is not None} for rule in RULES]
 

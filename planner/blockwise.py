@@ -49,7 +49,8 @@ class TooLargeError(JobError):
 
 
 class Pace(NamedTuple):
-    """Processor seconds that this machine needs for each compute op of a job, to plan it and to join its blocks."""
+    """Processor seconds that this machine needs for each compute op of a job, to plan it and to join the plans of its
+    blocks (of micro-batches)."""
 
     plan: float
     """Processor seconds for each compute op to find a first plan, assemble it and check it."""
@@ -175,8 +176,8 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
 
 
 def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
-    """Return the checked schedule of a job whose micro-batches are planned in `how.number` blocks, one after the other,
-    by `plan_block`. The `bound` on the period is proven for the whole job."""
+    """Return the checked schedule of a job whose micro-batches are planned in `how.number` consecutive blocks by
+    `plan_block`, a function that plans the job of one block. The `bound` on the period is proven for the whole job."""
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
     plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
@@ -184,7 +185,8 @@ def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -
 
 
 def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
-    """Return a schedule in which one iteration of the job runs the schedules of these blocks one after the other.
+    """Return a schedule in which one iteration of the job runs these schedules, one for each block of its
+    micro-batches, one after the other.
 
     Raises AssertionError if the schedule does not pass the checker.
     """
@@ -214,8 +216,8 @@ def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
 
 
 def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
-    """Return, for each block, its first tick in the joined schedule, at which every worker is done with the blocks
-    before."""
+    """Return, for each block of micro-batches, planned by itself, its first tick in the joined schedule, at which every
+    worker is done with the blocks before."""
     spans = {id(block): _worker_spans(block) for block in blocks}
     free: dict[Worker, int] = {}
     shifts = []
@@ -228,8 +230,8 @@ def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
 
 
 def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
-    """Return, for each worker of a block's schedule, the ticks at which its first op starts and its last compute op
-    ends (None without compute ops)."""
+    """Return, for each worker of the schedule of one block of micro-batches, the ticks at which its first op starts and
+    its last compute op ends (None without compute ops)."""
     spans: dict[Worker, tuple[int, int | None]] = {}
     for seat in block.seats:
         program = block.programs[seat.program]
@@ -239,15 +241,16 @@ def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
 
 
 def _boundary_ops(program: Program) -> Program:
-    """Return the first op, the last compute op and the last op of a worker's program; they decide when blocks may
-    meet."""
+    """Return the first op, the last compute op and the last op of a worker's program: those that say how early the next
+    block of micro-batches may follow."""
     last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
     return program[0], last, program[-1]
 
 
 def _join_programs(blocks: Sequence[Program], shifts: Sequence[int], before: Sequence[Sequence[int]],
                    pipeline: int) -> Program:
-    """Return one worker's ops of all blocks, each block starting `shifts[block]` ticks later than in its own plan.
+    """Return one worker's ops of all blocks of micro-batches, each block starting `shifts[block]` ticks later than in
+    its own plan.
 
     The value `before[pipeline][block]` is the number of that pipeline's micro-batches in earlier blocks. Reductions and
     the optimizer step are those of the last block.

@@ -100,7 +100,7 @@ def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
 
 def _parts_per_stage(schedule: Schedule) -> tuple[int, ...]:
     """Return, for each stage, the number of equal layers by which a micro-batch may be cut there. If the file does not
-    record the costs of layers, a stage of several layers gets 0: only its total work counts."""
+    record the times of layers, a stage of several layers gets 0: only its total work counts."""
     if schedule.times.of_layers:
         return count_equal_layers(schedule.grid, _to_layer_ticks(schedule.times.of_layers))
     return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
@@ -123,16 +123,16 @@ def _bound_over_placements(schedule: Schedule) -> Bound:
 
 
 def _bound_over_layouts(schedule: Schedule, told: LayerCosts) -> Bound:
-    """Return a lower bound on the period over all layouts of layers on workers, for layers that cost what `told`
-    says."""
+    """Return a lower bound on the period over all layouts of layers on workers, for layers whose times and memory are
+    those in `told`, from the schedule file."""
     bound = layout_lower_bound(_layer_problem(schedule, told))
     beyond = min_exposed_ticks(schedule) if schedule.has_overlap else 0
     return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)) + beyond)
 
 
 def _layer_problem(schedule: Schedule, told: LayerCosts) -> Problem:
-    """Return the scheduling problem of a schedule in ticks that are fine enough for single layers, with the costs in
-    `told`."""
+    """Return the scheduling problem of a schedule in ticks that are fine enough for single layers, with the times and
+    memory of each layer that its file records (`told`)."""
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
     costs = _to_layer_ticks(told)

@@ -72,7 +72,8 @@ class SearchEnd(StrEnum):
 
 
 class Clock:
-    """Wall clock of a search with a limit in seconds. It ignores counted steps: they take the time that they take."""
+    """Wall clock of a search with a limit in seconds. It ignores counted steps, units of work by which a search can be
+    limited instead (`StepClock`)."""
 
     limit_reason = SearchEnd.SECONDS
     """Reason that a search gives when it ends because the time of this clock is up."""
@@ -108,13 +109,14 @@ class Clock:
         return {"max_time_in_seconds": max(0.01, seconds)}
 
     def format_duration(self, seconds: float) -> str:
-        """Return a duration on this clock as text."""
+        """Return a duration on this clock, given in seconds, as text for a message: `12 s`; search steps on a
+        `StepClock`."""
         return f"{seconds:.2g} s"
 
 
 class StepClock(Clock):
-    """Clock on which time is the number of counted search steps, each of `STEP_SECONDS`. One thread counts on each
-    clock."""
+    """Clock on which time is the number of counted search steps (units of work), each of `STEP_SECONDS`, so that
+    results do not depend on the machine. One thread counts on each clock."""
 
     limit_reason = SearchEnd.STEPS
 
@@ -152,8 +154,8 @@ class StepClock(Clock):
 
 
 class Tally:
-    """Counters of how often each technique of a search was tried, and how often it shortened the best plan of a
-    subproblem."""
+    """Counters of how often each technique of a search (such as list schedules or an annealing step) was tried, and how
+    often it shortened the best plan of a subproblem."""
 
     def __init__(self) -> None:
         self.tried: Counter[str] = Counter()
@@ -196,7 +198,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":
-        """Return a budget of `steps` search steps from now on."""
+        """Return a budget of `steps` counted units of work of a search, from now on."""
         return cls(deadline=steps * STEP_SECONDS, clock=StepClock(), seed=seed)
 
     @classmethod

@@ -55,8 +55,8 @@ class FailurePlanner:
         load_kernel()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
-        """Return the schedule to continue with when these workers are down: from the table, or made by the list
-        schedulers.
+        """Return the schedule to continue with when these workers are down: from the table of schedules, or made by the
+        list schedulers.
 
         Layers stay in place, with two exceptions: the table has a schedule with moved roles whose shorter period makes
         up for the pause of loading layers within `FailureParams.pause_pays_seconds`, or no schedule exists with layers
@@ -145,10 +145,8 @@ class FailurePlanner:
 
     def _table_schedule(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                         settled: bool = False) -> Schedule | None:
-        """Return the table's schedule for these failures, looked up with these options of `Table.lookup`.
-
-        None if there is none, it has another grid or breaks a rule, or a worker lacks memory for it.
-        """
+        """Return the schedule that the table of schedules has for these failures, looked up with these options of
+        `Table.lookup`. None if there is none, it has another grid or breaks a rule, or a worker lacks memory for it."""
         entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
             checked=False)

@@ -139,7 +139,7 @@ def set_earliest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints) -> Non
 
 @jit_inlined
 def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
-    """Return the first tick at which a reduction begins that waits for the W of slice `number`.
+    """Return the first tick at which a gradient reduction begins that waits for the W of slice `number`.
 
     The argument `awaiting` is as in `Reductions`; `begin` [reduction] has the ticks at which reductions begin.
     """
@@ -152,8 +152,8 @@ def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
 
 @jit_inlined
 def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
-    """Return the latest tick, `start` or before, at which an op of `duration` ticks on a worker of the group overlaps
-    no reduction of the group.
+    """Return the latest tick, `start` or before, at which an op of `duration` ticks on a worker of the group (workers
+    that hold the same layers) overlaps no gradient reduction of the group.
 
     The argument `between` is as in `Reductions`; `begin` [reduction] has the ticks at which reductions begin.
     """
@@ -175,8 +175,8 @@ def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: I
     in time.
 
     On entry `free` [worker] has the ticks by which workers must have run their ops, on return the starts of their
-    first. `group` gives the reduce group of each worker. `begin` has the ticks at which reductions begin, if they may
-    lie between compute ops; else it is empty.
+    first. `group` has the number of each worker's group (workers that hold the same layers). `begin` has the ticks at
+    which reductions begin, if they may lie between compute ops; else it is empty.
     """
     interleaved = begin.shape[0] > 0
     worker, unit, duration = ops.worker, ops.unit, ops.duration
@@ -219,8 +219,8 @@ def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Int
 
 @jit_inlined
 def _last_end(sharers: Ints, end: Ints, reduction: int) -> int:
-    """Return the largest tick in `end` [group] among the groups that share a reduction, which it cannot start
-    before."""
+    """Return the largest tick in `end` [group] among the groups (workers that hold the same layers) that share a
+    reduction. It cannot start before."""
     last = end[sharers[reduction, 0]]
     for index in range(1, sharers.shape[1]):
         if sharers[reduction, index] >= 0:
@@ -238,7 +238,7 @@ def _set_ends(sharers: Ints, end: Ints, reduction: int, tick: int) -> None:
 @jit
 def set_latest_compute_ends(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
     """Replace the tick in `end` [group] at which a group's reductions end by the latest one at which its compute ops
-    may end.
+    may end. A group is the workers that hold the same layers.
 
     Reductions keep the order `turn`; the arguments `sharers` and `ticks` are as in `Reductions`.
     """
@@ -253,8 +253,8 @@ def set_latest_compute_ends(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -
 
 @jit
 def delay_deadlines(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Delay each group's deadline for its compute ops, `deadline` [group], as far as no reduction ends later than
-    before.
+    """Delay the tick by which each group (workers that hold the same layers) must end its compute ops, `deadline`
+    [group], as far as no reduction ends later than before.
 
     The arrays `end`, `begin` and `turn` are filled as by `run_reductions`. If reductions would come in another order
     and some would end later, the deadlines stay as they are.
@@ -639,7 +639,8 @@ class Instance(NamedTuple):
 
 
 class State(NamedTuple):
-    """Solution that annealing changes: the worker of each unit, the order of the ops, and the ends of the groups."""
+    """Solution that annealing changes: the worker of each unit, the order of the ops, and the ticks at which groups
+    (workers that hold the same layers) have ended compute and reductions."""
 
     worker: Ints
     """Worker that runs the unit, [unit]."""
@@ -913,7 +914,8 @@ def state_cost(instance, timing, cycle):
 
 @jit_inlined
 def cost_after(instance, state, timing, log, cycle, before):
-    """Return the cost of a state after a step, in ticks, given the cost `before` it.
+    """Return the cost that annealing reduces (`state_cost`) of a state after a step, in ticks, given the cost `before`
+    it.
 
     Only pipelines in the log, whose busy windows the step may have changed, are measured again, which changes `timing`.
     """
@@ -954,7 +956,7 @@ def critical_worker(random, instance, state, timing, goal):
 @jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
     """Follow the critical path from `op`: the ops of which each keeps the one before from starting later. Return the
-    last one, which only a deadline keeps.
+    last one, which only a deadline keeps, the tick by which its worker must end compute.
 
     Ops that only the next op of their worker keeps from starting later are stored in `path`, if their latest start is
     in the range `within` (low, high), high excluded.
@@ -1037,13 +1039,10 @@ def _sort_topologically(instance, state, sorting):
 def _latest_start(instance, state, late, op):
     """Return the latest tick at which an op can start, given `late`, the latest starts of the ops after it.
 
-    The rule is
-
-        late[op] = min(late[next op of its worker], or the deadline of its group if there is none;
-                       late[j] - hop over successors j) - duration[op],
-
-    with a hop if j takes a tensor from another worker. If interleaved, a W ends before the reductions that wait for it,
-    and no op overlaps a reduction of its worker.
+    The rule is late[op] = min(late[next op of its worker], or if there is none the tick by which its group, the workers
+    with the same layers, must end compute; late[j] - hop over successors j) - duration[op], with a hop if j takes a
+    tensor from another worker. If interleaved (reductions lie between compute ops), a W ends before the reductions that
+    wait for it, and no op overlaps a reduction of its worker.
     """
     successors = instance.successors
     unit, group = instance.unit[op], instance.group[state.worker[instance.unit[op]]]
@@ -1062,8 +1061,8 @@ def _latest_start(instance, state, late, op):
 
 @jit
 def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
-    """Set the deadline of each reduce group to the earliest end of its compute ops in their present orders, and the
-    ends of the reductions accordingly.
+    """Set the deadline of each group (workers that hold the same layers), the tick by which its compute ops must end,
+    to the earliest such tick in their present orders, and the ends of the reductions accordingly.
 
     Return False, and change nothing, if there is a circular wait.
     """
@@ -1096,8 +1095,8 @@ def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting
 
 @jit
 def set_ends_from_deadlines(instance: Instance, state: State) -> None:
-    """Set the end of every group's reductions as early as the deadlines for compute ops of this group, and of the
-    groups with which it reduces gradients, allow.
+    """Set the end of the reductions of every group (workers that hold the same layers) as early as allowed by the
+    deadlines for compute ops of this group, and of the groups with which it reduces gradients.
 
     Then set deadlines as late as these ends allow.
     """
@@ -1117,7 +1116,8 @@ def set_ends_from_deadlines(instance: Instance, state: State) -> None:
 
 @jit
 def set_deadlines_from_ends(instance: Instance, state: State) -> None:
-    """Set the deadlines of compute ops as late as the ends of all groups allow, and place the reductions accordingly.
+    """Set the ticks by which groups (workers that hold the same layers) must end their compute ops as late as the ends
+    of all groups' reductions allow, and place the reductions accordingly.
 
     Groups keep their ends, or end earlier if they can.
     """
@@ -1131,7 +1131,8 @@ def set_deadlines_from_ends(instance: Instance, state: State) -> None:
 
 @jit
 def _set_begins_from_ends(instance, state):
-    """Set the tick at which each reduction begins to the first end of its groups; only if reductions take no time.
+    """Set the tick at which each reduction begins to the first end of the groups (workers that hold the same layers)
+    that share it; only if reductions take no time.
 
     The deadlines of compute ops become the ends of the groups.
     """
@@ -1296,8 +1297,8 @@ def retime(instance, state, timing, queue, log, limits, run):
     """Recompute the latest starts of the ops in `queue` and of those at places [begin, end) of a worker's order, with
     `run` = (worker, begin, end), and of all ops that these changes affect.
 
-    Return False if some window becomes too long to be accepted: with `limits` = (heads, allowed), an op starts before
-    its head by more than `allowed`.
+    Return False if some window becomes too long to be accepted: with `limits` = (heads, allowed), an op starts more
+    than `allowed` ticks before its head, the earliest start by which no busy window becomes longer.
     """
     if instance.interleaved:
         return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)
@@ -1418,8 +1419,8 @@ NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 @jit_inlined
 def is_move_within_capacity(instance, state, move):
-    """Return whether the workers whose ops the change `move` of the state has replaced or reordered still have enough
-    memory."""
+    """Return whether all workers whose ops the change `move` of the state has replaced or reordered still have enough
+    memory for activations."""
     if move.kind == EXCHANGE:
         return _is_order_within_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
@@ -1724,10 +1725,12 @@ def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
 
 @jit
 def shift_deadline(chain, cycle, before, allowance):
-    """Shift the end of a group by a random number of ticks so that a longest busy window may become shorter.
+    """Shift the tick at which a group (workers that hold the same layers) ends by a random number of ticks so that a
+    longest busy window may become shorter.
 
-    Either the group of the window ends earlier, or that at which its critical path ends has a later deadline. The shift
-    is undone if the cost, `before` in ticks, grows by more than `allowance`. Return the cost afterwards.
+    Either the group of the window ends earlier, or that at which its critical path ends may end its compute ops later.
+    The shift is undone if the cost that annealing reduces, `before` in ticks, grows by more than `allowance`. Return
+    the cost afterwards.
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
@@ -1756,7 +1759,8 @@ def shift_deadline(chain, cycle, before, allowance):
 
 @jit_borrowing
 def _group_ending_with(instance, state, late, op):
-    """Return the reduce group whose end keeps `op`, the last op of a critical path, from starting later.
+    """Return the group (workers that hold the same layers) whose end keeps `op`, the last op of a critical path, from
+    starting later.
 
     It shares with the group of `op` a reduction that waits for `op`, and ends when `op` ends. If there is no such
     group, return that of `op`.
@@ -1845,8 +1849,8 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
 
 @jit
 def measure_best(chain: Chain, cycle: Cycle) -> None:
-    """Recompute period and cost of the chain's best state for a new cycle, which counts other windows or weighs them
-    differently."""
+    """Recompute period and cost (`state_cost`, what annealing reduces) of the chain's best state for a new cooling
+    cycle, which counts other windows or weighs them differently."""
     period = time_state(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
     chain.record[PERIOD], chain.record[COST] = period, int(state_cost(chain.instance, chain.trial, cycle) * 1000)
 
@@ -1855,8 +1859,8 @@ def measure_best(chain: Chain, cycle: Cycle) -> None:
 def _is_better(timing, record, now, scale):
     """Return whether a state, timed in `timing`, is better than the best one by enough to be stored.
 
-    Its period is shorter than in `record`, or equal at a cost `now` that is lower by more than the work of storing it
-    is worth. The argument `scale` is the mean ticks of an op.
+    Its period is shorter than in `record`, or equal at a cost `now` (`state_cost`, in ticks) that is lower by more than
+    the work of storing it is worth. The argument `scale` is the mean ticks of an op.
     """
     # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
     longest = timing.longest[0]
@@ -1867,8 +1871,8 @@ def _is_better(timing, record, now, scale):
 
 @jit
 def _store_best(chain, cycle, now):
-    """Store the present state, whose cost is `now`, as the best one unless its period, timed from scratch, is longer
-    than that of the best. Return 1 if the period is shorter than before, else 0."""
+    """Store the present state, whose cost (`state_cost`, in ticks) is `now`, as the best one unless its period, timed
+    from scratch, is longer than that of the best. Return 1 if the period is shorter than before, else 0."""
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
     period = time_state(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:

@@ -66,9 +66,9 @@ class WindowBounds:
     and the number of failures alone, whatever was computed before.
 
     The bounds hold for any choice of vacant roles. A plan for some failures is also one for fewer, in which live
-    workers stand by; so the failures of one column alone give a bound. It counts the live workers of that column, which
-    have one speed and one room except for the slow ones, which stay, and the micro-batches of all pipelines, since any
-    holder may run them. It does not count which pipelines the failures are in.
+    workers stand by; so the failures of one column alone give a bound. It counts the micro-batches of all pipelines,
+    since any holder may run them, and the live workers of that column. These have equal speed and memory, except for
+    slow ones, which are never vacant. It does not count which pipelines the failures are in.
     """
 
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
@@ -119,12 +119,12 @@ class WindowBounds:
         return min(self.grid.pipelines - 1, len(self.possible_vacancies(column)))
 
     def best_distributions(self, failures: int) -> list[RankedDistribution]:
-        """Return the best few ways to distribute failures over columns, best first; the first has the shortest longest
-        window.
+        """Return the best few ways to distribute failures over columns, each ending with the number of each column,
+        best first; the first has the shortest longest busy window.
 
-        best[c][f] = the smallest few (`RoleParams.distributions`) of
-            { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
-              k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }   with w = bound(c, k).
+            best[c][f] = the smallest few (`RoleParams.distributions`) of
+                { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
+                  k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }   with w = bound(c, k).
 
         The first is exact; the others are near-best alternatives. Among equal windows, even distributions come first,
         then those with failures in later stages, which wait less.
@@ -176,7 +176,7 @@ def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
 
 def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterator[tuple[Worker, ...]]:
     """Iterate over sets of vacant roles with `counts` roles of each column: in the same pipelines, or in different
-    ones.
+    ones. The bounds `windows` say which roles may be vacant.
 
     The former is better more often, since it disturbs fewer pipelines. Both are tried beginning with the pipelines with
     the fewest micro-batches, and beginning with those with the most.
@@ -195,7 +195,8 @@ def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterat
 
 def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
                         params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
-    """Return sets of vacant roles that are worth planning for a number of failures, the most promising first.
+    """Return sets of vacant roles that are worth planning for a number of failures, the most promising first by
+    `windows`, lower bounds on the period by column.
 
     Of sets that differ only by an exchange of equal pipelines, there is one.
     """
@@ -228,9 +229,9 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     """Return the best plan for this number of failures if it may be chosen which roles are vacant.
 
     The result depends on job, number and options alone. The vacant roles are the `failed` of the plan's schedule, in
-    which every worker plays its own role. `windows` are those of the same job and options, passed to avoid computing
-    them again; `clock` is that of a search that this one is part of. Raises NoPlanError if so many failures leave some
-    stage without a live worker, however roles are assigned.
+    which every worker plays its own role. The lower bounds by column, `windows`, are those of the same job and options,
+    passed to avoid computing them again; `clock` is that of a search that this one is part of. Raises NoPlanError if so
+    many failures leave some stage without a live worker, however roles are assigned.
     """
     clock = clock or options.make_clock()
     if failures == 0:

@@ -141,8 +141,9 @@ def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_
                                params: OverlapParams) -> Schedule:
     """Add the job's gradient reductions, which overlap compute, to a schedule that was made without them.
 
-    Return the shortest schedule found in the budget. The `bound` holds for schedules of the job that cut micro-batches,
-    in ticks of `tick_seconds`; if layers may move, for those without reductions.
+    Return the shortest schedule found in the budget. In it, each worker's last micro-batches may run range by range of
+    a slice's layers (they are cut), so that reductions start earlier. The given `bound`, in ticks of `tick_seconds`,
+    allows for such cuts; if layers may move, it counts no reductions.
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     job_layers = _JobLayers.of(job)
@@ -177,7 +178,8 @@ def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Sc
 def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> float:
     """Return approximately the period of the schedule that `add_overlapping_reductions` would find, in seconds.
 
-    It is for callers that need hundreds of periods: fewer ways to cut micro-batches are tried.
+    It is for callers that need hundreds of periods: fewer ways to run the last micro-batches in ranges of layers are
+    tried.
     """
     job_layers = _JobLayers.of(job)
     schedule = _in_layer_ticks(schedule, job_layers)

@@ -51,7 +51,8 @@ class Choice(NamedTuple):
 
 
 class LayoutChoice(NamedTuple):
-    """Dispatch rule that is tried first if a layout assigns the units; `fill_wait` is in durations of an F."""
+    """Dispatch rule (which op a worker starts) that is tried first if a layout gives the worker of each unit;
+    `fill_wait` is in durations of an F."""
 
     forward_order: Literal["deepest", "oldest"]
     lookahead: float
@@ -62,8 +63,8 @@ class LayoutChoice(NamedTuple):
 
 
 class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of list schedules: a grid of dispatch rules under several assignments, then random changes of the best
-    rules."""
+    """Parameters of list schedules: a grid of dispatch rules (which op a worker starts) under several assignments of
+    units to workers, then random changes of the best rules."""
 
     share: Share = 0.3
     """Share of the search's time for list schedules, if other searches follow and there is only one layout."""

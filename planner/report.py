@@ -118,8 +118,8 @@ def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: P
                       seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
     """Iterate over other ways to handle the same failures, planning each by list schedules within `seconds` in all.
 
-    They are compared with `plan`, which was made with these options; `normalise` is True if roles could move in it.
-    With no worker down, they are more memory and another division of layers only.
+    They are compared with `plan`, which was made with these options; `normalise` is True if live workers could take
+    other roles in it. With no worker down, they are more memory and another division of layers only.
     """
     if plan.fault_free is None or options.method in BASELINES:
         return

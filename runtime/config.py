@@ -139,7 +139,8 @@ Coefficients = tuple[NotNegative, NotNegative, NotNegative]
 
 
 class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table `[training.length_costs]`: cost of micro-batches by the lengths of their documents, for each layer.
+    """The table `[training.length_costs]`: seconds of the F, I and W of a micro-batch on each layer, by the lengths of
+    its documents.
 
     A layer's three coefficients are seconds: a constant, seconds for each token, and seconds for each square of a
     document's length, which attention takes.

@@ -61,10 +61,13 @@ class RunFit:
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
-    """Return the number of samples that were read before the iteration of the checkpoint from which a run resumes.
+    """Return how many samples the iterations before this run's first one have read, where that cannot be computed from
+    their number.
 
-    Returns `NOTHING_READ` if iterations of this run, with these `microbatches` of each pipeline, read as many as those
-    before it, and for a checkpoint of an earlier version, which does not say.
+    Returns `NOTHING_READ` (the count begins with 0 samples at iteration 0, with as many in each iteration as in this
+    run) if `resume`, the checkpoint that the run begins from, is None; if the iterations before it have read as many
+    samples as this run would have, with these `microbatches` of each pipeline; and if the checkpoint is of an earlier
+    version, which does not say.
     """
     if resume is None or resume.manifest.samples in (
             None, resume.iteration * config.training.batch * sum(microbatches)):

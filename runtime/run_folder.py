@@ -116,10 +116,10 @@ def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *
     """Raise FolderError if a run would overwrite the results of another one in this folder. Raises CheckpointError,
     too.
 
-    A run that resumes from the newest checkpoint in this folder may replace the results that are there. Set `force` to
-    True if everything may be removed. Set `again` to True if this run repeats one that was started with the same
-    folder: then the results of a run that saved neither a checkpoint nor parameters may be removed. The folder must be
-    locked.
+    A run that resumes from the newest checkpoint in this folder (`resume`; None: it does not resume) may replace the
+    results that are there. Set `force` to True if everything may be removed. Set `again` to True if this run repeats
+    one that was started with the same folder: then the results of a run that saved neither a checkpoint nor parameters
+    may be removed. The folder must be locked.
     """
     if resume is not None and _is_in_folder(resume, out):
         newest = open_latest(out / CHECKPOINTS)

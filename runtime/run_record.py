@@ -131,12 +131,13 @@ class RunRecord:
 
     @cached_property
     def median_cost_error(self) -> float | None:
-        """Median over iterations of `cost_error`, the error of the expected costs of samples; None if no costs are
-        known."""
+        """Median over iterations of `cost_error`, the relative error of the times that samples were expected to take;
+        None if no such times are known."""
         return _median_or_none([line.cost_error for line in self.committed if line.cost_error is not None])
 
     def measured_share(self, stretch: GenerationRecord) -> float | None:
-        """Return a generation's throughput as a share of that with all workers; None if either was not measured."""
+        """Return the throughput in a generation (`stretch`) as a share of that with all workers; None if either was not
+        measured."""
         whole, seconds = self.full_grid_iteration_seconds, stretch.iteration_seconds
         return whole / seconds if whole and seconds else None
 
@@ -174,8 +175,9 @@ def _build_committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Se
                      begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
     """Return the committed iterations with the seconds that each took.
 
-    The argument `placed` has each iteration with its run seconds and the number of its start, `offsets` the run seconds
-    at which each start began, and `begun` those of the first order of each start.
+    All times are seconds since the first start of the run, without the time between the end of one start and the next.
+    The argument `placed` has each iteration with the time of its commit and the number of its start, `offsets` the time
+    at which each start began, and `begun` that of the first order of each start.
     """
     found, last, last_start = list[CommittedIteration](), 0.0, -1
     for one, at, start in placed:

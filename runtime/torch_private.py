@@ -51,7 +51,8 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Group(Protocol):
-    """A process group of torch.distributed: the methods of its Backend that torch's type stubs leave out."""
+    """Type, for type checkers, of torch's gloo and NCCL process groups: the methods of their Backend class that torch's
+    stubs leave out."""
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
         """Start to send tensors to a rank."""
@@ -260,7 +261,10 @@ def _borrow_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 class NcclGroup:
-    """An NCCL process group with the operations that the protocol `Group` leaves out."""
+    """NCCL process group on one device. Transfers and sums are started on its attribute `group`.
+
+    Its own methods connect the members, wait until the device has ended an operation, and read torch's errors.
+    """
 
     def __init__(self, group: Any, rank: int) -> None:
         self.group = cast(Group, group)

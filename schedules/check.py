@@ -580,10 +580,10 @@ def check_deadlock(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation if ops, transfers and all-reduces wait for each other in a circle, however long each really
     takes.
 
-    The rules of earlier tiers imply that an op starts no earlier than what it waits for, and strictly later if that
-    takes any time. A circle can therefore only consist of ops without duration, and of As, which may take time on only
-    some of their workers. If there is no circle of ops, `schedules.graph.order_transfers` finds an order of transfers
-    that adds none.
+    The rules that `check` has verified before imply that an op starts no earlier than what it waits for, and strictly
+    later if that takes any time. A circle can therefore only consist of ops without duration, and of As, which may take
+    time on only some of their workers. If there is no circle of ops, `schedules.graph.order_transfers` finds an order
+    of transfers that adds none.
     """
     instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks] for worker, ops in case.programs.items()}
     if not any(instant.values()):

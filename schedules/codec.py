@@ -122,9 +122,10 @@ def _require_version_1(schedule: Schedule) -> None:
 
 
 def validate(schedule: Schedule) -> None:
-    """Check all lengths and indices of a schedule, as `decode` does. Ranges of single numbers are checked by msgspec.
+    """Check all lengths and indices of a schedule, as `decode` does; the rules of a valid schedule are those of
+    `schedules.check`.
 
-    Raises ValueError, which names the key and the value.
+    Ranges of single numbers are checked by msgspec. Raises ValueError, which names the key and the value.
     """
     for key, text in (("job", schedule.job), ("method", schedule.method)):
         if not text.isprintable() or len(text) > MAX_NAME:

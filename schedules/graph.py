@@ -190,10 +190,8 @@ def _graph_node(op: Op, schedule: Schedule) -> Node:
 
 
 def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Node]:
-    """Return the ops and all-reduces in an order in which each follows what it waits for, else by planned time.
-
-    Raises ValueError if they wait for each other in a circle.
-    """
+    """Return the ops and all-reduces in an order in which each follows what it waits for, else by planned time. The
+    argument `programs` has the ops of each worker. Raises ValueError if they wait for each other in a circle."""
     nodes = list(dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops))
     number = {node: index for index, node in enumerate(nodes)}
     followers: list[list[int]] = [[] for _ in nodes]

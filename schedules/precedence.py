@@ -16,7 +16,8 @@ OpKey = tuple[OpKind, int, int, int]
 
 
 class Rule(NamedTuple):
-    """Rule: an op of `kind` waits for the op `awaited` of the same micro-batch, `step` slices further on its route.
+    """Rule on which op waits for which: an op of `kind` waits for the op `awaited` of the same micro-batch, at the
+    slice `step` (-1, 0 or 1) further on its route.
 
     If the route has no such slice, the op waits for nothing.
     """
@@ -53,7 +54,8 @@ def op_key(op: Op) -> OpKey:
 
 
 def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """Iterate over the keys of the ops that must end before this op may start, each with the rule that requires it.
+    """Iterate over the keys of the ops that must end before this op may start, each with the `Rule` (one of `RULES`)
+    that requires it.
 
     The argument `path` is the slices of the micro-batch's route, in order. An op at another slice waits for nothing.
     """
@@ -72,7 +74,7 @@ def producer_keys(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
 
 
 def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """Iterate over the keys of the ops that wait for this op, each with the rule that requires it.
+    """Iterate over the keys of the ops that wait for this op, each with the `Rule` (one of `RULES`) that requires it.
 
     The argument `path` is the slices of the micro-batch's route, in order.
     """
@@ -86,13 +88,14 @@ def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the rules by which other ops wait for an op of this kind at this position of a route of `length`
-    slices."""
+    """Return those `RULES`, on which op waits for which, by which others wait for an op of this kind at this position
+    of a route of `length` slices."""
     return tuple(rule for rule in RULES if rule.awaited == kind
                  and position - rule.step in rule.positions_in_route(length))
 
 
 @cache
 def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the rules by which an op of this kind waits for others at this position of a route of `length` slices."""
+    """Return those `RULES`, on which op waits for which, by which an op of this kind waits for others at this position
+    of a route of `length` slices."""
     return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions_in_route(length))

@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class NoScheduleError(RuntimeError):
-    """Error: no schedule exists for the request. The message is one line; it is empty if the failures end the run."""
+    """Error: no schedule exists for the request. The message is one line with the reason. It is empty if the run was
+    given no planner for such a request; the failures alone then explain why the run ends."""
 
 
 # --- Ranges of numbers, which reading a file checks -------------------------------------------------------------------
@@ -265,14 +266,14 @@ class Op(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
+    """Entry for a worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
 
     worker: Worker
     per_mille: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 
 
 class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Least cost of each layer, one value per layer. Bounds over all layouts are computed from these.
+    """Least time and memory of each layer, one value per layer. Bounds over all layouts are computed from these.
 
     Layers may need finer units than whole stages. There are `per_tick` of their time units in a tick of the schedule,
     and `per_unit` of their memory units in a unit of its memory. Both are fractions (numerator, denominator).
@@ -352,7 +353,7 @@ def _ticks_by_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
 
 
 class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Worker whose memory for activations differs from that of its column, and the amount, in multiples of
+    """Entry for a worker whose memory for activations differs from that of its column, with the amount, in multiples of
     `Memory.unit`."""
 
     worker: Worker

@@ -32,9 +32,9 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
     """Return sets of groups of pipelines that behave identically; a group is pipelines that share micro-batches.
 
     Two groups are equal if their pipelines, each in ascending order, have as many micro-batches and run the same
-    programs at the same speed and with the same room. Re-routed micro-batches are compared by the position of their
-    pipeline within the group. Groups that are equal only in another order of pipelines are missed, which only costs
-    time.
+    programs at the same speed and with the same memory for activations. Re-routed micro-batches are compared by the
+    position of their pipeline within the group. Groups that are equal only in another order of pipelines are missed,
+    which only costs time.
     """
     roles = _roles_by_pipeline(schedule)
     known: dict[Program, int] = {}

@@ -99,7 +99,8 @@ def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_s
                    spread: float, random: np.random.Generator) -> None:
     """Replay one iteration in all replays at once, and update `free`, when each worker is free, [workers, replays].
 
-    Times are in seconds. `lengths` has the duration of each step; `spread` is that of `Noise`.
+    Times are in seconds. `steps` are ops and whole all-reduces, and `lengths` has the duration of each; `spread` is
+    that of `Noise`.
     """
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):

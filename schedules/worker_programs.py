@@ -107,7 +107,7 @@ class WorkerProgram(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerShare(NamedTuple):
-    """Share of one worker in a divided schedule: its seat, and the digests of everything else, which are keys of
+    """Part of a divided schedule that one worker needs: its seat, and the digests of everything else, which are keys of
     `DividedSchedule.contents`."""
 
     seat: Seat
@@ -124,12 +124,14 @@ class WorkerShare(NamedTuple):
 
     @property
     def content_digests(self) -> tuple[str, str, str]:
-        """Digests of all that this share refers to: `frame`, `work`, `sums`."""
+        """Digests of all that this share refers to: what all workers know (`frame`), the worker's program (`work`), and
+        its gradient sums (`sums`)."""
         return self.frame, self.work, self.sums
 
 
 class DividedSchedule(msgspec.Struct, frozen=True):
-    """Schedule, divided into shares of its workers; what several shares have in common is stored once."""
+    """Schedule, divided into what each worker needs of it (its share); what several shares have in common is stored
+    once."""
 
     failed: tuple[Worker, ...]
     shares: dict[Worker, WorkerShare]
@@ -180,8 +182,11 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
 
 def assemble_worker_schedule(failed: tuple[Worker, ...], share: WorkerShare,
                              contents: Mapping[str, bytes]) -> WorkerSchedule:
-    """Build a worker's schedule from its share. `contents` has what the share refers to, by digest. Raises KeyError if
-    a content is missing."""
+    """Build a worker's schedule from its share of a divided schedule. `contents` has what the share refers to, by
+    digest, and `failed` the workers that are down.
+
+    Raises KeyError if a content is missing.
+    """
     head = _FRAME.decode(contents[share.frame])
     work = _WORK.decode(contents[share.work])
     sums, ties = _SUMS.decode(contents[share.sums])
@@ -222,7 +227,7 @@ def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Wo
 
 
 def _group_by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossing]]:
-    """Return the tensors that each worker sends or receives, by worker."""
+    """Return the tensors that each worker sends or receives, by worker, in the given order."""
     grouped: dict[Worker, list[Crossing]] = defaultdict(list)
     for crossing in crossings:
         grouped[crossing.source].append(crossing)
@@ -232,13 +237,14 @@ def _group_by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossin
 
 def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int],
                        named: Mapping[int, int] | None = None) -> list[Crossing]:
-    """Return all tensors that workers whose roles are in these pipelines exchange, in the order of their numbers.
+    """Return all tensors that workers whose roles are in these pipelines send to each other, numbered from 0 in an
+    order in which every worker can exchange its own without a deadlock.
 
     If `named` is given, it maps pipelines to the numbers that the result uses. These pipelines must not share
-    micro-batches with the rest, and the schedule must pass its checks: its times then give an order that all workers
-    can follow. If ops without duration leave that order open, the graph decides. In a pipeline that shares no
-    micro-batches, each op counts as starting as early as possible; its numbers then stay the same if a failure
-    elsewhere only delays it.
+    micro-batches with the rest, and the schedule must pass its checks: its times then give such an order. If ops
+    without duration leave that order open, the graph of ops decides. In a pipeline that shares no micro-batches, each
+    op counts as starting as early as possible; the tensors' numbers then stay the same if a failure elsewhere only
+    delays it.
     """
     wanted = set(pipelines)
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
@@ -256,10 +262,8 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int],
 
 def _encode_programs(schedule: Schedule,
                      keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Iterate over pairs of a worker and (pipelines that its `WorkerProgram` names by index, digest of that program).
-
-    The function `keep` stores a program and returns its digest.
-    """
+    """Iterate over pairs of a worker and (numbers of the pipelines that its `WorkerProgram` names by index, digest of
+    that program). The function `keep` stores a program and returns its digest."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
@@ -282,8 +286,12 @@ def _encode_programs(schedule: Schedule,
 
 
 def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], keep: Callable[[object], str]) -> Iterator[str]:
-    """Iterate over the seats; yield the digest of the gradient sums of each one's worker, with the ties of layers that
-    it holds. The function `keep` stores them and returns that digest."""
+    """Iterate over the seats; yield for each the digest of what its worker sums: the layers that it all-reduces, with
+    the workers that take part, and the groups of layers with tied parameters that it holds.
+
+    The argument `ties` has all holders of each such group. The function `keep` stores the content and returns its
+    digest.
+    """
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
     for number, workers in tied:
@@ -299,13 +307,13 @@ def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], keep: Cal
 
 
 def _without_time(op: ProgramOp, place: Mapping[int, int]) -> ProgramOp:
-    """Return a copy of an op that starts at tick 0, with its pipeline p named by `place[p]`."""
+    """Return a copy of an op that starts at tick 0, in which its pipeline p is replaced by the index `place[p]`."""
     return ProgramOp(op.kind, op.slice, op.microbatch, 0, None if op.pipeline is None else place[op.pipeline])
 
 
 def _routes_of_seat(schedule: Schedule, seat: Seat, place: Mapping[int, int]) -> Iterator[Route]:
-    """Iterate over the routes of the micro-batches that a seat's worker runs, with each pipeline p named by
-    `place[p]`."""
+    """Iterate over the routes of the micro-batches that a seat's worker runs, in which each pipeline p is replaced by
+    the index `place[p]`."""
     own = seat.role.pipeline
     for pipeline, number in sorted({(own if op.pipeline is None else op.pipeline, op.microbatch)
                                     for op in schedule.programs[seat.program] if op.microbatch is not None}):

@@ -59,7 +59,7 @@ def build_points(run: RunRecord) -> list[Point]:
 
 
 def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
-    """Return the planned throughput of a generation, in samples per second, or None if it is unknown.
+    """Return the planned throughput of a generation, `stretch`, in samples per second, or None if it is unknown.
 
     The plan gives a share of the throughput with all workers. If the run has measured the latter, the result is that
     share of it; otherwise it follows from the planned period alone.
@@ -71,8 +71,8 @@ def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
 
 
 def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
-    """Return the charts of phases, throughput, missing workers and loss as HTML, one below the other. The points
-    `found` are those of `build_points`."""
+    """Return charts of a run as HTML, one below the other: what it was doing (its phase), throughput, missing workers
+    and loss. The points `found` are those of `build_points`."""
     return "\n".join([_draw_phases(run), _draw_throughput(run, found), _draw_missing(run), _draw_losses(run, found)])
 
 
@@ -112,8 +112,8 @@ def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_phases(run: RunRecord) -> str:
-    """Return a strip, as HTML, with the phase of each generation over time, and drawn over it the times in which layers
-    moved."""
+    """Return a strip, as HTML, with what the run was doing (the phase of each generation) over time, and drawn over it
+    the times in which layers moved."""
     parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
              f'height="{HEIGHT}"><title>{escape(describe_generation(one))}</title></rect>' for one in run.stretches]
     parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'

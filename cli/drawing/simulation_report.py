@@ -45,8 +45,8 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
     """Return the whole report as bytes of an HTML file.
 
-    Headings name what was simulated by `job` and `shape`, and `notes` lists further assumptions. `tokens` is the number
-    of tokens in a sample, or None if it is unknown.
+    Headings name what was simulated by `job` and `shape`, the text for its size, and `notes` are lines with further
+    assumptions. `tokens` is the number of tokens in a sample, or None if it is unknown.
     """
     shown = _initially_shown(result)
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",

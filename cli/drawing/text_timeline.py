@@ -164,7 +164,7 @@ def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ..
 
 
 def _workers_of_block(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
-    """Return the workers to draw for a block, a set of pipelines that run the same programs: those of its first
+    """Return the workers to draw for `block`, a set of pipelines that run the same programs: those of its first
     pipeline."""
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 

@@ -27,7 +27,7 @@ NAMES = {OpKind.F: "forward", OpKind.I: "backward_input", OpKind.W: "backward_we
 
 
 def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = ()) -> bytes:
-    """Return the trace-event JSON of a schedule and of measured iterations, all aligned at 0."""
+    """Return the trace-event JSON of a schedule and of measured iterations of it, all beginning at time 0."""
     flows = count(1)
     planned = {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats}
     events = list(_process_events(schedule, "planned", 0, planned, schedule.tick_seconds, flows))

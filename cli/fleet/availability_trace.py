@@ -21,8 +21,8 @@ Value = TypeVar("Value", int, float)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Changes of a fleet's machines at one instant. All lists are ascending, and no machine's place is both in
-    `removed` and in `added`."""
+    """Changes of a fleet's machines at one instant. Machines are given by place, the numbered slot of the fleet. All
+    lists are ascending, and no place is both in `removed` and in `added`."""
 
     seconds: float
     removed: tuple[int, ...] = ()
@@ -148,8 +148,8 @@ class _MachineStates:
         """Number of GPUs that each machine continues with, by place."""
 
     def translate_change(self, change: Change) -> tuple[Change, Change]:
-        """Return a change of the trace as the policy sees it, and a second change, at the same instant, that adds
-        machines which restart on fewer GPUs. The states are updated."""
+        """Return a change of the trace as a policy (the job's way to react) sees it, and a second change, at the same
+        instant, that adds machines which restart on fewer GPUs. The states are updated."""
         for place in change.removed:
             self._live_gpus.pop(place, None)
             self._slow.pop(place, None)
@@ -205,9 +205,9 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
 
 
 def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
-    """Return the trace in which all places of a node are down while any of them is.
+    """Return the trace in which all machines of a node are down while any of them is.
 
-    The argument `nodes` has the places of each node; each place of the trace belongs to one.
+    The argument `nodes` has the places (numbers of machines in the trace) of each node; each place belongs to one.
     """
     node_of = {place: number for number, places in enumerate(nodes) for place in places}
     missing = [len(places) for places in nodes]
@@ -230,8 +230,8 @@ def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]
 
 
 def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return for each node the numbers (pipeline x stages + column) that its workers have as places of a trace that is
-    fitted to the job."""
+    """Return, for each node, the numbers (pipeline x stages + column) by which a trace that is fitted to the job names
+    the node's workers."""
     return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
 
 
@@ -257,7 +257,7 @@ def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
                nodes: Sequence[tuple[int, ...]] = ()) -> AvailabilityTrace:
-    """Return the trace for a job of this many workers, with places 0 to workers - 1.
+    """Return the trace for a job of this many workers, with places (numbered slots for machines) 0 to workers - 1.
 
     Without `nodes`, a place of the given trace becomes a worker of the job. With `nodes`, the workers of each node, it
     becomes a node, whose workers leave and return together. A job smaller than the fleet gets places drawn at random,

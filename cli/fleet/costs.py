@@ -28,8 +28,8 @@ BYTES_PER_SECOND = 10e9
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a job loses when a policy responds to a failure, and related shares. Equal actions of policies cost
-    the same."""
+    """Seconds that a job loses when a policy (a way to react to failures) restarts, switches, or loads layers, and
+    related shares. Equal actions of policies cost the same."""
 
     parameters: float
     """Number of parameters of the model."""
@@ -61,7 +61,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
-    """Return the costs for a model of this many parameters, divided into `stages` stages.
+    """Return the times, in seconds, that restarts, checkpoints, reconfigurations and loading a stage take for a model
+    of this many parameters, divided into `stages` stages.
 
     Loading a stage sends 14 bytes per parameter over one link: the weight in two bytes, a float32 master copy and two
     Adam states, without the gradient.

@@ -38,7 +38,8 @@ class EntryError(ValueError):
 
 
 class Entry(RatedByStage):
-    """Policy of another system, whose throughput depends on which workers are down, and which pauses when that changes.
+    """Policy (way to react to failures) of another system, whose throughput depends on which workers are down, and
+    which pauses when that changes.
 
     A failure also costs half an iteration, as for all policies. If nothing can be trained (a rate of 0), the system
     waits, and resumes from a checkpoint. Override `rate`, and `pause` if a change takes time.
@@ -55,12 +56,17 @@ class Entry(RatedByStage):
         return 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases of training with the machines that are alive at the beginning of a trace (`live`)."""
+        """Return the phases (spans of time, each with a training rate and a cause) from the beginning of a trace:
+        training on the machines whose numbers are in `live`."""
         self._live = set(live)
         return self.resume_training(self.rate(self._count_down_by_stage()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after machines were lost or added: a pause, redoing lost samples, then training."""
+        """Return the phases (spans of time, each with a training rate and a cause) after machines were lost or added: a
+        pause, redoing lost samples, then training.
+
+        The argument `remaining` has what was left of the phases before.
+        """
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._count_down_by_stage()
         return self.resume_after_change(self.rate(down), remaining, Phase(Cause.SWITCH, self.pause(down)),
@@ -76,7 +82,8 @@ class Entry(RatedByStage):
 
 
 class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Row of an entry file: throughput and pause of a system for a number of dead workers."""
+    """Row of the file that describes another system for the benchmark: its throughput and pause for a number of dead
+    workers."""
 
     down: int | list[int]
     samples_per_second: float
@@ -84,8 +91,8 @@ class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of an entry file: throughputs and pauses of another system, by name of the benchmark's case (a job and a
-    trace), such as spot-24."""
+    """Contents of the file that describes another system for the benchmark: throughputs and pauses, by name of the
+    benchmark's case (a job and a trace), such as spot-24."""
 
     format: Literal["slipstream-entry-1"]
     name: str
@@ -131,7 +138,8 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 
 
 def read_entry(path: Path) -> EntryTable:
-    """Read the entry file of another system. Raises EntryError, whose message names the file and the error."""
+    """Read the file that describes another system for the benchmark. Raises EntryError, whose message names the file
+    and the error."""
     table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:

@@ -43,7 +43,7 @@ STATELESS_CAUSES = (Cause.WAIT, Cause.RESTART)
 
 
 class Phase(msgspec.Struct, frozen=True, gc=False):
-    """A span of time in which a job makes progress at one rate, for one cause."""
+    """Span of simulated time in which a job trains at one rate (0 if it pauses or waits), for one cause."""
 
     cause: Cause
     seconds: float = math.inf
@@ -66,7 +66,8 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
         return Phase(self.cause, seconds, self.rate, self.checkpoints, self.redone)
 
     def with_slowdown(self, factor: float) -> "Phase":
-        """Return this phase with training slowed by a factor; if it redoes samples, it lasts longer by the factor."""
+        """Return this phase (span of time at one training rate) with training slowed by a factor; if it redoes samples,
+        it lasts longer by the factor."""
         if factor == 1.0 or not (self.rate or self.redone):
             return self
         seconds = self.seconds * factor if self.redone else self.seconds
@@ -74,7 +75,8 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
 
 
 class Scenario(NamedTuple):
-    """Inputs that all policies share: the job's throughputs, the costs, and the time between failures."""
+    """Inputs that all policies share: the job's throughputs, the seconds that reactions to failures cost, and the mean
+    seconds between failures."""
 
     throughputs: Throughputs
     costs: Costs
@@ -106,7 +108,7 @@ class Scenario(NamedTuple):
 
 
 class Policy(ABC):
-    """Reaction of a job to failures. Each object simulates one run."""
+    """Way in which a job reacts to failures, in a simulation. Each object simulates one run."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -144,13 +146,19 @@ class Policy(ABC):
 
     @abstractmethod
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases from the beginning of a trace, at which the machines in `live` are alive. The last phase
-        has no end."""
+        """Return the phases (spans of time, each with a training rate and a cause) from the beginning of a trace. The
+        last phase has no end.
+
+        The argument `live` has the numbers of the machines that are alive then.
+        """
 
     @abstractmethod
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after machines were lost, added, or changed in speed. The last phase has no end. The
-        argument `remaining` has what is left of the phases returned before, the current one first."""
+        """Return the phases (spans of time, each with a training rate and a cause) after machines were lost, added, or
+        changed in speed. The last phase has no end.
+
+        The argument `remaining` has what is left of the phases returned before, the current one first.
+        """
 
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
@@ -167,12 +175,16 @@ class Policy(ABC):
 
     @property
     def slowdown(self) -> float:
-        """Factor by which training takes longer than its phases say, as it waits for slow machines."""
+        """Factor by which training takes longer than at the rates that the policy returned, as it waits for slow
+        machines."""
         return 1.0 if self.balances_speeds or not self.slow else max(self.slow.values())
 
     def handle_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Record changes of speed, and return the phases after a change: those of `on_change`, or `remaining` if it has
-        no effect. A change of speed alone has an effect only if the policy balances speeds."""
+        """Record changes of speed, and return the phases (spans of time at one training rate) after a change: those of
+        `on_change`, or `remaining`, what is left of the present ones, if it has no effect.
+
+        A change of speed alone has an effect only if the policy balances speeds.
+        """
         if self.slow:
             for machine in (*change.removed, *change.added):
                 self.slow.pop(machine, None)
@@ -187,8 +199,8 @@ class Policy(ABC):
     # --- Shared by several policies -----------------------------------------------------------------------------------
 
     def resume_training(self, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
-        """Return the phases from now on: `stalls` (pauses), redoing the lost samples, and training at `rate` samples
-        per second.
+        """Return the phases (spans of time at one training rate) from now on: `stalls` (pauses), redoing the lost
+        samples, and training at `rate` samples per second.
 
         If `rate` is 0, the job waits instead, and owes the lost samples.
         """
@@ -200,7 +212,8 @@ class Policy(ABC):
         return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training_phase(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
-        """Return the phases with `stall`, a pause, inserted after `seconds`, and training at `rate` from then on.
+        """Return the phases (spans of time at one training rate) with `stall`, a pause, inserted after `seconds`, and
+        training at `rate` samples per second from then on.
 
         Samples that were not redone by then are redone at the new rate.
         """
@@ -216,11 +229,12 @@ class Policy(ABC):
 
     def resume_after_change(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
                             state_lost: bool = False) -> list[Phase]:
-        """Return the phases after a change: `stalls` (pauses), redoing the samples that the death of a worker lost, and
-        training at `rate`.
+        """Return the phases (spans of time at one training rate) after a change: `stalls` (pauses), redoing the samples
+        that the death of a worker lost, and training at `rate` samples per second.
 
-        If only the checkpoint holds the parameters of some stage (`state_lost`, or `remaining` begins with waiting or
-        restarting), the job restarts from it.
+        The argument `remaining` has what is left of the phases before the change. If only the checkpoint holds the
+        parameters of some stage (`state_lost`, or `remaining` begins with waiting or restarting), the job restarts from
+        it.
         """
         if state_lost or self.needs_checkpoint(remaining):
             return self.restart(rate, remaining)
@@ -228,14 +242,18 @@ class Policy(ABC):
                                     lost_samples=self.discard_lost_samples(remaining, worker_died=worker_died))
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases of a restart from the last checkpoint: the pause, redoing the samples since then, training
-        at `rate`."""
+        """Return the phases (spans of time at one training rate) of a restart from the last checkpoint: the pause,
+        redoing the samples since then, training at `rate` samples per second.
+
+        Samples that are still to be redone in `remaining`, what is left of the phases before, are redone, too.
+        """
         lost_samples = self.checkpoints.return_to_last() + count_samples_to_redo(remaining) + self._samples_owed
         self._samples_owed = 0.0
         return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost_samples)
 
     def training_phase(self, rate: float) -> Phase:
-        """Return an endless training phase at `rate` samples per second, less the loss to pauses for checkpoints."""
+        """Return a span of time without end in which the job trains at `rate` samples per second, less the loss to
+        pauses for checkpoints."""
         if not self.pauses:
             return Phase(Cause.RUN, math.inf, rate)
         interval = self.scenario.checkpoint_interval
@@ -243,8 +261,8 @@ class Policy(ABC):
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
     def discard_lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
-        """Return the number of samples to redo: those still to be redone in `remaining`, the current phase and later
-        ones, and half an iteration if a worker died while the job trained.
+        """Return the number of samples to redo: those still to be redone in `remaining`, what is left of the planned
+        spans of time (phases), and half an iteration if a worker died while the job trained.
 
         The latter is recorded as discarded. It is at most the samples trained since the job last paused.
         """
@@ -256,8 +274,8 @@ class Policy(ABC):
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
-        """Return whether only the checkpoint holds the parameters, because the job is waiting or restarting
-        (`remaining[0]`)."""
+        """Return whether only the checkpoint holds the parameters, because the job is waiting or restarting: the cause
+        of `remaining[0]`, the current phase."""
         return remaining[0].cause in STATELESS_CAUSES
 
 
@@ -281,7 +299,8 @@ class RatedByStage(Policy):
 
 
 def count_samples_to_redo(remaining: Sequence[Phase]) -> float:
-    """Return the number of samples that would be trained a second time in these phases."""
+    """Return the number of samples that would be trained a second time in `remaining`, phases (spans of time at one
+    training rate) that are still to come."""
     samples = 0.0
     for phase in remaining:
         if phase.redone:
@@ -290,7 +309,7 @@ def count_samples_to_redo(remaining: Sequence[Phase]) -> float:
 
 
 class PhaseHistory:
-    """History of a run: consecutive spans of time, each of one phase."""
+    """History of a simulated run: consecutive spans of time, each of one phase (training rate and cause)."""
 
     def __init__(self) -> None:
         self.seconds = [0.0]
@@ -302,8 +321,8 @@ class PhaseHistory:
 
     def record_until(self, phases: Sequence[Phase], until: float, workers: float = 1.0,
                      links: float = 1.0) -> Sequence[Phase]:
-        """Record phases up to the time `until`, with training slowed by the factors `workers` and `links`, and return
-        the rest.
+        """Record phases (spans of time at one training rate) up to the time `until`, in seconds, with training slowed
+        by the factors `workers` and `links`, and return the rest.
 
         The rest begins with the current phase, and is not slowed. The last of the phases must have no end.
         """
@@ -335,8 +354,8 @@ class CheckpointTimes:
     """
 
     def __init__(self, spans: PhaseHistory, interval_seconds: float, pause_seconds: float) -> None:
-        """Follow a run, whose history is `spans`, that takes a checkpoint every `interval_seconds` of training, and
-        stops training for `pause_seconds`, possibly 0, to do so."""
+        """Follow a run, whose history is `spans` (a `PhaseHistory`), that takes a checkpoint every `interval_seconds`
+        of training, and stops training for `pause_seconds`, possibly 0, to do so."""
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
         self._spans = spans

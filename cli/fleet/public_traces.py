@@ -226,9 +226,7 @@ def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
 
 def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
     """Return a trace of how slow the workers of a job recorded by ByteDance (StragglerAnalysis) were in each iteration.
-
-    The place of a worker is dp_rank x stages + stage. Raises ValueError.
-    """
+    The number of a worker in it is dp_rank x stages + stage. Raises ValueError."""
     column = read_columns(path, STRAGGLER_FIELDS)
     steps, step = np.unique(column["step"], return_inverse=True)
     if not len(steps):
@@ -250,8 +248,7 @@ def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
 
 
 def _slowness_factors(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
-    """Return the slowdown factor of each worker in one iteration, by place, at least 1.
-
+    """Return the slowdown factor of each worker in one iteration, by its number (dp_rank x stages + stage), at least 1.
     The times of its ops, the median of each kind, are added up and divided by the median of all workers of its stage.
     """
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)

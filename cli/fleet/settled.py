@@ -162,10 +162,10 @@ class RebalancedPlans:
 
     def _search_schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
                          ) -> Schedule | None:
-        """Return the best schedule with layers moved found in a share of the time for one plan; None if there is none.
+        """Return the best schedule with layers moved found in a `share` (0 to 1) of the time for one plan; None if
+        there is none. The first `failures` of the workers in `chosen` are down and the others slow.
 
-        The first `failures` of the chosen workers are down and the others slow. Steps are counted, so that the result
-        depends neither on the machine nor on its load.
+        Steps are counted, so that the result depends neither on the machine nor on its load.
         """
         failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))

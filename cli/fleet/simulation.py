@@ -20,7 +20,8 @@ _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 
 class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Result of one policy over one trace: n consecutive spans of time, each with a rate and a cause."""
+    """Result of one policy (way to react to failures) over one trace: n consecutive spans of time, each with a training
+    rate and a cause."""
 
     policy: str
     fault_free_rate: float
@@ -44,7 +45,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def cause_indices(self) -> npt.NDArray[np.int64]:
-        """Index into `CAUSES` of the cause of each span."""
+        """Index into `CAUSES` (reasons for less progress) of the cause of each span of time."""
         return np.array([_NUMBER[phase.cause] for phase in self.phases], dtype=np.int64)
 
     @property
@@ -153,7 +154,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare_policies(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs, trace: AvailabilityTrace,
                      progress: CountCallback = lambda _done, _total: None) -> Comparison:
-    """Simulate policies over one trace, which must fit the job.
+    """Simulate policies (ways to react to failures) over one trace, which must fit the job. The seconds that their
+    reactions take are in `costs`.
 
     After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there are none.
     """
@@ -171,12 +173,14 @@ def compare_policies(policies: Sequence[type[Policy]], throughputs: Throughputs,
 
 
 class TraceSimulator:
-    """Callable that simulates policies over a numbered trace, in any process. Plans are kept for later traces."""
+    """Callable that simulates policies (ways to react to failures) over a numbered trace, in any process. Plans are
+    kept for later traces."""
 
     def __init__(self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs) -> None:
-        """Set the policies, a factory of throughputs, and the costs.
+        """Set the policies to simulate, a factory of the job's throughputs (`make`), and the seconds that reactions to
+        failures take (`costs`).
 
-        The factory `make` must be picklable if other processes get a copy of this object.
+        The factory must be picklable if other processes get a copy of this object.
         """
         self._policies, self._make, self._costs = policies, make, costs
         self._throughputs: Throughputs | None = None
@@ -193,7 +197,8 @@ class TraceSimulator:
 def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
                     traces: Sequence[AvailabilityTrace],
                     progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Return the mean samples per second of each policy, one value for each trace, simulated in this process.
+    """Return the mean samples per second of each policy (way to react to failures), one value for each trace, simulated
+    in this process. The seconds that reactions take are in `costs`.
 
     After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are none.
     """

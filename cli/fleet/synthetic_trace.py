@@ -144,10 +144,8 @@ def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, h
 
 
 def _build_changes(failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float) -> list[Change]:
-    """Return the changes of a trace that result from failures, given as (hour, first place, places, hours absent).
-
-    A failure does nothing to a place that has no machine at that time.
-    """
+    """Return the changes of a trace of `places` machines that result from failures, given as (hour, number of the first
+    machine, number of machines, hours absent). A failure does nothing to a machine that is absent at that time."""
     down: set[int] = set()
     returns: list[tuple[float, int]] = []
     changes: list[Change] = []

@@ -29,7 +29,8 @@ PLAN_SECONDS = 0.2
 
 
 class Throughputs:
-    """Throughputs of one job in samples per second, by kind of schedule and failures; 0.0 if no plan exists."""
+    """Throughputs of one job in samples per second, by kind of schedule (such as re-routed, or with layers moved) and
+    failures; 0.0 if no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
                  plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
@@ -57,7 +58,7 @@ class Throughputs:
         self._table = _read_table_periods(table, self.job, self._options) if table is not None else {}
 
     def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the cached value of a key, computed by `find` the first time."""
+        """Return the cached value of `key`, any hashable value; `find` computes it the first time."""
         if key not in self._cache:
             self._cache[key] = find()
         value: Value = self._cache[key]

@@ -107,8 +107,8 @@ def build_from_counts(counts: Sequence[tuple[float, int]], length_seconds: float
     """Return a trace of `length_seconds` from `counts`, pairs (seconds, machines alive from then on), ascending, the
     first at 0.
 
-    With `seed`, machines that leave are drawn at random from those alive, and the places of new ones from those that
-    are free.
+    With `seed`, machines that leave are drawn at random from those alive, and the numbered slots (places) of new ones
+    from those that are free. The lines `notes` say what was assumed or corrected.
     """
     places = max(count for _, count in counts)
     choice = random.Random(seed)
@@ -230,7 +230,8 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
 
 
 class _ChangeSets(NamedTuple):
-    """Places that lose or get a machine at one instant, and new slowdown factors and numbers of GPUs by place."""
+    """Changes at one instant, by place (numbered slot for a machine): places that lose or get a machine, and new
+    slowdown factors and numbers of GPUs."""
 
     removed: set[int]
     added: set[int]
@@ -285,7 +286,8 @@ class _MachinePlaces:
         return self._places - 1
 
     def build_trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
-        """Return an availability trace of `length_seconds` that consists of all recorded events."""
+        """Return an availability trace of `length_seconds` that consists of all recorded events. The lines `notes` say
+        what was assumed or corrected in reading the file."""
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
             states = tuple(sorted(slowed.items())), tuple(sorted(gpus.items()))

@@ -213,11 +213,9 @@ class SimulatedRun(NamedTuple):
 
 
 def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
-    """Simulate an iteration in which each op runs as soon as its worker is free and its inputs have arrived; `orders`
-    has each worker's ops, in order.
-
-    Returns None if the order has a deadlock.
-    """
+    """Simulate an iteration in which each op runs as soon as its worker is free and its inputs have arrived. `orders`
+    has each worker's ops, in order, and `costs` the times and memory of the ops of each stage. Returns None if the
+    order has a deadlock."""
     worker_of = {op.stage: worker for worker, ops in enumerate(orders) for op in ops}
     ends: dict[Op, float] = {}
     next_index, free_at = [0] * len(orders), [0.0] * len(orders)

@@ -80,8 +80,8 @@ def rank_lines(job: Job) -> list[str]:
 
 
 def placement_lines(found: FoundPlacement | None) -> list[str]:
-    """Return lines on the placement of layers that was found, the job's own, and the cost of failures; empty if there
-    was no search."""
+    """Return lines on the placement and division of layers that were found, the period of the job's own, and the
+    periods with failures; empty if there was no search."""
     if found is None:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"

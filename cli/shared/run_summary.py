@@ -46,7 +46,7 @@ def _summarize_generation(run: RunRecord, stretch: GenerationRecord) -> dict[str
 
 
 def schedule_path(run: RunRecord, stretch: GenerationRecord) -> Path:
-    """Return the path of the file of a generation's schedule in the run's folder."""
+    """Return the path of the file, in the run's folder, of the schedule of a generation, `stretch`."""
     return run.folder / SCHEDULES / f"{stretch.order.schedule}.json"
 
 
@@ -56,7 +56,8 @@ def mean_throughput(run: RunRecord) -> float | None:
 
 
 def stretch_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
-    """Return the samples per second of a generation, by its median iteration time; None if that is unknown."""
+    """Return the samples per second of a generation, `stretch`, by its median iteration time; None if that is
+    unknown."""
     return run.starts[-1].samples / stretch.iteration_seconds if stretch.iteration_seconds else None
 
 

@@ -93,7 +93,8 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cost(NamedTuple):
-    """Cost of some layers for one micro-batch, on each GPU of a worker."""
+    """Estimate for one or several layers, on each GPU of a worker: seconds and activation bytes for one micro-batch,
+    bytes that are always held, and numbers for the optimizer step."""
 
     forward: float
     """Seconds of F. `backward_input` and `backward_weight` are in seconds, too."""
@@ -114,8 +115,8 @@ class _Cost(NamedTuple):
 
 
 def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the tables of a job file for a model on these GPUs, and comments for it that say how values were
-    estimated.
+    """Return the tables of a job file for a model that is distributed as `layout` says, on the GPUs of its data sheet,
+    and lines of comments above each table that say how values were estimated.
 
     Raises ValueError with a message of one line if there are more stages than layers, or the model does not fit.
     """
@@ -132,7 +133,8 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
     by_layer: dict[str, Sequence[float]] = {**_op_times(layers, layout), **_memory_sizes(layers)}
 
     def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Return the sums over each stage of the layers' values, by key of the job file, rounded to 12 digits.
+        """Return, for each key of the job file (such as `forward`), the sum of the layers' values over each stage,
+        rounded to 12 digits.
 
         This is exact enough for ticks of plans that cut stages to stay as coarse as for exact sums.
         """
@@ -172,7 +174,7 @@ def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[flo
 
 
 def _layer_cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
-    """Return the cost of a layer for a micro-batch of `tokens` tokens.
+    """Return the estimated times and memory (`_Cost`) of a layer for a micro-batch of `tokens` tokens.
 
     If `whole`, the layer is in the first stage, whose input needs no gradient: torch leaves the whole backward to W.
     """

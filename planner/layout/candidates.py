@@ -336,13 +336,12 @@ def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True,
 
 
 def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
-    """Return the layout with its slices cut at the ends of the job's stages and of `parts` equal parts of each stage.
+    """Return the layout with its slices cut at the ends of the job's stages and of `parts` equal lengths of each stage.
 
     The workers of a stage reduce gradients together, later stages later. A slice over two stages would have to be done
-    by the earlier of the two times; as two slices, the second has until the later one.
-
-    With several parts, a more urgent op waits no longer than a part takes, and an idle worker receives work sooner than
-    after a whole stage. No tensor passes between slices of one worker.
+    by the earlier of the two times; as two slices, the second has until the later one. With several lengths per stage,
+    a more urgent op waits no longer than one of them takes, and an idle worker receives work sooner than after a whole
+    stage. No tensor passes between slices of one worker.
     """
     ends = {first - (first - end) * number // parts for path in problem.path_by_chain for (first, end), _ in path
             for number in range(1, parts + 1)}

@@ -484,8 +484,8 @@ def build_layout(problem: Problem, replicas: Sequence[Replica], division: Divisi
 
 def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
                        division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """Choose which micro-batches each replica runs as a whole, its own first, and which are shared by several;
-    `division` says how many.
+    """Choose which micro-batches each replica runs as a whole, its own first, and which are shared by several.
+    `Division.whole` has the number of whole ones for each replica.
 
     Return a list for each replica, and the shared ones. Those that leave their own replica are evenly spread over the
     iteration.

@@ -58,10 +58,8 @@ class _Sharing:
         return where if all(self._share_rest(part, batches, free, where) for part, batches in away) else None
 
     def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
-        """Group all micro-batches by the worker of their own pipeline that holds a range of layers (`part.layers`).
-
-        Micro-batches of pipelines without such a worker have the key None.
-        """
+        """Group all micro-batches by the worker of their own pipeline that holds the range of layers of `part`.
+        Micro-batches of pipelines without such a worker have the key None."""
         own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):

@@ -143,7 +143,8 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 def build_reduction_arrays(problem: Problem) -> "Reductions":
-    """Return as arrays the gradient reductions in which several groups (workers that hold the same layers) take part.
+    """Return as arrays the gradient reductions in which several groups (workers that hold the same layers) take part. A
+    reduction is of a range of layers that the same groups hold.
 
     They are empty if no reduction is shared by groups: `Problem.ticks_after_group` then includes the reductions.
     """
@@ -183,8 +184,8 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
 
 
 def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
-    """Return the precedences of `RULES` between all ops as two sets of arcs: from each op to those for which it waits,
-    and to those that wait for it.
+    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs: from each op to those for
+    which it waits, and to those that wait for it.
 
     By unit, `position` has the index of its slice in its route, `length` the number of slices of the route, and
     `worker` the row of its worker.
@@ -215,10 +216,11 @@ def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
 
 
 def _compress_arcs(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Return precedences in the form of `Arcs`, as the arcs of their ops `own`; each leads to the op `other`. There are
-    `count` ops.
+    """Return precedences (which op waits for which) in the form of `Arcs`, as the arcs of their ops `own`; each leads
+    to the op `other`. There are `count` ops.
 
-    The arcs of an op stay in the given order, that of the rules.
+    An arc adds `transfer` ticks between different workers, `hop` under the present assignment. The arcs of an op stay
+    in the given order.
     """
     from slipstream.planner.kernel import Arcs
 

@@ -58,8 +58,9 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
 
 
 def compute_period(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> int:
-    """Return the period, in ticks, of the schedule that `build_schedule` would make. For `deadlines` see
-    `align_pieces`."""
+    """Return the period, in ticks, of the schedule that `build_schedule` would make of the solutions of all
+    subproblems. The argument `deadlines` has the ticks by which groups (workers that hold the same layers) end their
+    compute ops; see `align_pieces`."""
     aligned = align_pieces(problem, solutions, deadlines)
     return _aligned_period(aligned, compute_group_ends(*aligned))
 
@@ -72,8 +73,8 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
                    bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
     """Build the schedule of one solution, or of the solutions of all subproblems, which are put on one clock.
 
-    The schedule names the search `method` and the proven `bound` (None: no bound is known). For `deadlines` see
-    `align_pieces`.
+    The schedule names the search `method` and the proven `bound` (None: no bound is known). The argument `deadlines`
+    has the ticks by which groups (workers that hold the same layers) end their compute ops; see `align_pieces`.
     """
     if isinstance(solved, Solution):
         solved = [(make_whole_piece(problem), solved)]
@@ -227,8 +228,8 @@ def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequen
 
 
 def _place_reductions(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the start tick of each reduction and the end of each group's last one, if no reduction is shared by
-    groups.
+    """Return the start tick of each reduction and the end of the last one of each group (workers that hold the same
+    layers), if no reduction is shared by groups.
 
     The argument `ends` has the end of each group's compute ops, and `ticks` the duration of each reduction.
     """

@@ -159,33 +159,36 @@ class StageShares(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Time of F, I and W of a share."""
+        """Time of F, I and W of one share (one of p equal layers of the stage, for one micro-batch), in ticks / p."""
         return self.forward + self.gradient + self.weight
 
     def capacity_for(self, amount: int) -> int:
-        """Return how many shares fit in the holder's memory at once if each takes `amount` (memory units times p)."""
+        """Return how many shares (one of p equal layers of the stage, for one micro-batch each) fit in the holder's
+        memory at once if each takes `amount` (memory units times p)."""
         return self.room // amount if amount else self.most
 
     @property
     def max_waiting(self) -> int:
-        """Number of shares that can be between F and I at once in the holder's memory."""
+        """Number of shares (one of p equal layers of the stage, for one micro-batch each) that can be between F and I
+        at once in the holder's memory."""
         return self.capacity_for(self.activation)
 
     def fill_idle(self, count: int) -> int:
-        """Return the idle time before the first I of a worker that runs `count` shares.
+        """Return the idle time, in ticks / p, before the first I of a worker that runs `count` shares (one of p equal
+        layers of the stage, for one micro-batch each).
 
         Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
         rest of the round trip of its first micro-batch is idle. With k forwards admitted in that time,
 
-            window >= n (F + I + W) + max(0, round trip - (k - 1) F),   k = min(n, capacity / activation)
+            window >= n (F + I + W) + max(0, round trip - (k - 1) F),    k = min(n, capacity / activation)
 
         for a worker that runs n, and the idle time of `drain_idle` is added to it. The right side does not fall with n.
         """
         return max(0, self.round_trip + self.late - (min(count, self.max_waiting) - 1) * self.forward)
 
     def drain_idle(self, count: int, *, until_weight: bool) -> int:
-        """Return the idle time of a worker with `count` shares, from its last F to the end of its last W
-        (`until_weight`) or I.
+        """Return the idle time of a worker with `count` shares (one of p equal layers of the stage, for one micro-batch
+        each), from its last F to the end of its last W (`until_weight`) or I.
 
         When the last F starts, memory holds x <= k micro-batches that still wait for their I, including its own, and y
         that wait for their W only. So at most x I and x + y W run from then on, during its own round trip:
@@ -206,7 +209,8 @@ class StageShares(NamedTuple):
         return max(0, idle - self.max_waiting * self.gradient)
 
     def max_remaining_work(self, count: int) -> int:
-        """Return an upper limit on the ticks of I and W that are still due when the last of `count` F starts.
+        """Return an upper limit on the time of I and W, in ticks / p, that is still due when the last of `count` F
+        starts, each of one of p equal layers.
 
         At that time x micro-batches wait for their I, 1 <= x <= k, and y for their W only, with x + y <= count and x
         activation + y stash <= capacity. The limit is the maximum of x I + (x + y) W. If y need not be a whole number,
@@ -221,10 +225,9 @@ class StageShares(NamedTuple):
         return max(waiting * self.gradient + self._remaining_weight_ticks(waiting, count) for waiting in ends)
 
     def _remaining_weight_ticks(self, waiting: int, count: int) -> int:
-        """Return the most ticks of W that can be due while `waiting` shares wait for their I and memory is full.
-
-        The number of shares that wait for their W only need not be whole.
-        """
+        """Return the most time of W, in ticks / p, that can be due while `waiting` shares (one of p equal layers, for
+        one micro-batch each) wait for their I and memory is full. The number of shares that wait for their W only need
+        not be whole."""
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
@@ -232,11 +235,12 @@ class StageShares(NamedTuple):
 
     def min_window(self, count: int) -> int:
         """Return the shortest time, in ticks / p, from the first to the last compute op of a worker that runs `count`
-        shares."""
+        shares (one of p equal layers of the stage, for one micro-batch each)."""
         return count * self.work + self.fill_idle(count) + self.drain_idle(count, until_weight=True) if count else 0
 
     def min_gradient_window(self, count: int) -> int:
-        """Return the shortest time, in ticks / p, from the first F to the last I of a worker that runs `count` shares.
+        """Return the shortest time, in ticks / p, from the first F to the last I of a worker that runs `count` shares
+        (one of p equal layers of the stage, for one micro-batch each).
 
         All W must be done in it except those that memory can hold until later.
         """
@@ -258,7 +262,7 @@ def _make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> St
 
 
 def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
-    """Return how many live holders of a stage have the same speed and memory, by their `StageShares`."""
+    """Return the number of live holders of a stage by their speed and memory, given as `StageShares`."""
     column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_pipelines_by_column[column]]
     example = {problem.workers[worker]: worker for worker in workers}
@@ -282,9 +286,10 @@ def _busiest_window(problem: Problem, stage: int) -> Fraction:
 
 @lru_cache(4096)  # failures that come and go repeat most columns
 def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int:
-    """Return the least T, in ticks / p, such that holders can run `total` shares of a stage if each has a window of T.
+    """Return the least T, in ticks / p, such that holders can run `total` shares of a stage (one of p equal layers, for
+    one micro-batch each) if each has a busy window of T.
 
-    The argument `holders` has pairs of a kind of holder and the number of such holders.
+    The argument `holders` has pairs of a speed and memory (`StageShares`) and the number of holders with these.
     """
     def is_enough(ticks: int) -> bool:
         return sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total
@@ -322,7 +327,8 @@ def _scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
 
 
 def _max_shares_within(shares: StageShares, ticks: int) -> int:
-    """Return how many shares of a stage a holder can run, at most all, in a window of `ticks` ticks / p."""
+    """Return how many shares of a stage (one of p equal layers, for one micro-batch each) a holder can run, at most
+    all, in a busy window of `ticks` ticks / p."""
     return bisect_right(range(1, shares.most + 1), ticks, key=shares.min_window)
 
 
@@ -348,7 +354,8 @@ def _fill_and_drain_bound(problem: Problem, stage: int) -> Fraction:
 
 
 def _round_trip_bound(problem: Problem, stage: int, shares: StageShares, count: int) -> Fraction:
-    """Return the bound of `_fill_and_drain_bound` for a worker that runs `count` shares."""
+    """Return the bound of `_fill_and_drain_bound`, in ticks, for a worker that runs `count` shares of the stage (one of
+    p equal layers, for one micro-batch each)."""
     out, home = problem.min_path_ticks
     last = Fraction(0)
     if problem.backward == "split" and stage and problem.count_parts(0):
@@ -493,8 +500,8 @@ def compute_whole_fill(problem: Problem) -> WholeFill | None:
 
 
 def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
-    """Return the least period of a worker of this stage that runs `count` shares, less its idle ticks before its first
-    I."""
+    """Return the least period of a worker of this stage that runs `count` shares (one of p equal layers, for one
+    micro-batch each), less its idle ticks before its first I."""
     window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
     if problem.optimizer == "synchronous":
         window += _earliest_forward(problem, stage)
@@ -519,7 +526,8 @@ def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
 
 
 def layout_lower_bound(below: Problem) -> Bound:
-    """Return a lower bound for all layouts in the problem's scope whose costs are at least those of `below`.
+    """Return a lower bound for all layouts in the scope of the problem `below`, whose layers may cost more time and
+    memory than in `below`, but not less.
 
     A schedule stays valid if ops take less time and each ends at the same time as before: ops that wait for its end
     wait no longer, no two ops of a worker overlap, an activation is held from a later F on, and no worker's window is

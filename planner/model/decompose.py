@@ -140,8 +140,8 @@ def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list
 
 
 def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]) -> int:
-    """Return the fewest healthy pipelines that must help the broken ones in `part`. The mapping `dead` has the columns
-    whose workers are down, by broken pipeline.
+    """Return the fewest healthy pipelines that must help `part`, some of the broken pipelines. The mapping `dead` has
+    the columns whose workers are down, by broken pipeline.
 
     With fewer, a worker would get more micro-batches than the busiest worker must run anyway.
     """
@@ -156,8 +156,8 @@ def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
 
 
 def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int], params: PieceParams) -> int:
-    """Return the number of healthy pipelines that should help the broken ones in `part`, so that each worker runs at
-    most one re-routed unit.
+    """Return the number of healthy pipelines that should help `part`, some of the broken pipelines, so that each worker
+    runs at most one re-routed unit.
 
     It is limited by the size of a subproblem, and may be larger if live workers hand on micro-batches, too.
     """
@@ -181,8 +181,8 @@ def _make_distinct_pieces(problem: Problem, dead: DeadColumns, groups: Sequence[
 
 
 def renumber_by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
-    """Return a copy of the problem whose micro-batches are numbered in the pipeline that runs them, and their old
-    names.
+    """Return a copy of the problem whose micro-batches are numbered in the pipeline that runs them, and a mapping from
+    these to the micro-batches (pipeline, number) of the problem itself.
 
     Micro-batches are ordered by their own numbers, those of several pipelines in turn. A micro-batch that several
     pipelines run is numbered in its own pipeline if that is one of them, otherwise in the first. It is spread evenly

@@ -443,7 +443,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _reduction_ticks_by_group(self) -> tuple[int, ...]:
-        """Sum of the ticks of all gradient reductions in which a group takes part, by group."""
+        """Sum of the ticks of all gradient reductions in which a group (workers that hold the same layers) takes part,
+        by group."""
         return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.groups.reductions if group in groups)
                      for group in range(len(self.groups.held)))
 

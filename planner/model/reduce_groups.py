@@ -17,7 +17,8 @@ Reduction = tuple[LayerRange, tuple[int, ...]]
 
 
 class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Groups of workers that hold the same layers, and so share one deadline."""
+    """Groups of workers that hold the same layers, and so share one deadline: the tick by which they must end their
+    compute ops."""
 
     held: tuple[Held, ...]
     """Layers that the workers of each group hold."""
@@ -26,13 +27,16 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def number_of(self) -> Mapping[Held, int]:
-        """Number of each group, by the layers that its workers hold."""
+        """Number of each group (workers that hold the same layers), by these layers."""
         return {held: number for number, held in enumerate(self.held)}
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
-        """For each group, the numbers of all groups with which it shares a reduction, itself included. The busy windows
-        of its workers end with the last of these groups."""
+        """For each group (workers that hold the same layers), the numbers of all groups with which it shares a gradient
+        reduction, itself included.
+
+        The busy windows of its workers end with the last of these groups.
+        """
         linked: list[set[int]] = [{group} for group in range(len(self.held))]
         for _, groups in self.reductions:
             for group in groups:
@@ -41,12 +45,14 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def has_shared_reductions(self) -> bool:
-        """True if groups share reductions. Otherwise each group reduces its gradients after its last compute op."""
+        """True if groups (workers that hold the same layers) share reductions. Otherwise each group reduces its
+        gradients after its last compute op."""
         return any(len(groups) > 1 for _, groups in self.reductions)
 
 
 def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
-    """Return, for each range, the ascending numbers of the groups that hold all of its layers."""
+    """Return, for each range of layers, the ascending numbers of the groups that hold all of it; `groups` has the
+    layers that each one holds."""
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
     firsts = [ranges[number][0] for number in order]
     holding_groups: list[list[int]] = [[] for _ in ranges]

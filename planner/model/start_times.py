@@ -103,8 +103,8 @@ def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple
 
 
 def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
-    """Return the latest tick at which each group's compute ops may end so that no reduction ends later than for
-    `ends`."""
+    """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end so that
+    no reduction ends later than if they end at `ends`."""
     late = np.array(ends, dtype=np.int64)
     if not arrays.problem.can_reduce_early:
         sharers, ticks, *_ = arrays.reductions
@@ -114,8 +114,8 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
 
 
 def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None) -> int:
-    """Return the period of a solution, in ticks. The ends of groups, `ends`, are given if other subproblems count,
-    too."""
+    """Return the period of a solution, in ticks. The argument `ends` has the ticks by which groups (workers that hold
+    the same layers) end their compute ops; it is given if other subproblems count, too."""
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
@@ -123,10 +123,8 @@ def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None
 
 
 def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
-    """Return the period in ticks if workers first start at `first` and groups end their compute ops at `ends`.
-
-    Workers without ops are ignored.
-    """
+    """Return the period in ticks if workers first start at `first` and groups (workers that hold the same layers) end
+    their compute ops at `ends`. Workers without ops are ignored."""
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = done[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":
@@ -136,10 +134,11 @@ def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
 
 
 def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
-    """Return the latest tick at which each group's compute ops may end so that the job, which ends at 0, ends no later.
+    """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end so that
+    the job, which ends at tick 0, ends no later. The optimizer must be synchronous.
 
-    The optimizer must be synchronous. `ends` are the group ends of a plan. If later ends would change the order of the
-    reductions and delay some of them, the given ends are kept.
+    The ticks `ends` are those of a plan. If later ends would change the order of the reductions and delay some of them,
+    the given ends are kept.
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks
@@ -156,10 +155,10 @@ def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
 
 
 def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
-    """Compute the shortest period that an order of ops allows, and the start ticks of all ops for it.
+    """Compute the shortest period, in ticks, that an order of ops allows, and the start ticks of all ops for it.
 
-    With a staggered optimizer, ops start first as early as possible, then as late as the group ends allow, which
-    shortens the windows.
+    With a staggered optimizer, ops start first as early as possible, then as late as allowed by the ends of the groups
+    (workers that hold the same layers), which shortens the windows.
     """
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     kernel_loops().set_earliest_starts(arrays.ops, order, start, free)

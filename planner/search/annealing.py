@@ -174,8 +174,8 @@ OPERATOR_NAMES = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: 
 class AnnealingChain:
     """Run of annealing that shortens one plan of a subproblem. Its steps depend on seed and number, not on the clock.
 
-    The deadlines of the groups (workers that hold the same layers) start as those of the plan, and annealing shifts
-    them until `fix_deadlines` fixes some.
+    Workers that hold the same layers form a group, whose deadline is the tick by which all of its compute ops must end.
+    The deadlines start as those of the plan, and annealing shifts them until `fix_deadlines` fixes some.
     """
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:
@@ -202,8 +202,8 @@ class AnnealingChain:
         self.allow_shifts()
 
     def _set_deadlines(self, solution: Solution) -> None:
-        """Set the deadline of each group (workers that hold the same layers) for its compute ops to that of the given
-        plan.
+        """Set the deadline of each group (workers that hold the same layers), the tick by which its compute ops must
+        end, to that of the given plan.
 
         With a synchronous optimizer, all windows then end together, at 0.
         """
@@ -223,8 +223,8 @@ class AnnealingChain:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
     def _begin_cycle(self) -> None:
-        """Begin the next cooling cycle, or restart the present one because the best plan or the deadlines have
-        changed."""
+        """Begin the next cooling cycle, or restart the present one because the best plan or the deadlines have changed:
+        the ticks by which workers must end compute."""
         self._cycle = self._make_cycle()
         measure_best(self._chain, self._cycle)
 
@@ -235,8 +235,8 @@ class AnnealingChain:
 
     @property
     def operator_counts(self) -> dict[str, tuple[int, int, int]]:
-        """Counts of each kind of step, by its name: (steps tried, steps accepted, steps that made the best plan
-        shorter)."""
+        """Counts of annealing steps by the name of their kind, such as moving a unit to another worker: (steps tried,
+        steps accepted, steps that made the best plan shorter)."""
         return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATOR_NAMES.items()}
 
     @property
@@ -254,8 +254,8 @@ class AnnealingChain:
         return self._step == 0
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Set the deadlines of all groups for their compute ops to these ticks, and let annealing steps shift them no
-        longer."""
+        """Set the ticks by which all groups (workers that hold the same layers) must end their compute ops, and let
+        annealing steps shift them no longer."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
@@ -269,7 +269,8 @@ class AnnealingChain:
             self._begin_cycle()
 
     def allow_shifts(self) -> None:
-        """Let annealing steps shift the deadlines of groups again, unless the optimizer is synchronous."""
+        """Let annealing steps shift the deadlines (ticks by which workers must end compute) again, unless the optimizer
+        is synchronous."""
         often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
                     len(self._arrays.ops.duration) // self._params.ops_per_shift)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
@@ -287,7 +288,8 @@ class AnnealingChain:
         return copied
 
     def continue_from(self, other: "AnnealingChain") -> None:
-        """Replace the state by the best plan of another chain of the same subproblem, with that chain's deadlines."""
+        """Replace the state by the best plan of another run of annealing of the same subproblem, with the deadlines
+        (ticks by which workers must end compute) of that run."""
         for state in (self._chain.state, self._chain.best):
             _copy_state(other._chain.best, state)
         self._chain.record[:] = other._chain.record
@@ -338,7 +340,8 @@ class AnnealingChain:
             self._begin_cycle()
 
     def best_solution(self) -> Solution:
-        """Return the best plan so far, with start ticks relative to the deadlines that all subproblems share."""
+        """Return the best plan so far, with start ticks relative to the deadlines (ticks by which groups of workers end
+        compute) that all subproblems share."""
         chain, arrays = self._chain, self._arrays
         time_state(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
@@ -424,7 +427,8 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
 
 
 class _PieceChains:
-    """Subproblem with the annealing chains that search for its best plan. Further chains are created on demand."""
+    """Subproblem with its annealing chains, runs of annealing that search for its best plan. Further chains are created
+    on demand."""
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
         self.rounds = self.last_better_round = 0
@@ -443,7 +447,7 @@ class _PieceChains:
 
     @property
     def best_chain(self) -> AnnealingChain:
-        """Annealing chain with the shortest plan."""
+        """Run of annealing (chain) with the shortest plan of the subproblem."""
         return min(self.chains, key=lambda chain: chain.period)
 
     @property
@@ -452,14 +456,14 @@ class _PieceChains:
         return self.chains[0].cycles
 
     def get_chain(self, number: int) -> AnnealingChain:
-        """Return annealing chain `number` of the subproblem, creating it if it is the next one."""
+        """Return run of annealing (chain) number `number` of the subproblem, creating it if it is the next one."""
         if number == len(self.chains):
             self.chains.append(self.best_chain.make_twin(self._seed + number))
         return self.chains[number]
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Set, in all chains, the deadlines of groups for their compute ops to these ticks, and shift them no
-        longer."""
+        """Set, in all annealing chains, the ticks by which groups (workers that hold the same layers) must end their
+        compute ops, and shift them no longer."""
         for chain in self.chains:
             chain.fix_deadlines(deadlines)
         self.period = self.best_chain.period
@@ -477,14 +481,15 @@ class _PieceChains:
 
 
 def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return deadlines of groups for each subproblem, in which 0 (the group has no worker there) is replaced by the
-    group's latest deadline in the others."""
+    """Return, for each subproblem, the ticks by which groups (workers that hold the same layers) must end compute. In
+    them 0 (the group has no worker there) is replaced by the group's latest tick in the other subproblems."""
     latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
     return [[own or other for own, other in zip(of_piece, latest, strict=True)] for of_piece in deadlines]
 
 
 class _JointAnnealing:
-    """Annealing of the subproblems of a candidate, which must keep the same deadlines of groups for their compute ops.
+    """Annealing of the subproblems of a candidate, which must keep the same deadlines: the ticks by which groups
+    (workers that hold the same layers) end compute.
 
     If all subproblems but at most one are single pipelines, one may shift the deadlines: the one that is not single, or
     else the longest. This ends when another one is annealed, which must be able to rely on the deadlines.
@@ -524,8 +529,8 @@ class _JointAnnealing:
         return max(piece.period for piece in self._pieces)
 
     def choose_chains(self, goal: int) -> list[AnnealingChain]:
-        """Return the annealing chains to run next: several of the longest subproblem, or one of each of the longest if
-        another one is about as long.
+        """Return the runs of annealing (chains) to continue next: several of the longest subproblem, or one of each of
+        the longest if another one is about as long.
 
         The argument `goal` is the period, in ticks, at which annealing ends.
         """
@@ -537,8 +542,8 @@ class _JointAnnealing:
         return [order[0].get_chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
-        """Finish a round of steps: each annealed subproblem takes over its best plan, and the deadlines of the
-        subproblem that may shift them are passed to the others."""
+        """Finish a round of steps: each annealed subproblem takes over its best plan, and the deadlines (ticks by which
+        workers must end compute) of the subproblem that may shift them are passed to the others."""
         self.rounds += 1
         for piece in self._annealed:
             piece.end_round()

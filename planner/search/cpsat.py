@@ -355,7 +355,7 @@ class _OnSolution(cp_model.CpSolverSolutionCallback):
 def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget,
                      progress: Callable[[int], None],
                      params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
-    """Search with CP-SAT, within the budget, for a shorter plan than `hint`.
+    """Search with CP-SAT, within the budget, for a shorter plan than the given one, `hint`.
 
     Return the best plan, its period, and the proven bound, at least `lower_bound`, all in ticks. The same seed gives
     the same result whenever optimality is proven in time: with one search thread, only the end depends on the clock.

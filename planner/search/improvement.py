@@ -78,7 +78,8 @@ def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingPara
 
 
 def find_provable_pieces(known: Incumbent, params: CpSatParams) -> list[int]:
-    """Return the indices of the subproblems that are small enough for CP-SAT, whose model requires layers in place."""
+    """Return the indices of the subproblems (pieces) of a candidate that are small enough for CP-SAT, whose model
+    requires layers in place."""
     return [index for index, piece in enumerate(known.pieces)
             if not piece.problem.assigned and piece.problem.host_operation_count <= params.largest_proof]
 
@@ -142,11 +143,8 @@ MIN_CYCLES = 3
 
 
 def describe_gap(known: Incumbent, clock: Clock, seconds: float) -> str:
-    """Return words that explain a period above the bound: how long a better plan was searched, and what the bound
-    counts.
-
-    The search took `seconds` on its clock.
-    """
+    """Return words that explain why a candidate's period is above the proven bound: how long a better plan was
+    searched, and what the bound counts. The search took `seconds` on its clock."""
     bound = f"the bound counts {known.bound.counts}"
     if not known.orders:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"

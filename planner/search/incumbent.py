@@ -94,7 +94,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
         """Return a copy of the candidate with other solutions of all subproblems, and their periods in ticks.
 
-        With `deadlines`, the ends of groups, the solutions are already on one clock.
+        If `deadlines`, the ticks by which groups (workers that hold the same layers) end compute, are given, the
+        solutions are already on one clock.
         """
         whole = periods[0] if len(self.pieces) == 1 else \
             assemble.compute_period(self.problem, solutions, deadlines)

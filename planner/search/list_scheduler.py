@@ -32,7 +32,7 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     """Return the worker of each unit: the one that the layout gives, else the one of the micro-batch's own pipeline if
-    it is alive, else a peer chosen by the rule.
+    it is alive, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages (`ASSIGNMENT_RULES`).
 
     The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`.
     """
@@ -148,7 +148,8 @@ def _count_dead_workers(problem: Problem) -> list[int]:
 
 
 def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
-    """Return the ticks of a micro-batch's ops at this stage on each pipeline's live worker, by pipeline."""
+    """Return, by pipeline, the sum of the ticks of all compute ops (F, I and W, or F and B) of one micro-batch at this
+    stage on that pipeline's live worker. Pipelines without one are left out."""
     return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
             for host in problem.holders_by_slice[stage]}
 
@@ -296,7 +297,7 @@ class ListScheduler:
         self._last_order_and_starts: tuple[Ints, Ints] | None = None
 
     def order_ops(self, rule: DispatchRule) -> Ints:
-        """Return the numbers of all ops in the order in which they start under a rule.
+        """Return the numbers of all ops in the order in which they start under a rule (which op an idle worker starts).
 
         Raises StuckError if micro-batches wait for each other's memory; see `compute_reserved_memory`.
         """
@@ -328,7 +329,8 @@ class ListScheduler:
 
     def _priorities(self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]) -> Ints:
         """Return the priority of each unit, the lowest first, as `_compute_priorities` computes it from these fields of
-        a `DispatchRule`. Results are cached."""
+        a `DispatchRule`: how re-routed units, longer routes and single micro-batches go before or after their age.
+        Results are cached."""
         key = rerouted, advance, places
         if key not in self._cached_priorities:
             if len(self._cached_priorities) == MAX_CACHED_PRIORITIES:
@@ -342,7 +344,8 @@ class ListScheduler:
         return _compute_extra_route_time(self.arrays)
 
     def evaluate_rule(self, rule: DispatchRule) -> int:
-        """Return the period, in ticks, of the list schedule by this rule. Afterwards, `last_solution` returns it."""
+        """Return the period, in ticks, of the list schedule by this rule (which op an idle worker starts). Afterwards,
+        `last_solution` returns it."""
         order = self.order_ops(rule)
         period, start = time_order(self.arrays, order)
         self._last_order_and_starts = order, start

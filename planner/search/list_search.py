@@ -68,7 +68,8 @@ def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[in
 
 
 def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
-    """Iterate over the grid of dispatch rules, each the best for some problem, the most often successful first."""
+    """Iterate over the grid of dispatch rules (which op a worker starts), each the best for some problem, the most
+    often successful first."""
     rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
     orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
     turns: tuple[ReroutedTurn, ...] = ("in turn", "first") if problem.failed else ("in turn",)
@@ -82,7 +83,7 @@ def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
 
 
 def change_rule(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
-    """Return a copy of a dispatch rule in which one or two fields are changed at random."""
+    """Return a copy of a dispatch rule (which op a worker starts) in which one or two fields are changed at random."""
     rule = _change_field(problem, rule, random, params)
     return _change_field(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
@@ -97,7 +98,7 @@ def _change_field(problem: Problem, rule: DispatchRule, random: random.Random, p
 
 
 def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.Random, params: ListParams) -> object:
-    """Return a random value for the field `name` of a dispatch rule."""
+    """Return a random value for the field `name` of a dispatch rule (which op a worker starts)."""
     if name in ("places", "gradient_places"):
         return _change_place(problem, getattr(rule, name), random, params)
     if name in ("advance", "gradient_advance"):
@@ -116,7 +117,8 @@ def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.
 
 
 def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
-    """Return the rule's limits on micro-batches in flight, by slice, changed at random on some consecutive stages."""
+    """Return the limits of a dispatch rule on micro-batches in flight, by slice, changed at random on some consecutive
+    stages."""
     stages = len(problem.grid.stages)
     limits = list(rule.in_flight or scale_in_flight_limits(problem, 2.0, 0))
     first = random.randrange(stages)
@@ -128,8 +130,8 @@ def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) 
 
 def _change_place(problem: Problem, places: Sequence[PlaceChange], random: random.Random,
                   params: ListParams) -> tuple[PlaceChange, ...]:
-    """Return a copy of `places`, the changes of micro-batches' places in the turn, in which one random micro-batch goes
-    further before or after its turn."""
+    """Return a copy of `places`, which lists micro-batches that go before or after the turn that their age gives them,
+    with one random micro-batch moved further."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
@@ -160,7 +162,8 @@ PeriodCallback = Callable[[int], None]
 
 
 class _Attempt(NamedTuple):
-    """A dispatch rule that was tried under an assignment, with the period of its list schedule."""
+    """Dispatch rule (which op a worker starts) that was tried under an assignment of units to workers, with the period
+    of its list schedule."""
 
     period: int
     """Period of the list schedule of this rule, in ticks."""
@@ -255,8 +258,8 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
 
 
 def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
-    """Try the shortlist, the grid of rules under every assignment, and the baselines, while there is time; `best` keeps
-    the best plan.
+    """Try the shortlist, the grid of dispatch rules (which op a worker starts) under every assignment of units, and the
+    rules of 1F1B and ReCycle, while there is time; `best` keeps the best plan.
 
     Return the best attempts, from which random steps start. If a layout gives the routes, only the shortlist is tried
     unless it gets stuck: random steps from there find more in the same time.

@@ -55,7 +55,7 @@ from slipstream.schedules.tables.pattern import (
 
 def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
     """Return those entries for 0 to `most` failures, by key, for which the plan of another entry is shorter, each with
-    that plan in place of its own.
+    that plan in place of its own. An entry is the schedule that a table has for a number or pattern of failures.
 
     Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All finished
     entries of the table are in `parts`. With `slow`, the improved entries are those with this slow worker among the
@@ -106,9 +106,11 @@ def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | N
 
 
 def with_standby_worker(schedule: Schedule) -> Schedule | None:
-    """Return a copy of the schedule in which one failed worker is alive again, and only reduces gradients and steps.
+    """Return a copy of the schedule in which one of its failed workers is alive again, and only reduces gradients and
+    steps.
 
-    Return None if that breaks a rule. The worker's layers are those of its role; it needs a peer that holds the same.
+    It is the last failed worker for which the result passes `schedules.check`; return None if there is none. The worker
+    holds the layers of its own column, and needs a live worker that holds the same.
     """
     for role in reversed(schedule.failed):
         peer = next((seat for seat in schedule.seats if seat.role.column == role.column and seat.holds is None), None)
@@ -321,11 +323,11 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
 
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,
               settled: bool = False) -> list[EntryTask]:
-    """Return all entries of a table in its order.
+    """Return the entries to plan for a table, in its order.
 
-    First come counts, then counts with each slow worker among the failures, patterns by number of failures, patterns of
-    nodes that are not among these, and then the settled entries of all but the patterns of one failure that were added
-    by default.
+    First come those for each number of failures, then for each number with each slow worker among the failures, for
+    patterns (which columns of a pipeline failed) by number of failures, and for the loss of nodes, if not among these.
+    Last come the entries with layers moved (settled) of all but the patterns of one failure that were added by default.
 
     By node, there is also an entry for each number of workers that one or two nodes have: in it, roles have moved to
     where their loss costs least. Raises TableError for more failures than workers, for too many patterns or slow
@@ -354,8 +356,8 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
 
 
 def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
-    """Iterate over entries for all patterns of 1 to `max_failures` failures. Raises TableError if there are too
-    many."""
+    """Iterate over a table's entries for all patterns (which columns of a pipeline failed) of 1 to `max_failures`
+    failures. Raises TableError if there are too many."""
     _require_few(job, max_failures)
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
@@ -391,10 +393,8 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
 
 
 def _require_few(job: Job, max_failures: int) -> None:
-    """Raise TableError if there are too many patterns of up to `max_failures` failures, before any is enumerated.
-
-    They are estimated by the patterns within one pipeline.
-    """
+    """Raise TableError if there are too many patterns (which columns of a pipeline failed) of up to `max_failures`
+    failures, before any is enumerated. They are estimated by the patterns within one pipeline."""
     if sum(math.comb(job.stages, lost) for lost in range(1, min(max_failures, job.stages) + 1)) > MAX_ENTRIES:
         raise _too_many(max_failures)
 
@@ -405,8 +405,8 @@ def _too_many(max_failures: int) -> TableError:
 
 
 class EntryPlanner:
-    """Function object that plans table entries in one process. Bounds computed for one entry (`WindowBounds`) are
-    stored for the next."""
+    """Function object that plans the entries of a table (one schedule for each number or pattern of failures) in one
+    process. Lower bounds computed for one entry (`WindowBounds`) are stored for the next."""
 
     def __init__(self, job: Job, options: PlanOptions, basis: Basis) -> None:
         self._job = job
@@ -431,8 +431,8 @@ class EntryPlanner:
         return normal_form(job, task.failures, self._options, windows=windows).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
-        """Plan the schedule with layers moved of an entry. If the entry is for a number of failures, the vacant roles
-        are chosen by the bounds: which ones they are matters little."""
+        """Plan the schedule of a table's entry in which layers have moved for even load. If the entry is for a number
+        of failures, the vacant roles are chosen by lower bounds: which ones they are matters little."""
         job, windows = self._job_while_alive(task.slow)
         failed = task.failed \
             or next(iter(candidate_vacancies(job, windows, task.failures, self._options.params.roles)), None)
@@ -441,7 +441,8 @@ class EntryPlanner:
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
-        """Return a copy of the job in which this failed slow worker is not slow, and its `WindowBounds`.
+        """Return a copy of the job in which this failed slow worker has the usual speed, and the lower bounds
+        (`WindowBounds`) for it. None: no slow worker has failed; the job is unchanged.
 
         Otherwise the worker's role would be reserved for a worker of its speed.
         """

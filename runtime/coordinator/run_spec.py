@@ -62,7 +62,8 @@ class RunSpec:
         return FailureDomains(self.setup.failure_domains)
 
     def build_rules(self, prepared: Callable[[Schedule], PreparedSchedule]) -> RunRules:
-        """Return the settings and functions that decisions use and that stay the same during the run.
+        """Return the settings and functions (`RunRules`) that the coordinator's decisions use and that stay the same
+        during the run.
 
         The function `prepared` turns a schedule into the form in which an order sends it.
         """

@@ -61,7 +61,8 @@ def derive_seed(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's default generators, of the CPU and of `device`, within the context; then restore their states."""
+    """Seed torch's default generators, of the CPU and of `device` if it is a GPU, within the context; then restore
+    their states."""
     with restoring_generators(device) as seed_them:
         seed_them(seed)
         yield
@@ -69,7 +70,8 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def restoring_generators(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that seeds torch's default generators, of the CPU and of `device`; finally restore their states.
+    """Yield a function that seeds torch's default generators, of the CPU and of `device` if it is a GPU; finally
+    restore their states.
 
     The function may be called any number of times, because saving and restoring the states takes longer than seeding.
     """
@@ -90,14 +92,15 @@ def restoring_generators(device: torch.device | None = None) -> Iterator[Callabl
 
 
 def get_generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
-    """Return the states of torch's default generators, of the CPU and of `device`. Must be called within
+    """Return the states of torch's default generators, of the CPU and of `device` if it is a GPU. Must be called within
     `restoring_generators`."""
     return [generator.get_state() for generator in _default_generators(device)]
 
 
 @contextmanager
 def with_generator_states(states: Sequence[torch.Tensor], device: torch.device | None = None) -> Iterator[None]:
-    """Set torch's default generators to earlier `states` within the context; then restore the states from before it."""
+    """Set torch's default generators, of the CPU and of `device` if it is a GPU, to earlier `states` within the
+    context; then restore the states from before it."""
     with restoring_generators(device):
         for generator, state in zip(_default_generators(device), states, strict=True):
             generator.set_state(state)

@@ -34,9 +34,10 @@ class FileDigest(NamedTuple):
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Encode tensors of any device, shape and layout as consecutive pieces of safetensors bytes.
+    """Encode tensors of any device, shape and layout as consecutive buffers, whose bytes together are a safetensors
+    file.
 
-    Contiguous CPU tensors are not copied: their piece is a view of their memory. The header is written here because
+    Contiguous CPU tensors are not copied: their buffer is a view of their memory. The header is written here because
     `safetensors.torch.save` copies twice, at about 1 GB/s, and blocks all other threads meanwhile.
     """
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(

@@ -87,8 +87,9 @@ the daemon's variables.
 
 
 def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo | None:
-    """Read this process's place in the run from the environment. Return None if it names no process, or a single one.
-    Raises ValueError, naming the variable, if a variable is missing or invalid."""
+    """Read this process's number and the number of processes from the variables of torchrun, srun, mpirun or a user.
+    Return None if they name no process, or a single one. Raises ValueError, naming the variable, if a variable is
+    missing or invalid."""
     for rank, size, local_rank, local_size in _VARIABLE_FAMILIES:
         if rank not in environment or size not in environment:
             continue
@@ -170,8 +171,8 @@ def _store_key(here: LaunchInfo) -> str:
 
 
 def _read_local_size(environment: Mapping[str, str], name: str) -> int:
-    """Return the number of processes on this machine, as the variable `name` says; 1 if it is not set. SLURM's variable
-    has one text for all machines: `4(x2),3` for 4, 4 and 3 processes. Raises ValueError."""
+    """Return the number of processes on this machine, as the environment variable `name` says; 1 if it is not set.
+    SLURM's variable has one value for all machines: `4(x2),3` for 4, 4 and 3 processes. Raises ValueError."""
     if not name.startswith("SLURM"):
         return _read_number(environment, name, 1, _MAX_PROCESSES, 1)
     text = environment.get(name, "1")

@@ -56,8 +56,8 @@ class NodeProcesses:
 
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
-        """Start this node's workers for the duration of a block, and kill all that are left at its end. Raises
-        RunError.
+        """Start this node's workers, keep them running within the context, and kill all that are left at its end.
+        Raises RunError.
 
         With `restarted`, the run has continued without these workers. With `found`, the workers of a continuing run are
         alive already, and none is started.
@@ -161,7 +161,8 @@ class ProcessManager:
         self._note: Callable[[str], None] = lambda _: None
 
     def run_workers(self, *, found: bool) -> AbstractContextManager[None]:
-        """Keep the workers of node 0 running for the duration of a block. With `found`, they are alive already."""
+        """Return a context manager within which the workers of node 0 run. With `found`, they are alive already, and
+        none is started."""
         return self._local.run_workers(found=found)
 
     def connect_agents(self, send: SendToAgent, note: Callable[[str], None]) -> None:

@@ -35,7 +35,12 @@ class RunStopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handler of `SIGNALS` during a run: it raises RunStopped, or first asks for an orderly end."""
+    """Handler of SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGUSR2 during a run, all of which have the same effect.
+
+    Within `call_at_first_signal`, the first signal calls a function that asks for an orderly end, and the next one
+    raises RunStopped. Elsewhere, the first signal raises it. Signals within 0.5 s (Ctrl-C) or 5 s (the others) after
+    one that was handled count as its repetition, and are ignored.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -45,8 +50,8 @@ class StopSignals:
 
     @contextmanager
     def call_at_first_signal(self, ask: Callable[[], object]) -> Iterator[None]:
-        """Call `ask` at the first signal within a block, instead of raising RunStopped. The call happens in the main
-        thread, at any moment."""
+        """Call `ask` at the first signal within the context, instead of raising RunStopped. The call happens in the
+        main thread, at any moment."""
         self._ask = ask
         try:
             yield
@@ -54,7 +59,7 @@ class StopSignals:
             self._ask = None
 
     def handle_signal(self, number: int, _: object) -> None:
-        """Handle a signal. This is the function for `signal.signal`."""
+        """Handle a signal of this `number`, as the class describes. This is the function for `signal.signal`."""
         now = time.monotonic()
         if self._handled is not None and now - self._handled < REPEAT_SECONDS.get(number, DEFAULT_REPEAT_SECONDS):
             return
@@ -67,7 +72,7 @@ class StopSignals:
 
 @contextmanager
 def handle_stop_signals() -> Iterator[StopSignals]:
-    """Handle `SIGNALS` until the end of the block by the `StopSignals` that is yielded.
+    """Handle SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 until the end of the block by the `StopSignals` that is yielded.
 
     In a thread other than the main one, no signal is handled.
     """

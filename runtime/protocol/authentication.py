@@ -53,25 +53,26 @@ class SecretError(ValueError):
 
 
 class TagSequence:
-    """Generator of the tags (HMACs) of the messages in one direction of a connection, in their order."""
+    """Generator of the authentication tags (HMACs) of the messages in one direction of a connection, in their order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
 
     def compute_next(self, digest: bytes) -> bytes:
-        """Return the tag of the next message, whose SHA-256 is `digest`."""
+        """Return the authentication tag of the next message, whose SHA-256 is `digest`."""
         self._number += 1
         return hmac.digest(self._key, self._number.to_bytes(8, "little") + digest, "sha256")
 
     def verify_next(self, tag: bytes, digest: bytes) -> None:
-        """Raise AuthenticationError unless `tag` is the tag of the next message."""
+        """Raise AuthenticationError unless `tag` is the authentication tag of the next message, whose SHA-256 is
+        `digest`."""
         if not hmac.compare_digest(tag, self.compute_next(digest)):
             raise AuthenticationError("a message was changed on its way")
 
 
 class ConnectionKeys(NamedTuple):
-    """Generators of the tags for both directions of a connection, at one of its ends."""
+    """Generators of the authentication tags of messages for both directions of a connection, at one of its ends."""
 
     sending: TagSequence
     receiving: TagSequence
@@ -127,9 +128,9 @@ def authenticate_connection(connection: socket.socket, secret: Secret, purpose: 
                             first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
     """Perform the connecting end's part of a handshake for a `purpose` on a blocking socket, and return the keys.
 
-    The function `first` is called with the tags for sending, and returns the first message with its tag. Raises
-    AuthenticationError, and OSError if the other end is gone or takes longer than the larger of `HELLO_SECONDS` and
-    `patience_seconds`.
+    The function `first` is called with the generator of authentication tags for sending, and returns the bytes of the
+    first message with its tag. Raises AuthenticationError, and OSError if the other end is gone or takes longer than
+    the larger of `HELLO_SECONDS` and `patience_seconds`.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
     answer = ChallengeAnswer(secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline))

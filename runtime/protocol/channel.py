@@ -71,7 +71,8 @@ class Decoder(Generic[T]):
 
 
 class Frame(NamedTuple):
-    """Encoded message that can be sent on any connection. Only the tag behind it depends on the connection."""
+    """Encoded message that can be sent on any connection. Only the authentication tag (HMAC) that follows it depends on
+    the connection."""
 
     data: bytes
     """Length of the message in 4 bytes, and then the message in JSON."""
@@ -79,7 +80,8 @@ class Frame(NamedTuple):
     """SHA-256 of the message."""
 
     def with_tag(self, tags: TagSequence) -> bytes:
-        """Return the bytes to send on one connection, with the next tag of `tags`."""
+        """Return the bytes to send on one connection: the message, and its authentication tag, which is the next of
+        `tags`."""
         return self.data + tags.compute_next(self.digest)
 
 
@@ -92,7 +94,8 @@ def encode_frame(message: msgspec.Struct) -> Frame:
 
 
 class FrameParser:
-    """Parser that splits the bytes of a connection into messages, and checks their tags."""
+    """Parser that splits the bytes of a connection into messages, and checks the authentication tag (HMAC) behind
+    each."""
 
     def __init__(self, tags: TagSequence) -> None:
         self._tags = tags
@@ -100,7 +103,7 @@ class FrameParser:
 
     def parse_messages(self, data: bytes) -> list[bytes]:
         """Return the JSON text of each message that is complete after `data`, the next bytes of the connection; keep
-        the rest. Raises ProtocolError if a message is too long or has a wrong tag."""
+        the rest. Raises ProtocolError if a message is too long or has a wrong authentication tag."""
         self._rest += data
         bodies, start = [], 0
         while len(self._rest) - start >= _LENGTH.size:

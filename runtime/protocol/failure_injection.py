@@ -65,7 +65,7 @@ class InjectedError(RuntimeError):
 
 
 class Injector:
-    """Pending failures of one worker.
+    """Failures to inject into one worker that have not happened yet.
 
     Parameters
     ----------

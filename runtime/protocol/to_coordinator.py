@@ -131,7 +131,8 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def compared_elements(self) -> tuple[int, int, int, bool]:
-        """Layer, range and kind of the elements: checksums for which these are equal must have equal sums."""
+        """Layer, first element, end, and whether the optimizer's state is included: checksums for which these are equal
+        must have equal sums."""
         return self.layer, self.start, self.stop, self.state
 
 

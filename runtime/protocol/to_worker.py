@@ -51,7 +51,8 @@ class ScheduleContent(msgspec.Struct, frozen=True, tag=True):
 
 
 class AssignedShare(msgspec.Struct, frozen=True, tag=True):
-    """Share of the order's schedule that a member runs. It is sent before the `Train` of that order."""
+    """Share of the order's schedule for a member: its seat, and the digests of its program and of what else it must
+    know of the schedule. It is sent before the `Train` of that order."""
 
     order: int
     share: WorkerShare
@@ -92,7 +93,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def has_schedule(self) -> bool:
-        """True if there is a whole schedule."""
+        """True if the message contains the whole schedule, as in runs whose workers deal samples or evaluate by it."""
         return bytes(self.schedule) != bytes(JSON_NULL)
 
 

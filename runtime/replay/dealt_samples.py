@@ -44,7 +44,8 @@ They should be `schedules.dealing.Costs`, and are checked when used.
 
 def find_cost_function(data: Data, training: TrainingConfig,
                        layers_by_stage: Sequence[LayerRange]) -> CostFunction | None:
-    """Return the function that maps an iteration to the costs of its samples (`schedules.dealing.Costs`).
+    """Return the function that maps an iteration to the costs of its samples: times of F, I and W of each sample,
+    relative to the mean (`schedules.dealing.Costs`).
 
     Returns None if no costs are known, or samples are not dealt. The costs come from the data, or follow from the
     lengths of their documents. The argument `layers_by_stage` has the model's layers of each stage.
@@ -86,7 +87,8 @@ def digest_costs(data: Data, training: TrainingConfig) -> str:
 
 
 def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
-    """Raise ConfigError if the costs or token counts of the data's first iteration are unusable.
+    """Raise ConfigError if the costs of samples (relative times of F, I and W) or the token counts in the data's first
+    iteration are unusable.
 
     Costs are checked if samples are dealt by them, token counts if `training.loss_weights` is "tokens". Raises
     ConfigError, too, if `training.length_costs` has another number of layers than the model.
@@ -109,7 +111,7 @@ class _DealtIteration(NamedTuple):
     """Samples of an iteration after dealing: `sample` has the number of the sample for each micro-batch of the
     schedule.
 
-    The costs of the samples are in `by_slice`, [samples, slices, 3].
+    The relative times of F, I and W of the samples at each slice are in `by_slice`, [samples, slices, 3].
     """
 
     sample: list[int]
@@ -117,7 +119,8 @@ class _DealtIteration(NamedTuple):
 
 
 class DealtSamples:
-    """Samples of a schedule's micro-batches, dealt by their costs. Without costs, each micro-batch is its own sample.
+    """Samples of a schedule's micro-batches, dealt by their costs (relative times of F, I and W). Without costs, each
+    micro-batch is its own sample.
 
     A thread of this object deals an iteration while the one before runs. A wait for that thread calls the function
     `require` repeatedly, which raises an error to end the wait. The wait can take many seconds if each process must
@@ -142,8 +145,8 @@ class DealtSamples:
         """Return the sample that a micro-batch of the schedule gets in its iteration, after waiting until samples are
         dealt.
 
-        The sample is named by the micro-batch that would have it without dealing. Raises ConfigError if the costs are
-        unusable, and any error of `require`.
+        The sample is named by the micro-batch that would have it without dealing. Raises ConfigError if the costs
+        (relative times) of the samples are unusable, and any error of `require`.
         """
         if self._pool is None:
             return name
@@ -151,13 +154,13 @@ class DealtSamples:
 
     @property
     def is_dealing(self) -> bool:
-        """True if costs are known, so that samples are dealt."""
+        """True if the costs of samples (relative times of F, I and W) are known, so that samples are dealt."""
         return self._pool is not None
 
     def relative_duration(self, op: Op, iteration: int) -> float:
         """Return the expected duration of an op with its sample, as a multiple of the op's duration in the schedule.
 
-        The result is 1 if the sample costs nothing.
+        The result is 1 if the op is expected to take no time.
         """
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
         sample = self._sample_number(Microbatch(iteration, op.pipeline, op.microbatch))
@@ -218,9 +221,10 @@ def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
 
 
 def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
-    """Return the cost coefficients of an op on some layers: seconds per sample, per token, and per square of a length.
+    """Return three coefficients of an op's time on some layers: seconds per sample, per token, and per square of the
+    length of a document.
 
-    They are sums over the layers; squares are those of the lengths of documents.
+    They are sums over the layers of the coefficients in `known`.
     """
     by_layer = [one for part in work_kinds(kind, layers) for one in known.coefficients_for(part)[slice(*layers)]]
     a, b, c = (sum(one[index] for one in by_layer) for index in range(3))
@@ -228,5 +232,5 @@ def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coe
 
 
 def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """Return the cost coefficients (`op_coefficients`) of F, I and W on some layers: three numbers for each."""
+    """Return three coefficients (as `op_coefficients` does) of the times of each of F, I and W on some layers."""
     return [op_coefficients(known, kind, layers) for kind in COSTS]

@@ -118,8 +118,8 @@ class Exchange:
                         allocate_value(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
     def add_iterations(self, iterations: int = 1) -> None:
-        """Let the exchange serve `iterations` more runs of the schedule, as for a discarded iteration that is run
-        again."""
+        """Let the exchange serve `iterations` more runs of the schedule, such as the second run of a discarded
+        iteration."""
         self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
@@ -139,9 +139,11 @@ class Exchange:
             tensors.clear()
 
     def _free_arrived(self, number: int) -> None:
-        """Free sent tensors that must have arrived at a worker, because that worker has since sent transfer `number`.
+        """Free sent tensors that must have arrived at a worker, because the transfer with this number, which that
+        worker has since sent, has arrived here.
 
-        It took those tensors before it computed what it sent.
+        The worker took those tensors before it computed what it sent. Transfers are numbered over all runs of the
+        schedule.
         """
         rounds, place = divmod(number, len(self._crossings))
         source, produced = self._crossings[place].source, (rounds, self._crossings[place].made)
@@ -168,8 +170,8 @@ class Exchange:
     def _post_receives(self) -> None:
         """Start the next receives, of which at most `MAX_POSTED_RECEIVES` are pending.
 
-        If transfers are ordered, stop at the next send and at the end of the iteration, because a host that waits for
-        its device also waits for these receives.
+        If the group matches transfers by their order (NCCL), stop at the next send and at the end of the iteration,
+        because a host that waits for its device also waits for these receives.
         """
         while (len(self._arriving) < MAX_POSTED_RECEIVES and (following := self._next_transfer()) is not None
                and self._crossing_at(following).target == self._worker
@@ -178,7 +180,8 @@ class Exchange:
             self._issued += 1
 
     def _next_transfer(self) -> int | None:
-        """Return the number of the next transfer to issue; None if all were issued."""
+        """Return the number, counted over all runs of the schedule, of the next transfer to issue; None if all were
+        issued."""
         order = range(len(self._crossings)) if self._receive_places is None else self._receive_places
         if self._issued >= len(self._iterations) * len(order):
             return None

@@ -29,7 +29,7 @@ An error that it raises ends the iteration.
 
 
 class _ProgramStep(NamedTuple):
-    """An op of the program, with the arguments of its handler."""
+    """An op of a worker's program, with the function that runs it and that function's arguments."""
 
     op: Op
     handler: "Callable[[Executor, _ProgramStep], None]"
@@ -42,7 +42,7 @@ class _ProgramStep(NamedTuple):
 
 
 class Executor:
-    """Runner of one live worker's program: its ops on its slices, its reductions, and its optimizer steps.
+    """Runner of one live worker's program: its ops on its slices, its sums of gradients, and its optimizer steps.
 
     A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
 
@@ -52,8 +52,8 @@ class Executor:
     The function `before_exchange` is called before each input, output, reduction and step. An error that it raises ends
     the iteration.
 
-    The function `before_step` is called with an iteration before its step, when all sums of gradients have arrived. By
-    then all workers have passed on a result of this iteration, so no worker undoes the step before.
+    The function `before_step` is called with an iteration before its optimizer step, when all sums of gradients have
+    arrived. By then all workers have passed on a result of this iteration, so no worker undoes the step before.
     """
 
     def __init__(self, schedule: Schedule, *, slices: WorkerSlices, steps: StepController, session: GenerationSession,
@@ -109,7 +109,8 @@ class Executor:
         return loss
 
     def _run_program(self) -> bool:
-        """Run all ops of the program. Return False if the previous step was guessed wrong, which voids the iteration.
+        """Run all ops of the program. Return False if the optimizer step before was guessed wrong: the iteration must
+        then be run again.
 
         See `runtime.model.state.steps`.
         """
@@ -128,8 +129,8 @@ class Executor:
         return True
 
     def regather_parameters(self) -> None:
-        """Gather the parameters again after a wrongly guessed step was corrected, reach a commit point, and end the
-        void state.
+        """Gather the parameters again after a wrongly guessed step was corrected, reach a commit point, and then count
+        as valid again what this worker computes (`StepController.leave_void_state`).
 
         All members call this at the same point of the iteration. Only after a commit point are gathered parameters
         known to be right. Raises CommunicationError.
@@ -148,7 +149,8 @@ class Executor:
         self._slices.discard_iteration()
 
     def _pass_zeros(self, step: _ProgramStep) -> None:
-        """Take the input of an op of a discarded round, and pass on zeros as its output, without computing."""
+        """Take the input of an op in a discarded run of the program, and pass on zeros as its output, without
+        computing."""
         self._take_input(step)
         if step.output_name is not None:
             self._before_exchange()
@@ -190,7 +192,7 @@ class Executor:
             self._reduce_gradients(step)
 
     def _reduce_gradients(self, step: _ProgramStep) -> None:
-        """Sum the gradients of the range of layers of an A over the workers that hold them.
+        """Sum the gradients of the range of layers of an A (`step`) over the workers that hold them.
 
         Reductions run in the order of the program, on whichever thread, so workers never wait for each other in a
         circle.
@@ -253,12 +255,13 @@ class Executor:
 
     @property
     def _round_number(self) -> int:
-        """Number of the round that is being run: the iteration, plus the rounds that were discarded."""
+        """Number of the present run of the program: the iteration, plus the number of runs discarded so far."""
         return self._iteration + self._void_rounds
 
 
 def _build_step(schedule: Schedule, op: Op, slices: WorkerSlices) -> _ProgramStep:
-    """Return the program step of an op: its handler, and its input and output along the route of its micro-batch."""
+    """Return an op of a worker's program with the function that runs it, and with its input and output along the route
+    of its micro-batch."""
     if op.slice is None or op.pipeline is None or op.microbatch is None:
         return _ProgramStep(op, _HANDLERS[op.kind], None, None, None)
     key, path = op_key(op), schedule.route_of(op.pipeline, op.microbatch)
@@ -276,7 +279,8 @@ def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
 
 
 def _mark_gathered(holding: HeldLayers, steps: StepController, iteration: int) -> None:
-    """Mark the gathered parameters as those after `iteration`, if the guess of its step, now validated, was right."""
+    """Mark the gathered parameters as those after `iteration`, unless its optimizer step, now known to be right or
+    wrong, was guessed wrong."""
     if steps.state is StepState.FINAL:
         holding.mark_gathered(iteration)
 

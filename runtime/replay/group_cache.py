@@ -62,9 +62,9 @@ class GroupCache:
     """The process groups of one process, kept from generation to generation.
 
     An NCCL group is kept if the next generation needs it, all of its members live, and nothing was aborted in it. So
-    the cost of a change depends on the number of workers that come and go, not on the number of all workers. Groups
-    over gloo stay open until the next generation, as other workers may still receive through them what they need to end
-    an iteration.
+    the time that a change takes depends on the number of workers that come and go, not on the number of all workers.
+    Groups over gloo stay open until the next generation, as other workers may still receive through them what they need
+    to end an iteration.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -77,8 +77,8 @@ class PartExchange:
                            copies: Mapping[Span, Tensor]) -> None:
         """Give each owner of a part the sums of the part's gradients, and start to copy these to its buddy.
 
-        This worker is member number `place`. Two collectives are used, because point-to-point transfers in one group
-        would wait for each other if buddies form a circle.
+        This worker is the member with index `place`. Two collectives are used, because point-to-point transfers in one
+        group would wait for each other if buddies form a circle.
         """
         length, count = cut.spans[0][1], len(cut.members)
         total = torch.empty_like(gradients[:length])
@@ -95,7 +95,7 @@ class PartExchange:
     def _send_copies(self, group: Group, place: int, cut: StatePartition, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
         """Start to send the sums of own parts to their buddies, and to receive the sums of parts into `copies`. This
-        worker is member number `place`; `parts` has number, owner and gradients of each part."""
+        worker is the member with index `place`; `parts` has number, owner and gradients of each part."""
         works, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
         for number, owner, part in parts:
             buddy = cut.buddies[number]
@@ -177,7 +177,8 @@ def _nonempty_parts(cut: StatePartition) -> list[tuple[int, int, Span]]:
 
 
 def _transfer_tag(kind: int, part: int) -> int:
-    """Return the tag of a transfer of part number `part`; `kind` is `_REDUCE`, `_COPY` or `_GATHER`.
+    """Return the tag, by which gloo matches a send to a receive, of a transfer of part number `part`; `kind` is
+    `_REDUCE`, `_COPY` or `_GATHER`.
 
     A member can own several parts after others have failed.
     """

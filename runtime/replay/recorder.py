@@ -72,7 +72,7 @@ class Recorder:
 
     @contextmanager
     def record_op(self, op: Op) -> Iterator[None]:
-        """Record the time spent in this block as the duration of `op`."""
+        """Record the time spent within the context as the duration of `op`."""
         start = self._take_stamp()
         self._start = self._start or start
         yield
@@ -96,8 +96,11 @@ class Recorder:
                                 self._shared_seconds(end)) for op, start, end in self._ops if self._traced)
 
     def op_times(self) -> tuple[OpTime, ...]:
-        """Return the median duration of the ops of each kind (F, B, I, W) on each slice. Call `window_seconds`
-        before."""
+        """Return the median duration of the ops of each kind (F, B, I, W) on each slice. Call `window_seconds` before.
+
+        If `costs` is set, each duration is first divided by its result: the expected duration relative to the usual
+        one.
+        """
         by_kind: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:
             if op.kind in COMPUTE_KINDS:
@@ -128,7 +131,8 @@ def _relative_deviation(seconds: Sequence[float]) -> float:
 
 
 def _elapsed_seconds(start: Stamp, end: Stamp) -> float:
-    """Return the seconds between two stamps. On a GPU, the device must have passed both."""
+    """Return the seconds between two recorded times: of the host's clock on a CPU, events in the stream on a GPU, which
+    must have passed both."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start

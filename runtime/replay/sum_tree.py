@@ -22,9 +22,10 @@ _UP, _DOWN = 0, 1
 
 
 class SumTree:
-    """Tree of all processes of a generation, seen from the process `members[place]`; the first member is the root.
+    """Tree of all processes of a generation, over which numbers are summed, seen from the process `members[place]`; the
+    first member is the root.
 
-    Numbers are in host memory and go over gloo, even if tensors go over NCCL, whose stream they would block.
+    The numbers are in host memory and go over gloo, even if tensors go over NCCL, whose stream they would block.
     """
 
     def __init__(self, groups: GenerationGroups, members: Sequence[str], place: int) -> None:

@@ -196,10 +196,11 @@ class _Measurer:
         return stages, waiting
 
     def _measure_by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
-        """Yield rows of `StageProfile.by_lengths` for samples that are divided into 1, 2, 4, ... documents: first for
-        samples of the whole context, then of half of it. Yields none unless the task asks for them.
+        """Yield the times of ops (rows of `StageProfile.by_lengths`) for samples that are divided into 1, 2, 4, ...
+        documents: first for samples of the whole context, then of half of it. Yields none unless the task asks for
+        them.
 
-        Each value is the median of several rounds.
+        Each value is the median of several measurements.
         """
         task = self._task
         if not task.by_lengths:

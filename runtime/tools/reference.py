@@ -125,19 +125,20 @@ class PlainSteps(OptimizerSteps):
                          config)
 
     def compute_squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's gradient, except for parameters with a step rule of their
-        layer. They give the norm by which gradients are clipped."""
+        """Return the sum of squares of each parameter's gradient, except for parameters with a step rule (a layer's own
+        update function, in place of the optimizer). They give the norm by which gradients are clipped."""
         return [sum_of_squares(parameter.grad).item() for parameter in self._without_rules()
                 if parameter.grad is not None]
 
     def _without_rules(self) -> list[nn.Parameter]:
-        """Return all trained parameters except those with a step rule of their layer."""
+        """Return all trained parameters except those with a step rule (a layer's own update function, in place of the
+        optimizer)."""
         return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
     def step(self, iteration: int, factor: float) -> None:
         """Step all parameters by their gradients multiplied by `factor`, with the learning rate of an iteration.
 
-        Parameters with a step rule of their layer are stepped by their unscaled gradients.
+        Parameters with a step rule (a layer's own update function) are stepped by it, with unscaled gradients.
         """
         self._set_rates(iteration)
         for name, (parameter, stepped) in self._stepped_by.items():

@@ -75,11 +75,12 @@ class StageBench:
         """Micro-batch to run instead of the data's; None to run the data's."""
 
     def measure_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
-        """Run micro-batches whose samples consist of `documents` documents of nearly equal length; return a row of
-        results.
+        """Run micro-batches whose samples consist of `documents` documents of nearly equal length, and measure their
+        ops.
 
-        The row is one of `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the
-        output of the last, for samples of this length.
+        Returns the number of tokens, the sum of the squares of document lengths, and the seconds of F, I and W, as in
+        `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the output of the last,
+        for samples of this length.
         """
         stage, usual_forms = self._stage, (self._takes, self._gives)
         self._takes, self._gives = at_layer[stage.layers[0]], at_layer[stage.layers[1]]
@@ -107,7 +108,8 @@ class StageBench:
 
     def measure_round(self) -> dict[str, float]:
         """Run and time the ops of a few micro-batches and a step; return the seconds, by the names of `StageProfile`.
-        Those of F, I and W are the mean over a row of `ROW_MICROBATCHES` micro-batches."""
+        Those of F, I and W are the mean over `ROW_MICROBATCHES` micro-batches, for which the same op is run one after
+        the other."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW_MICROBATCHES)]
         self._rounds += 1
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives), 5e-4)

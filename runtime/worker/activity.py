@@ -26,8 +26,8 @@ class Activity:
         self._doing = what, time.monotonic()
 
     def build_status(self, worker: Worker, schedule: Schedule, thread: int | None) -> WorkerStatus:
-        """Return the activity as a message. If `thread`, a thread's ident, is in a call into a process group, that call
-        is the activity."""
+        """Return the activity as a message. If the computing thread, whose identifier is `thread` (None: there is
+        none), is in a call into a process group, the message names that call, and gives the time since it began."""
         doing, since = self._doing
         if not isinstance(doing, str):
             iteration, place = doing

@@ -80,7 +80,8 @@ class GenerationRunner:
 
     @property
     def _validated_factor(self) -> StepFactor | None:
-        """Gradient factor (`StepFactor`) of the last iteration of this order for which this worker knows it."""
+        """Last iteration of this order whose gradient factor this worker knows, with that factor; None if it knows
+        none."""
         last = None if self._training is None else self._training.steps.validated
         return None if last is None else StepFactor(*last)
 

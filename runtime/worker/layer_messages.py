@@ -106,8 +106,11 @@ for _message in (LayerRequest((PartRange(0, 0, 0, True),)), LayerPart(PartRange(
 
 def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Tensor]
                    | None = None) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a message, piece by piece; `tags` authenticates its header. Tensors may be on any device.
-    Pieces may be the tensors' own memory, which must not change until they have been sent."""
+    """Yield the bytes of a message in consecutive buffers: header, authentication tag, tensors. `tags` generates the
+    tag, which authenticates the header alone. Tensors may be on any device.
+
+    Buffers may be the tensors' own memory, which must not change until they have been sent.
+    """
     batches = _group_tensors(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
     yield _HEADER_LENGTH.pack(len(header)) + header + tags.compute_next(hashlib.sha256(header).digest())
@@ -147,7 +150,7 @@ def _check_length(length: int, most: int, what: str) -> int:
 
 
 def _read_tagged(stream: BufferedIOBase, size: int, tags: TagSequence) -> bytes:
-    """Read `size` bytes and their tag. Raises MessageError if the tag is wrong."""
+    """Read `size` bytes and the authentication tag (HMAC) behind them. Raises MessageError if the tag is wrong."""
     data = _read_exactly(stream, size)
     tag = _read_exactly(stream, TAG_BYTES)
     try:

@@ -129,9 +129,9 @@ class LayerReceiver:
     def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
         """Wait until all senders of the parts for an order have begun it, and return the parts as they are then.
 
-        These are the parts of the fetch with number `fetch`, and those fetched while all workers wait. All others are
-        dropped. The function `require` is called meanwhile, and may raise. Raises CommunicationError if a sender is
-        gone.
+        These are the parts of the fetch with number `fetch`, made during training, and those fetched while all workers
+        wait. All other parts of fetches that this order ends are dropped. The function `require` is called meanwhile,
+        and may raise. Raises CommunicationError if a sender is gone.
         """
         states: list[PartState] = []
         for transfer in self._pop_until(order):
@@ -158,8 +158,11 @@ class LayerReceiver:
         return frozenset().union(*(transfer.list_sockets() for transfer in transfers))
 
     def _pop_until(self, order: int) -> list["_Transfer"]:
-        """Remove and return the fetches that end when order number `order` begins: those in earlier orders, and the one
-        for which all workers wait in this order."""
+        """Remove and return the fetches that the beginning of order number `order` ends: all that were started in
+        earlier orders, and in this order the one for which all workers wait.
+
+        A fetch that was started in this order during training, for the next order, stays.
+        """
         with self._lock:
             return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
 

@@ -137,7 +137,8 @@ class LayerServer:
 
     def queue_message(self, receiver: ReceiverConnection, message: Message,
                       tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Queue a message for a receiver, behind all that were queued for it before."""
+        """Queue a message, with its tensors by name if it has any, for a receiver, behind all that were queued for it
+        before."""
         with self._lock:
             receiver.queue.append((message, tensors or {}))
             receiver.queued_bytes += _count_bytes(tensors or {})
@@ -280,7 +281,7 @@ class LayerServer:
             receiver.piece = memoryview(self._next_piece(receiver))
 
     def _next_piece(self, receiver: ReceiverConnection) -> bytes | memoryview:
-        """Return the next piece of bytes to send to a receiver; empty if everything queued for it has been sent."""
+        """Return the next bytes to send to a receiver; empty if everything queued for it has been sent."""
         while True:
             piece = next(receiver.pieces, None)
             if piece is not None:

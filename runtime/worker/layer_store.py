@@ -49,7 +49,7 @@ class LayerStore:
     """Layers of a worker, with the parameters after the last committed iteration.
 
     Parts that are fetched during training, and the layers they are for, take no memory of the `device` before the
-    worker holds them: plans have no room for them there.
+    worker holds them, as plans reserve none for them.
     """
 
     def __init__(self, build: BuildLayer, restore: RestoreLayers, holding: HeldLayers, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class LayerStore:
     def restore_layers(self, layers: Collection[int], iteration: int) -> None:
         """Read layers as they were before an iteration from a checkpoint, or build them if no iteration had run.
 
-        They are held after the next `keep_parts`. Raises CheckpointError.
+        They become held layers at the next `keep_parts`. Raises CheckpointError.
         """
         self._received = []
         states = self._restore(iteration, sorted(layers))
@@ -93,7 +93,8 @@ class LayerStore:
                                                 iteration - 1))
 
     def add_received(self, received: Iterable[PartState]) -> None:
-        """Add parts that have come for an order. They are kept until the next `keep_parts`."""
+        """Add parts that other workers have sent for an order. They are stored until the next `keep_parts` moves what
+        it needs of them into held layers."""
         self._received = [*(part for part in self._received if part.state), *received]
 
     def start_checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
@@ -113,10 +114,11 @@ class LayerStore:
         self.holding.optimizer.flip_bit(what, rng)
 
     def keep_parts(self, cuts: Mapping[LayerRange, StatePartition], worker: Worker, after: int) -> None:
-        """Hold the layers of these partitions, and of their optimizer state the parts that they assign to a worker.
+        """Hold exactly the layers of these partitions, and of their optimizer state the parts that the partitions
+        assign to a worker; drop all other layers, state and received parts.
 
-        All held, read and received state must be that after iteration `after`, and the last step must be final or
-        undone. Raises VersionError otherwise.
+        All held, read and received state must be that after iteration `after`, and the last optimizer step must be
+        permanent or undone (`HeldLayers.return_to`). Raises VersionError otherwise.
         """
         self.holding.hold_layers(self._get_device_modules(cuts), cuts, worker, self._received, after, self._filled)
         self._received, self._built, self._filled = [], {}, frozenset()
@@ -142,8 +144,8 @@ class LayerStore:
             first <= part.start and part.stop <= end for first, end in kept)
 
     def get_part_state(self, part: PartRange, after: int) -> dict[str, Tensor]:
-        """Return a part of a layer that is held, as it is after an iteration, to be sent to another worker. The tensors
-        are not copied. Raises VersionError."""
+        """Return the tensors of a part of a layer that is held, read or received, as it is after an iteration, to be
+        sent to another worker. The tensors are not copied. Raises VersionError."""
         span, received = (part.start, part.stop), self._find_received(part)
         if received is not None:
             received.require_version(after)
@@ -223,8 +225,8 @@ class LayerStore:
 
 @contextmanager
 def _use_copy_stream(device: torch.device) -> Iterator[None]:
-    """Run the block on a stream of its own, so that copies from a device do not wait for later compute. The copies are
-    complete at the end of the block."""
+    """Run the context on a GPU stream of its own, so that copies from a device do not wait for later compute. The
+    copies are complete at the end of the context."""
     if device.type != "cuda":
         yield
         return

@@ -47,7 +47,10 @@ class OrderThreads:
     def start_training(self, context: WorkerContext, order: Train, generation: GenerationRunner,
                        previous: GenerationRunner | None) -> None:
         """Start a thread that ends the generation before and runs `generation`, this worker's part in an order for
-        training."""
+        training.
+
+        The generation before is `previous`; None if this worker took no part in the order before.
+        """
         self._begin_order()
 
         def work() -> None:
@@ -64,9 +67,10 @@ class OrderThreads:
         self.start_thread(context.device, f"generation {order.order}", work)
 
     def sit_out(self, context: WorkerContext, order: Train, previous: GenerationRunner | None) -> None:
-        """Start a thread that leaves the last generation, because this worker takes no part in an order.
+        """Start a thread that leaves the last generation (`previous`; None: there is none), because this worker takes
+        no part in an order, and drops all layers.
 
-        This worker's state is then out of date, but other workers may first need parts of it.
+        This worker's state is then out of date, but other workers may first need parts of it, which it sends.
         """
         over = self._begin_order()
 
@@ -86,8 +90,8 @@ class OrderThreads:
         """Start a thread that writes the layers that `order` assigns to this worker, and reports digests of all held
         parameters.
 
-        Digests must agree between peers. If another worker that has parts of these layers is lost, there will be
-        another order.
+        The generation before is `previous`; None if this worker took no part in it. Digests must agree between peers.
+        If another worker that has parts of these layers is lost, there will be another order.
         """
         over = self._begin_order()
 

@@ -24,7 +24,8 @@ MATRIX_SIZE = 64
 
 
 def create_recorder(slowdowns: Sequence[Slowdown], device: torch.device, group: WorkerGroup | None) -> Recorder:
-    """Return the recorder of a worker with these slowdowns; of a `group` of processes, only the first one is slow."""
+    """Return the recorder of a worker with these slowdowns. Of a `group` of processes, only the first one is slow;
+    None: the worker is one process."""
     first = group is None or group.rank() == 0
     return SlowedRecorder(slowdowns, device, sleeps=group is None) if slowdowns and first else Recorder(device)
 
@@ -41,7 +42,8 @@ class SlowedRecorder(Recorder):
 
     @contextmanager
     def record_op(self, op: Op) -> Iterator[None]:
-        """Record the time of the block, including its prolongation."""
+        """Record the time spent within the context as the duration of `op`. The context of a compute op is prolonged by
+        the present slowdown's factor."""
         factor = find_slowdown_factor(self._slowdowns, self._iteration) if op.kind in COMPUTE_KINDS else 1.0
         with super().record_op(op), prolong_block(factor, self._device, sleeps=self._sleeps):
             yield
@@ -49,8 +51,8 @@ class SlowedRecorder(Recorder):
 
 @contextmanager
 def prolong_block(factor: float, device: torch.device, *, sleeps: bool = True) -> Iterator[None]:
-    """Make the block take `factor` times as long. A GPU or a thread computes longer. With `sleeps`, a thread that
-    sleeps sleeps longer, too."""
+    """Make what runs within the context take `factor` times as long. A GPU or a thread computes longer. With `sleeps`,
+    a thread that sleeps sleeps longer, too."""
     if factor == 1.0:
         yield
         return

@@ -93,8 +93,8 @@ class TrainingLoop:
         exchange.flush()
 
     def _rehearse_ops(self, slices: WorkerSlices, iteration: int) -> None:
-        """Run each kind of op once, before NCCL keeps the device busy. Start the order's first checksums for the same
-        reason."""
+        """Run each kind of op once on data that are discarded, so that kernels are loaded before NCCL keeps the device
+        busy. Start the order's first checksums for the same reason."""
         part, context = self._part, self._part.context
         for number, runner in slices.runners.items():
             first, end = part.schedule.layers_of(number)
@@ -123,7 +123,8 @@ class TrainingLoop:
         return exchange
 
     def _validate_last_step(self, executor: Executor) -> None:
-        """Make sure that the last step is right, if no forward of the next iteration has been run to check it."""
+        """Make sure that the last optimizer step was made with the right clip factor, if no forward of the next
+        iteration has been run to check it; otherwise correct it, and gather parameters again."""
         self.steps.validate()
         if self.steps.state is StepState.VOID:
             executor.regather_parameters()

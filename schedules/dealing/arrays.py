@@ -16,7 +16,7 @@ COSTS = (OpKind.F, OpKind.I, OpKind.W)
 
 
 def arrays_of(schedule: Schedule) -> Arrays:
-    """Return the steps of a schedule (ops, and whole all-reduces) as arrays, in blocks to be replayed one after the
+    """Return the steps of an iteration (ops, and whole all-reduces) as arrays, in blocks to be replayed one after the
     other.
 
     The compute ops of each group of pipelines that share micro-batches are a block. The last block, the tail, has the
@@ -71,13 +71,14 @@ def _computes_after_reductions(steps: Sequence[ReplayStep], workers: int) -> boo
 
 
 def _cost_kinds(op: Op) -> tuple[OpKind, ...]:
-    """Return the kinds of op whose costs scale this op: B has those of I and W, others their own."""
+    """Return the kinds of op (F, I, W) whose times in a sample, relative to the mean, scale this op: B has those of I
+    and W, others their own."""
     return (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
 
 
 def _cost_columns(schedule: Schedule, steps: Iterable[ReplayStep]) -> Iterator[tuple[int, int, int, int]]:
     """Iterate over the steps, each as (index of its cost, index of a second cost, ticks for the first, ticks for the
-    second).
+    second). A cost is a sample's factor on the ticks of one kind of op at a slice.
 
     A sample's costs are indexed by slice and kind, 3 x slice + kind. Only B has two; a missing index is -1.
     """
@@ -96,10 +97,8 @@ def _cost_columns(schedule: Schedule, steps: Iterable[ReplayStep]) -> Iterator[t
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """Return which share of each slice's layers lies in each stage of a route, [slices, stages].
-
-    A slice that is a stage has a single 1.
-    """
+    """Return, for each slice, the fraction of its layers that lies in each stage of a route, [slices, stages]. A slice
+    that is a stage has a single 1."""
     grid = schedule.grid
     shares = np.zeros((len(schedule.layers_by_slice), grid.depth))
     for slice_, (first, end) in enumerate(schedule.layers_by_slice):

@@ -31,7 +31,8 @@ stages are those of one direction.
 
 
 class CostError(ValueError):
-    """Error: costs are invalid. The message is one line."""
+    """Error: the given costs of samples (times of F, I and W as multiples of the mean), or the lengths that they follow
+    from, are invalid. The message is one line."""
 
 
 class Dealt(NamedTuple):
@@ -48,8 +49,8 @@ class Dealt(NamedTuple):
 
 
 def require_costs(costs: object, samples: int, stages: int) -> Costs:
-    """Return the costs of samples, given as [samples, 3] or [samples, stages, 3], as an array [samples, stages, 3].
-    Raises CostError unless they are valid."""
+    """Return the costs of samples, the times of F, I and W as multiples of the mean, as an array [samples, stages, 3].
+    They are given as such, or as [samples, 3]. Raises CostError unless they are valid."""
     try:
         array = np.asarray(costs, np.float64)
     except (TypeError, ValueError):
@@ -113,9 +114,9 @@ class Dealer:
         """Return the seconds that each of several iterations in a row takes, from the end of the one before to its own
         end.
 
-        The argument `costs` has the `Costs` of the samples of each iteration, and `samples` the sample of each
-        micro-batch, [iterations, micro-batches]. The first iteration starts as planned. Workers do not wait for each
-        other between iterations. Raises CostError.
+        The argument `costs` has, for each iteration, the times of F, I and W of its samples as multiples of the mean
+        (`Costs`), and `samples` the sample of each micro-batch, [iterations, micro-batches]. The first iteration starts
+        as planned. Workers do not wait for each other between iterations. Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
@@ -125,8 +126,8 @@ class Dealer:
         return np.diff(np.array(ends)) / UNIT * self._tick_seconds
 
     def costs_by_slice(self, costs: object) -> Costs:
-        """Return the costs of samples by slice, [samples, slices, 3]: the mean over the stages in which the slice has
-        layers, each weighted by the number of these layers.
+        """Return the times of F, I and W of samples, as multiples of the mean, by slice, [samples, slices, 3]: the mean
+        over the stages in which the slice has layers, each weighted by the number of these layers.
 
         The argument is `Costs`, by stage or equal for all stages. Raises CostError.
         """
@@ -134,7 +135,8 @@ class Dealer:
         return costs_by_slice
 
     def _integer_costs(self, costs: object) -> Ints:
-        """Return the costs of samples as integers, in units of 1 / `UNIT`, [samples, columns].
+        """Return the times of F, I and W of samples as integers, in units of 1 / `UNIT` of the mean, [samples,
+        columns].
 
         A column is one kind of op at one slice.
         """
@@ -145,14 +147,14 @@ class Dealer:
     def _window_length(self, costs: Ints, sample: Ints) -> int:
         """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks.
 
-        The argument `sample` has the sample of each micro-batch.
+        The argument `sample` has the sample of each micro-batch, and `costs` is the result of `_integer_costs`.
         """
         before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 
     def _work_by_column(self) -> Ints:
-        """Return the ticks of all ops of an iteration that each cost scales, by column (one kind of op at one
-        slice)."""
+        """Return the planned ticks of all ops of an iteration, summed by kind of op and slice: a column of
+        `_integer_costs`."""
         arrays = self._arrays
         computing = arrays.column >= 0
         return np.bincount(arrays.column[computing], arrays.ticks[computing],
@@ -160,9 +162,9 @@ class Dealer:
 
     def _deal_evenly(self, costs: Ints) -> Ints:
         """Return a sample for each micro-batch, [micro-batches], such that pipelines have about equal work. `costs` has
-        one number for each sample.
+        the work of each sample, one number.
 
-        Samples are dealt by cost, highest first, each to the pipeline with the least work that has micro-batches left.
+        Samples are dealt by work, highest first, each to the pipeline with the least work that has micro-batches left.
         """
         loads, left = [0] * len(self._counts), list(self._counts)
         dealt: list[list[int]] = [[] for _ in self._counts]

@@ -62,10 +62,12 @@ def _jit(function: Function) -> Function:
 
 @_jit
 def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
-    """Replay the steps of one block, and update `free`, when each worker is free, and `ends`, when each step ends.
+    """Replay one block: steps number begin[block] to below begin[block + 1], of which each is an op or a whole
+    all-reduce.
 
-    Both are in multiples of 1 / `unit` ticks. The integers in `costs`, [samples, columns], are `unit` times the costs;
-    `sample` is the sample of each micro-batch.
+    Update `free`, the time at which each worker is free, and `ends`, the end of each step, both in multiples of 1 /
+    `unit` ticks. The array `costs`, [samples, columns], has the factors on a sample's op times, times `unit`, by kind
+    of op and slice (column); `sample` is the sample of each micro-batch.
     """
     for step in range(arrays.begin[block], arrays.begin[block + 1]):
         worker = arrays.worker[step]
@@ -89,8 +91,8 @@ def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: i
 
 @_jit
 def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> None:
-    """Replay a whole iteration, and update `free`, when each worker is free, in multiples of 1 / `unit` ticks. For the
-    other arguments see `advance_block`."""
+    """Replay a whole iteration, and update `free`, when each worker is free, in multiples of 1 / `unit` ticks. The
+    arrays `costs` (factors on the op times of samples) and `sample` (by micro-batch) are as in `advance_block`."""
     ends = np.empty(arrays.worker.shape[0], np.int64)
     for block in range(arrays.begin.shape[0] - 1):
         advance_block(arrays, block, costs, sample, unit, free, ends)
@@ -108,11 +110,12 @@ def longest_window(arrays: Arrays, unit: int, free: Ints) -> int:
 
 @_jit
 def improve_by_swaps(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -> Any:
-    """Swap the samples of pairs of micro-batches where that does not lengthen the iteration. Updates `sample`.
+    """Swap the samples of pairs of micro-batches where that does not lengthen the iteration. Updates `sample`, the
+    sample of each micro-batch.
 
     Returns the length of the iteration before and after, in multiples of 1 / `unit` ticks. Shapes: `costs` [samples,
-    columns], `pairs` [swaps, 2]. Between iterations of equal length, the lower sum of the times at which workers are
-    free before the tail decides.
+    columns], factors on op times as in `advance_block`; `pairs` [swaps, 2], micro-batches. Between iterations of equal
+    length, the lower sum of the times at which workers are free before reductions and optimizer steps decides.
     """
     tail = arrays.begin.shape[0] - 2
     ends = np.empty(arrays.worker.shape[0], np.int64)

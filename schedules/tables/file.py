@@ -55,8 +55,8 @@ class TableError(DocumentError):
 
 
 class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Values that all entries of a table of schedules share: the job, with times in ticks, and the options of
-    planning."""
+    """Values that all entries (schedules) of a table of schedules share: the job, with times in ticks, and the options
+    of planning."""
 
     job: str
     tick_seconds: TickSeconds
@@ -76,7 +76,7 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def default_costs(self) -> "EntryCosts":
-        """Costs (times, sizes and tick length) for entries of the table that have none of their own."""
+        """Times, sizes and tick length for entries of the table that have none of their own."""
         return EntryCosts(tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory)
 
 
@@ -260,7 +260,7 @@ def compress(data: bytes) -> bytes:
 
 
 def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> TableEntry:
-    """Encode a schedule as a table's entry with this key.
+    """Encode a schedule as the entry of a table that is named `key`. All entries share the values of `basis`.
 
     The mapping `numbers` has the number in the table of each known program, by its text; new ones are added. Raises
     TableError if the schedule is too large to be read again.
@@ -295,8 +295,8 @@ def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
 
 
 def decode_entry(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
-    """Decode the schedule of a table's entry. `programs` are those of the table. Raises TableError if it is
-    malformed."""
+    """Decode the schedule of a table's entry. `basis` has what all entries share, and `programs` are those of the
+    table. Raises TableError if it is malformed."""
     try:
         schedule = _schedule_of(entry, basis, programs)
         validate(schedule)

@@ -22,7 +22,7 @@ sorted."""
 
 
 def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
-    """Return the class of each pipeline: pipelines of one class are interchangeable.
+    """Return a class number for each pipeline: pipelines of one class are interchangeable.
 
     They have equal numbers of micro-batches, speeds and memory. Classes are numbered in the order of their first
     pipelines.
@@ -46,15 +46,17 @@ def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
 
 
 def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
-    """Return the pattern of these failures: what remains if interchangeable pipelines are not told apart.
+    """Return the pattern of these failures: a sorted pair (class, failed columns) for each pipeline with failures.
+    Interchangeable pipelines are not told apart.
 
-    The argument `classes` has the class of each pipeline (`pipeline_classes`).
+    The argument `classes` has a number for each pipeline, equal for interchangeable pipelines (`pipeline_classes`).
     """
     return tuple(sorted((classes[pipeline], columns) for pipeline, columns in columns_by_pipeline(failed).items()))
 
 
 def count_key(failures: int, slow: Worker | None = None) -> str:
-    """Return the key of a table's entry for a number of failures, in which the planner chose the vacant roles.
+    """Return the text by which a table names its entry for a number of failures, for which the planner chose the vacant
+    roles.
 
     With `slow`, it is the entry for the case that this slow worker has failed: no role is planned at its speed.
     """
@@ -62,21 +64,25 @@ def count_key(failures: int, slow: Worker | None = None) -> str:
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
-    """Return the key of a table's entry for a pattern of failures. Classes of pipelines are named only if `classes`,
-    the class of each pipeline, has several."""
+    """Return the text by which a table names its entry for a pattern of failures: the failed columns of each pipeline.
+
+    The argument `classes` has a number for each pipeline, equal for interchangeable ones (`pipeline_classes`). If
+    several numbers exist, the text also names that of each pipeline with failures.
+    """
     several = any(classes)
     return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))
                                  for kind, columns in pattern)
 
 
 def settled_key(key: str) -> str:
-    """Return the key of the entry, with layers moved, that belongs to the table's entry with this key."""
+    """Return the name of the table's entry with layers moved for even load, for the same failures as the entry named
+    `key`."""
     return f"settled-{key}"
 
 
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
     """Return failed workers with this pattern: in the first pipelines of each class, in the order of the pattern. The
-    argument `classes` has the class of each pipeline."""
+    argument `classes` has a number for each pipeline, equal for interchangeable pipelines (its class)."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
                                          for kind in set(classes)}
     failed = []
@@ -87,9 +93,10 @@ def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[W
 
 
 def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
-    """Iterate over all patterns of exactly `failures` failures in this many columns, each once.
+    """Iterate over all patterns of exactly `failures` failures in this many columns, each once. Patterns that only
+    exchange equal pipelines are one.
 
-    Some leave a column without live workers. `classes` has the class of each pipeline.
+    Some leave a column without live workers. `classes` has a number for each pipeline, equal for interchangeable ones.
     """
     lost = [chosen for size in range(1, min(columns, failures) + 1) for chosen in combinations(range(columns), size)]
     kinds = [(kind, chosen) for kind in set(classes) for chosen in lost]
@@ -97,10 +104,10 @@ def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Ite
 
 
 def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
-    """Iterate over patterns of exactly this number of failures in which each pipeline with failures is one of `kinds`.
+    """Iterate over patterns of exactly this number of failures, in which each pipeline with failures is one of `kinds`:
+    pairs, ascending, of a class number and the failed columns.
 
-    A kind is a class and the failed columns of a pipeline; `kinds` are ascending. At most `room[c]` pipelines of class
-    c have failures.
+    Interchangeable pipelines have one class number. At most `room[c]` pipelines of class c have failures.
     """
     if failures == 0:
         yield ()

@@ -59,8 +59,8 @@ def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -
     """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker. The
     argument `nodes` has the workers of each machine.
 
-    Each swap is the one that most reduces the number of pairs of holders on one machine, until none reduces it. One of
-    the two workers must already play a role of another column; if no worker does, nothing changes.
+    Each swap is the one that most reduces the number of pairs of holders on one machine, until none reduces it. Only
+    seats of which one already plays a role of another column swap; if there is none, nothing changes.
     """
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
     places = _MachineSpread(schedule, list(seats), node)
@@ -111,8 +111,8 @@ class _MachineSpread:
         self.seats[other] = Seat(a.worker, b.role, b.program, b.holds)
 
     def _can_swap(self, a: Seat, b: Seat) -> bool:
-        """Return whether the workers of two seats can swap roles: at equal speed, with no less room and no more layers
-        to load."""
+        """Return whether the workers of two seats can swap roles: at equal speed, with no less memory for activations
+        and no more layers to load."""
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
@@ -159,7 +159,7 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
 
     It is impossible in two cases: a column has no live worker left to load its parameters from, unless they are
     `held_elsewhere`, by workers of other columns that changed roles before, or in a checkpoint; or the role of a fast
-    worker would go to a slower one, or to one with less room.
+    worker would go to a slower one, or to one with less memory.
 
     A worker that takes over a role holds its layers. Among workers that could take over, with no more layers to load,
     those are chosen that leave the holders of a stage on different machines, if `nodes` says which workers share a
@@ -187,8 +187,8 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
 
 
 def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """Return a new number for each pipeline, by old number, such that as many vacant roles as possible are those of
-    failed workers. Only interchangeable pipelines swap numbers."""
+    """Return a new number for each pipeline, by old number, such that as many vacant roles of the schedule as possible
+    become roles of the workers in `failed`. Only interchangeable pipelines swap numbers."""
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times, schedule.memory)):
@@ -240,7 +240,8 @@ def _assign_roles(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Wo
     """Return a live worker for each role whose own worker has failed, by role, such that the fewest layers are loaded.
 
     It is one whose own role the schedule leaves vacant. It is at least as fast as the role was planned for, and has at
-    least as much memory. None if there is no such assignment. `numbers` has the new number of each pipeline.
+    least as much memory. None if there is no such assignment. `numbers` has the new number of each pipeline, by its old
+    one; roles are named by the new numbers.
     """
     speed, memory = schedule.times.per_mille_of, schedule.memory
     own_room = {limit.worker for limit in (memory.capacity_of if memory else None) or ()}
@@ -271,9 +272,10 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
                     cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
     """Solve the transportation problem: assign every unit of supply to a unit of demand at the least total cost.
 
-    There are equally many units of both. A pair is forbidden if its `cost` is None. Returns triples (from, to, count)
-    in the order of the mappings, or None if there is no solution. The problem is a min-cost flow between kinds of
-    units, so its size does not grow with their number.
+    The mappings have the number of equal units of each kind of supply and of demand, with equal sums. The function
+    `cost` has the cost of a pair of kinds, or None if the pair is forbidden. Returns triples (from, to, count) in the
+    order of the mappings, or None if there is no solution. The problem is a min-cost flow between kinds of units, so
+    its size does not grow with their number.
     """
     have = [(kind, count) for kind, count in supply.items() if count]
     want = [(kind, count) for kind, count in demand.items() if count]
@@ -303,10 +305,8 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
 
 def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
                   players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """Return a copy of the schedule with new pipeline numbers, and with `players`, the worker that plays each role.
-
-    Its programs are numbered in the order of first use.
-    """
+    """Return a copy of the schedule with new pipeline numbers (`numbers`, by old number), and with `players`, the
+    worker that plays each (new) role. Its programs are numbered in the order of first use."""
     seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
                                                key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
@@ -319,7 +319,11 @@ def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mappi
 
 def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
                       players: Mapping[Worker, Worker]) -> Iterable[Seat]:
-    """Iterate over the seats with new pipeline numbers, and with `players`, the worker that plays each role."""
+    """Iterate over copies of the schedule's seats: roles with new pipeline numbers, each with the worker that plays it.
+
+    The mapping `numbers` has the new number of each pipeline by its old one; `players` has the worker by new role.
+    Programs keep their old pipeline numbers.
+    """
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)

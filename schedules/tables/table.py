@@ -112,14 +112,13 @@ class Table:
         return self._programs
 
     def stored_entry(self, key: str) -> TableEntry:
-        """Return the table's entry with this key, not decoded. Raises KeyError if the key is unknown or has no plan."""
+        """Return the table's entry with this key, such as count-2 for two failures, not decoded. Raises KeyError if the
+        key is unknown or has no plan."""
         return self._entries[key]
 
     def checked_schedule(self, key: str) -> Schedule:
-        """Return the schedule that the table stores under this key, after the checker has passed it.
-
-        Raises TableError, or KeyError for an unknown key.
-        """
+        """Return the schedule that the table stores under this key, such as count-2 for two failures, after the checker
+        has passed it. Raises TableError, or KeyError for an unknown key."""
         if key not in self._checked:
             self._checked[key] = self._decode_checked(key)
         return self._checked[key]
@@ -175,10 +174,8 @@ class Table:
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
     def unchecked_schedule(self, key: str) -> Schedule:
-        """Return the schedule that the table stores under this key, without checking its rules.
-
-        Raises TableError, or KeyError for an unknown key.
-        """
+        """Return the schedule that the table stores under this key, such as count-2 for two failures, without checking
+        its rules. Raises TableError, or KeyError for an unknown key."""
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _decode_checked(self, key: str) -> Schedule:

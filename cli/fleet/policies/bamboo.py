@@ -12,10 +12,8 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Bamboo(Policy):
-    """Policy in which the predecessor of a dead worker also runs its stage.
-
-    If both are dead, or too many stages are covered in this way, new pipelines are formed.
-    """
+    """Policy in which the predecessor of a dead worker also runs ("covers") its stage. If both are dead, or too many
+    stages are covered in this way, new pipelines are formed."""
 
     name = "bamboo"
     title = "Bamboo: redundant computation on the predecessor"
@@ -38,7 +36,8 @@ class Bamboo(Policy):
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second of 1F1B with redundant forwards."""
+        """Samples per second of 1F1B in which each worker also runs the forwards of the next stage, with all workers
+        alive."""
         return self._rate_for_machines(self.scenario.workers)
 
     def _rate_for_machines(self, machines: int) -> float:
@@ -50,15 +49,18 @@ class Bamboo(Policy):
         return self._rate_for_machines(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form pipelines of the live machines, and return the phases from the beginning of the trace."""
+        """Form pipelines of the machines in `live` (by number), and return the phases (spans of time, each with a
+        training rate and a cause) from the beginning of the trace."""
         self._spares = sorted(live)
         self._form_pipelines()
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Cover the stages of dead workers, or form new pipelines, and return the phases after the change.
+        """Let predecessors run the stages of dead workers, or form new pipelines, and return the phases (spans of time,
+        each with a training rate and a cause) after the change.
 
-        If a stage has no live predecessor, forming pipelines includes a rendezvous.
+        The argument `remaining` has what was left of the phases before. If a stage has no live predecessor, forming
+        pipelines includes a rendezvous.
         """
         dead = set(change.removed)
         self._spares = [machine for machine in (*self._spares, *change.added) if machine not in dead]
@@ -94,11 +96,9 @@ class Bamboo(Policy):
         return bool(died), stage_lost
 
     def _should_form_pipelines(self) -> bool:
-        """Return whether to form new pipelines.
-
-        This is so if spare machines suffice for one more pipeline, if too many stages are covered, or if spares in
-        place of covered stages make up for the time before the next failure, on average.
-        """
+        """Return whether to form new pipelines. This is so if spare machines suffice for one more pipeline, if too many
+        stages are run by the predecessor, or if spares in place of these make up for the pause before the next failure,
+        on average."""
         covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
         more = len(self._pipelines) < self.scenario.pipelines and len(self._spares) >= self.scenario.stages
         dead = covered - self._formed_covered
@@ -107,8 +107,8 @@ class Bamboo(Policy):
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Form pipelines of all live machines, with as few covered stages (run by the predecessor) as possible and no
-        two of them adjacent."""
+        """Form pipelines of all live machines, with as few stages as possible that their predecessor must run, and no
+        two of these adjacent."""
         stages = self.scenario.stages
         live = [machine for machines in self._pipelines for machine in machines if machine is not None] + self._spares
         most_covered = stages // 2

@@ -55,10 +55,10 @@ class ElasWave(Rerouting):
         return self.throughputs.scale_by_formula(whole, seconds)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from `now` on: the `stalls`, training with the old division of layers, then with the new
-        one.
+        """Return the phases (spans of time at one training rate) from the time `now` on: the pauses `stalls`, training
+        with the old numbers of layers of each stage, then with the new ones.
 
-        Training includes redoing `lost_samples`. The new division begins when its layers have migrated.
+        Training includes redoing `lost_samples`. The new numbers apply when all layers have migrated.
         """
         first_rate = self._cached_rate(self._held_stages.down_by_stage, migrated=False)
         final_rate = self._rate_for_stages(self._stages)

@@ -57,13 +57,17 @@ class Malleus(Policy):
         return self._rate_for_pipelines(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Distribute the live machines evenly over the pipelines, and return the phases from the beginning of the
-        trace."""
+        """Distribute the machines in `live` (by number) evenly over the pipelines, and return the phases (spans of
+        time, each with a training rate and a cause) from the beginning of the trace."""
         self._place_machines(live)
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Divide layers and micro-batches over the machines that are live now, and return the next phases."""
+        """Divide layers and micro-batches over the machines that are live now, and return the next phases (spans of
+        time, each with a training rate and a cause).
+
+        The argument `remaining` has what was left of the phases before.
+        """
         dead = set(change.removed)
         state_lost = not has_all_layers(self._pipelines.groups, dead)
         self._pipelines.remove_machines(dead)

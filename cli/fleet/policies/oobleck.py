@@ -10,7 +10,8 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Oobleck(Policy):
-    """Policy in which, at a failure, pipelines shrink, take nodes from others or merge; the batch is divided anew."""
+    """Policy in which, at a failure, pipelines shrink, take nodes from others or merge. The micro-batches are then
+    divided over the pipelines again."""
 
     name = "oobleck"
     title = "Oobleck: pipelines of several lengths"
@@ -39,10 +40,10 @@ class Oobleck(Policy):
                    if all(size == 0 or size >= self._min_nodes for size in sizes))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many pipelines of the job's length as possible, and return the phases from the beginning of the
-        trace.
+        """Form as many pipelines of the job's length as possible, and return the phases (spans of time, each with a
+        training rate and a cause) from the beginning of the trace.
 
-        The remaining machines join these pipelines.
+        The argument `live` has the numbers of the machines that are alive then; those left over join these pipelines.
         """
         self._idle = sorted(live)
         self._pipelines = PipelineGroups()
@@ -50,9 +51,11 @@ class Oobleck(Policy):
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Form new pipelines if a machine of one died, and return the phases after the change.
+        """Form new pipelines if a machine of one died, and return the phases (spans of time, each with a training rate
+        and a cause) after the change.
 
-        Machines that are added while none dies wait, idle, until one does.
+        The argument `remaining` has what was left of the phases before. Machines that are added while none dies wait,
+        idle, until one does.
         """
         dead, pipelines = set(change.removed), self._pipelines
         died = not dead.isdisjoint(pipelines.group_of)

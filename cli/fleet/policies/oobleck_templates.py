@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """Times of a pipeline with a certain number of nodes: n micro-batches take `fill` + n x `step` seconds."""
+    """Times of a pipeline with a certain number of nodes (a "template" of Oobleck): n micro-batches take `fill` + n x
+    `step` seconds."""
 
     step: float
     """Seconds of a micro-batch at the slowest stage, forward and backward."""
@@ -84,10 +85,8 @@ def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple
 
 
 def shortest_iteration(pipelines: Mapping[Template, int], microbatches: int) -> float:
-    """Return the seconds of an iteration if its micro-batches are divided over the pipelines in the best way.
-
-    The argument `pipelines` has the number of pipelines of each template.
-    """
+    """Return the seconds of an iteration if its micro-batches are divided over the pipelines in the best way. The
+    argument `pipelines` has the number of pipelines by template (the times of a pipeline with a number of nodes)."""
     def count_fitting(seconds: float) -> int:
         return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())
 

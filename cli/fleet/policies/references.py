@@ -8,7 +8,8 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """Reference line whose rate depends on the number of live workers and their speed. Changes cost nothing."""
+    """Line to compare policies with, whose rate depends on the number of live workers and their speed. Changes take no
+    time."""
 
     is_reference = True
     balances_speeds = True
@@ -36,12 +37,13 @@ class _Reference(Policy):
         return self._rate_for_live(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return one phase: training on the live machines, without end."""
+        """Return one phase: a span of time without end, of training on the machines whose numbers are in `live`."""
         self._live = len(live)
         return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return one phase after the change: training without a pause on the machines that are live now."""
+        """Return one phase after the change: a span of time without end, of training without a pause on the machines
+        that are live now. The argument `remaining` is ignored."""
         self._live += len(change.added) - len(change.removed)
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
         return [Phase(Cause.RUN, rate=self._rate_for_live(speed))]

@@ -85,9 +85,10 @@ class Rerouting(RatedByStage):
         """Time in seconds of the trace from which on every machine holds its assigned stage."""
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Assign a stage to every live machine, and return the phases from the beginning of the trace.
+        """Assign a stage to every machine in `live` (by number), and return the phases (spans of time, each with a
+        training rate and a cause) from the beginning of the trace.
 
-        It is the stage of its place in the grid, unless some stage would have no worker.
+        The stage is that of the machine's position in the grid, unless some stage would have no worker.
         """
         for machine in live:
             self._stages.assign_stage(machine, machine % self.scenario.stages)
@@ -97,9 +98,11 @@ class Rerouting(RatedByStage):
         return self.resume_training(self._rate_for_stages(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Assign stages to newcomers and moved workers, and return the phases after the change.
+        """Assign stages to newcomers and moved workers, and return the phases (spans of time, each with a training rate
+        and a cause) after the change.
 
-        If a stage has lost all its workers, the job restarts from the checkpoint.
+        The argument `remaining` has what was left of the phases before. If a stage has lost all its workers, the job
+        restarts from the checkpoint.
         """
         if change.seconds >= self._loaded_at:
             self._held_stages = self._stages
@@ -126,9 +129,11 @@ class Rerouting(RatedByStage):
 
     @abstractmethod
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from the time `now` on, with the stages assigned as they are now.
+        """Return the phases (spans of time at one training rate) from the time `now` on, with the stages assigned as
+        they are now.
 
-        They begin with `stalls` and redo `lost_samples`. By the last phase each machine has loaded its assigned stage.
+        They begin with the pauses `stalls` and redo `lost_samples`. By the last phase each machine has loaded its
+        assigned stage.
         """
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
@@ -204,8 +209,8 @@ class ReCycle(Rerouting):
         return self.throughputs.recycle_rate(down)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from the time `now` on, in which all workers wait while some load a stage. They begin with
-        `stalls` and redo `lost_samples`."""
+        """Return the phases (spans of time at one training rate) from the time `now` on, in which all workers wait
+        while some load a stage. They begin with the pauses `stalls` and redo `lost_samples`."""
         stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
         if self._is_loading:
             stalls.append(self.load)

@@ -31,14 +31,19 @@ class Restart(Policy):
         return self.throughputs.one_f_one_b_rate((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole pipelines as possible, and return the phases from the beginning of the trace."""
+        """Form as many whole pipelines of the machines in `live` (by number) as possible, and return the phases (spans
+        of time, each with a training rate and a cause) from the beginning of the trace."""
         self._idle_machines = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
         return self.resume_training(self._rate)
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after a change: a restart if a machine in use died, or later, to use new machines."""
+        """Return the phases (spans of time, each with a training rate and a cause) after a change: a restart now if a
+        machine in use died, or a later one, to use new machines.
+
+        The argument `remaining` has what was left of the phases before.
+        """
         self._grow_if_due(change.seconds)
         used = len(self._machines_in_use)
         self._idle_machines |= dict.fromkeys(change.added)
@@ -54,8 +59,9 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases from the time `now` on: those of `remaining` (planned before) that precede training, then
-        training, with a restart after the next checkpoint if idle machines suffice for another pipeline."""
+        """Return the phases (spans of time at one training rate) from the time `now` on: those of `remaining` (planned
+        before) that precede training, then training, with a restart after the next checkpoint if idle machines suffice
+        for another pipeline."""
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
         if self._grow_at is not None:  # the last phase is the planned restart, which is planned again below
             before = before[:-1]

@@ -89,15 +89,18 @@ class Slipstream(Rerouting):
         return max(at_once, self.throughputs.rebalanced_answer(failures)[0]) if self.moves_layers else at_once
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases from the beginning of the trace, with layers moved if that is faster."""
+        """Return the phases (spans of time, each with a training rate and a cause) from the beginning of the trace,
+        with layers moved if that is faster. The argument `live` has the numbers of the machines alive then."""
         super().start(live)
         self._settled_at, self._planned_rate, self._planned_slowness = 0.0, self._rebalanced_rate_now(), {}
         return self.resume_training(self._best_rate())
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return the phases of a restart from the last checkpoint, with layers moved if that is faster.
+        """Return the phases (spans of time, each with a training rate and a cause) of a restart from the last
+        checkpoint, with layers moved if that is faster.
 
-        All machines load their layers from the checkpoint anyway. The parameter `rate` is not used.
+        All machines load their layers from the checkpoint anyway. The parameter `rate` is not used; `remaining` has
+        what was left of the phases before.
         """
         self._planned_rate, self._planned_slowness = self._rebalanced_rate_now(), {}
         return super().restart(self._best_rate(), remaining)
@@ -132,9 +135,11 @@ class Slipstream(Rerouting):
                                                 for machine, factor in self.slow.items())])
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases after machines were lost, added, or changed in speed.
+        """Return the phases (spans of time, each with a training rate and a cause) after machines were lost, added, or
+        changed in speed. They begin with a switch of schedules if the change makes other slow machines idle than
+        before.
 
-        They begin with a switch if the change makes other slow machines idle than before.
+        The argument `remaining` has what was left of the phases before.
         """
         if change.removed or change.seconds < self._settled_at:
             self._planned_rate = 0.0  # some of its layers are lost, or not loaded yet
@@ -179,11 +184,11 @@ class Slipstream(Rerouting):
         return best
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from the time `now` on: with machines that hold their stage, then with all, then with
-        layers moved.
+        """Return the phases (spans of time at one training rate) from the time `now` on: with machines that hold their
+        stage, then with all, then with layers moved.
 
-        They begin with `stalls` and redo `lost_samples`. If the last plan with layers moved is still possible and
-        faster, it is used from the beginning.
+        They begin with the pauses `stalls` and redo `lost_samples`. If the last plan with layers moved is still
+        possible and faster, it is used from the beginning.
         """
         settled = self._current_rebalanced_rate()
         first_rate = max(settled, self._rate_for_stages(self._held_stages))
@@ -200,8 +205,8 @@ class Slipstream(Rerouting):
         return self._append_rebalanced(phases, final_rate, now, self._loaded_at - now + loads * switch.seconds)
 
     def _append_rebalanced(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
-        """Return `phases`, followed by training with layers moved if it pays. In `phases`, training reaches `rate`
-        samples per second at `seconds` after the time `now`.
+        """Return `phases` (spans of time at one training rate), followed by training with layers moved if it pays. In
+        `phases`, training reaches `rate` samples per second at `seconds` after the time `now`.
 
         It pays if it makes up for the pause of the switch before the next failure, on average.
         """

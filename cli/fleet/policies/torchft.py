@@ -37,13 +37,18 @@ class TorchFT(Policy):
         return self._rate_for_groups((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole groups as possible, and return the phases from the beginning of the trace."""
+        """Form as many whole groups (data-parallel replicas) of the machines in `live` (by number) as possible, and
+        return the phases (spans of time, each with a training rate and a cause) from the beginning of the trace."""
         self._ungrouped = sorted(live)
         self._groups = PipelineGroups(self._form_whole_groups())
         return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Drop groups that lost a worker, restart whole groups in the background, and return the next phases."""
+        """Drop groups (data-parallel replicas) that lost a worker, restart whole groups in the background, and return
+        the next phases (spans of time, each with a training rate and a cause).
+
+        The argument `remaining` has what was left of the phases before.
+        """
         now, dead = change.seconds, set(change.removed)
         if now >= self._restarted_at:
             self._join_restarted_groups()
@@ -62,24 +67,24 @@ class TorchFT(Policy):
         return self._training_phases(now, broken, remaining)
 
     def _join_restarted_groups(self) -> None:
-        """Move the restarted groups to those that train."""
+        """Move the restarted groups (data-parallel replicas) to those that train."""
         for group in self._starting.groups:
             self._groups.add_group(group)
         self._starting = PipelineGroups()
 
     def _remove_dead(self, gone: set[int]) -> None:
-        """Remove dead machines (`gone`), and drop the groups that lost one."""
+        """Remove dead machines (`gone`), and drop the groups (data-parallel replicas) that lost one."""
         for groups in (self._groups, self._starting):
             for group in groups.find_groups(sorted(gone)):
                 self._ungrouped += groups.remove_group(group)
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _training_phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases from the time `now` on: training with the groups that run, and from `_restarted_at` on also
-        with the restarted ones.
+        """Return the phases (spans of time at one training rate) from the time `now` on: training with the groups
+        (replicas) that run, and from `_restarted_at` on also with the restarted ones.
 
-        Set `broken` to True if a group that trained has just lost a machine. The argument `remaining` has the phases
-        planned before, of which pauses are completed.
+        The flag `broken` says that a group that trained has just lost a machine. The argument `remaining` has the
+        phases planned before, of which pauses are completed.
         """
         running, starting = len(self._groups.groups), len(self._starting.groups)
         rate = self._rate_for_groups(running)
@@ -95,7 +100,8 @@ class TorchFT(Policy):
         return phases
 
     def _form_whole_groups(self) -> list[list[int]]:
-        """Return new whole groups of machines that are in no group, at most as many as the job lacks."""
+        """Return new whole groups (data-parallel replicas), as lists of machines that are in no group; at most as many
+        as the job lacks."""
         groups: list[list[int]] = []
         stages = self.scenario.stages
         room = self.scenario.pipelines - len(self._groups.groups) - len(self._starting.groups)
@@ -123,5 +129,6 @@ class FTHSDP(TorchFT):
 
 
 def _find_training_phase(phases: Sequence[Phase]) -> int:
-    """Return the index of the first phase whose cause is `RUN`; 0 if there is none."""
+    """Return the index of the first phase (span of time at one rate) whose cause is `RUN`, plain training; 0 if there
+    is none."""
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

@@ -160,8 +160,9 @@ class NodeAgents:
             self.send(node, StillRunning())
 
     async def announce_end(self, error: str | None, *, anew: bool) -> None:
-        """Tell all agents that the run has ended, with the `error` if there was one, and wait until they have
-        disconnected. With `anew`, the run starts again from its beginning, and the agents must join it again."""
+        """Tell all agents that the run has ended, with the `error` (None if it is complete), wait up to
+        `ANNOUNCE_SECONDS` until they have disconnected, and close all connections. With `anew`, the run starts again
+        from its beginning, and the agents must join it again."""
         for node in self._connections:
             self.send(node, RunEnded(error, anew))
         with suppress(TimeoutError):

@@ -35,10 +35,11 @@ BreakOffCallback = Callable[[Worker, int], None]
 
 
 class RankReports:
-    """Collector of the messages that the ranks of workers send; it makes one message of a worker of them.
+    """Collector of the messages that the ranks of workers send, which combines those of a worker's ranks into one
+    message.
 
-    Each worker has `processes` ranks. The function `break_off` makes the other ranks of a worker stop in an order,
-    given by its number, in which one has stopped.
+    Each worker has `processes` ranks. When one rank has stopped in an order, the function `break_off` is called with
+    the worker and the order's number, to make the other ranks stop, too.
     """
 
     def __init__(self, processes: int, break_off: BreakOffCallback) -> None:
@@ -86,8 +87,8 @@ class RankReports:
 
 
 def _find_message_key(message: ToCoordinator) -> MessageKey | None:
-    """Return a key that is equal for the messages of all ranks that report the same step of their worker, such as one
-    iteration; None if the rank sends the message for itself alone."""
+    """Return a key that is equal for the messages of all ranks of a worker that are combined into one, such as their
+    reports on one iteration; None if the rank sends the message for itself alone."""
     match message:
         case IterationReport():
             return IterationReport, message.order, message.iteration
@@ -101,8 +102,8 @@ def _find_message_key(message: ToCoordinator) -> MessageKey | None:
 
 
 def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -> ToCoordinator:
-    """Return one message for a worker, made of the messages of its ranks. The same messages are given twice: in the
-    order of their arrival, and in the order of their ranks."""
+    """Return one message for a worker, made of the messages of its ranks. The same messages are given twice: `in_time`
+    in the order of their arrival, `by_rank` in the order of the ranks."""
     first = by_rank[0]
     match first:
         case Ready():
@@ -128,8 +129,8 @@ def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoor
 def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> IterationReport:
     """Return the report of a worker on one iteration, made of the reports of its ranks.
 
-    Each rank has the whole loss. Sums of squares of gradients are of one shard each, so they are added. The busy window
-    is the longest of any rank.
+    Each rank has the whole loss. Sums of squares of gradients are of one shard each, so they are added. The busy
+    window, from the first op to the end of the step, is the longest of any rank.
     """
     squares = [one.squares for one in reports]
     sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}

@@ -142,7 +142,8 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
-        """Send a message, together with all others of this turn of the event loop: system calls are expensive.
+        """Send a message, by one system call for all messages that are sent before the event loop polls again: calls
+        are expensive.
 
         Nothing happens if the connection is closing. A peer that does not read is cut off.
         """

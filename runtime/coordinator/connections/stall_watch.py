@@ -21,7 +21,10 @@ MAX_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class StallReport:
-    """Report that no iteration has been committed for long, with what each member does, by its own main thread."""
+    """Report that no iteration has been committed for long, with what each member is doing.
+
+    A member's main thread says so, which answers even if the thread that computes is stuck.
+    """
 
     seconds: float
     """Seconds since the last commit or order."""
@@ -42,11 +45,11 @@ class StallReport:
         return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(lines)
 
     def find_culprits(self, held: Mapping[Worker, Collection[int]]) -> list[WorkerStatus]:
-        """Return the status of each member that has been busy with one op for most of the timeout and that can be
-        spared.
+        """Return the status of each member that has been busy with one op for most of the timeout, if each of its
+        layers has another holder that was not so busy.
 
         The argument `held` maps each member to its layers. If all holders of a layer compute for so long, the work
-        itself is long, and none of them can be spared.
+        itself is long, and none of them is returned.
         """
         enough = HANG_SHARE * self.timeout_seconds
         busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}

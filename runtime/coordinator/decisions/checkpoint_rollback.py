@@ -24,7 +24,8 @@ CHECKPOINT_ANSWER_SECONDS = 30.0
 
 
 def describe_lost_layer(step: TransitionBuilder, missing: int) -> str:
-    """Return a message that explains why no worker holds all parameters and optimizer state of the layer `missing`."""
+    """Return a message that explains why no worker holds all parameters and optimizer state of the layer `missing`, by
+    the losses that the state in `step` records."""
     state, placement = step.state, step.rules.placement
     reasons = describe_layer_loss(state.lost, missing, state.grid, placement, state.members, state.waiting_workers)
     held = any(missing in layers for layers in state.held_by_paused.values())

@@ -15,7 +15,7 @@ MIN_INTERVAL_SECONDS = 60.0
 
 
 class CheckpointCost(NamedTuple):
-    """Training time that one checkpoint has cost, which was written while training continued."""
+    """Seconds of training time that were lost to one checkpoint, which was written while training continued."""
 
     iteration: int
     seconds: float
@@ -25,8 +25,8 @@ class CheckpointCost(NamedTuple):
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
-    """Records what checkpoints cost, in seconds of training time, and spaces them: each is followed by a pause of 1 /
-    `MAX_TIME_SHARE` times its cost.
+    """Timer of checkpoints: from the training time in seconds that each of them cost, it derives when the next one is
+    due: after 1 / `MAX_TIME_SHARE` times the last cost, and `MIN_INTERVAL_SECONDS` at least.
 
     All arguments `at` are times of `time.monotonic`.
     """
@@ -55,8 +55,8 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(CheckpointCost(*entry) for entry in sorted(self.seconds.items()))
 
     def with_order(self, at: float) -> "CheckpointTimer":
-        """Return the timer at the start of an order. A pending checkpoint no longer counts, as it may never be
-        complete."""
+        """Return the timer at the start of an order. A checkpoint that members are still saving no longer counts, as it
+        may never be complete."""
         return replace(self, iteration=None, began=at if self.began is None else self.began)
 
     def is_due(self, at: float) -> bool:
@@ -71,7 +71,7 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, iteration=iteration, asked_at=at)
 
     def with_saved(self, iteration: int, seconds: float) -> "CheckpointTimer":
-        """Return the timer after a worker has written its layers of a checkpoint, or failed to.
+        """Return the timer after a worker has written its layers of the checkpoint before an iteration, or failed to.
 
         The argument `seconds` is the training time that this cost the worker. A checkpoint costs the largest such time.
         """

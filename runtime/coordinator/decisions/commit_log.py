@@ -99,18 +99,19 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_factor(self) -> StepFactor | None:
-        """Factor that scaled the gradients in the last committed iteration; None if it is not known."""
+        """Last committed iteration and the factor that scaled its gradients before the step (None: no step was made);
+        None if it is not known."""
         last = self.next_iteration - 1
         return StepFactor(last, self.factors[last]) if last in self.factors else None
 
     def has_reports_from(self, workers: Iterable[Worker], iteration: int) -> bool:
-        """Return whether all of these members have reported an iteration, or it is committed."""
+        """Return whether all of these members have reported that they stepped an iteration, or it is committed."""
         reports = self.reports.get(iteration, ())
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
     def with_losses(self, losses: Sequence[float], factor: StepFactor | None) -> "CommitLog":
         """Return the log with the losses of the iterations that an earlier coordinator committed, from the first
-        iteration on, and the gradient factor of the last of them."""
+        iteration on, and the factor that scaled the gradients in the last of them (None: not known)."""
         return replace(self, losses_of=PersistentMap(enumerate(losses, self.first_iteration)),
                        factors={} if factor is None else {factor.iteration: factor.factor})
 
@@ -148,8 +149,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, reports=known, difference=difference)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log after the `factor` that scales the gradients of an iteration in the `order` became known, and
-        the iterations that have thereby been committed."""
+        """Return the log after the `factor` by which members scale the gradients of an iteration in the `order` became
+        known, and the iterations that have thereby been committed."""
         if order != self.order:
             return self, []
         factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}
@@ -167,8 +168,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, digests=digests)
 
     def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
-        """Return the median over iterations of the longest busy window of any member, in seconds; None without
-        iterations.
+        """Return the median over iterations of the longest busy window of any member (from its first op to the end of
+        its step), in seconds; None without iterations.
 
         The iterations are those of this run, or those from `first` up to but excluding `end`. The first one is left out
         if there are others, because it warms up.
@@ -178,8 +179,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(windows) if windows else None
 
     def median_period_after(self, iteration: int) -> float | None:
-        """Return the median busy window in seconds over the iterations committed after the given one; None if there are
-        none.
+        """Return the median, over the iterations committed after the given one, of the longest busy window of any
+        member (from its first op to the end of its step), in seconds; None if there are none.
 
         The given iteration is left out because it is the first of an order, which begins with empty pipelines.
         """

@@ -56,7 +56,8 @@ class FailoverResult:
 
 
 class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """Phase in which a dead coordinator's workers are looked for. All times are times of `time.monotonic`."""
+    """First phase of a new coordinator, which looks for the workers of the one that died. All times are times of
+    `time.monotonic`."""
 
     losses: Sequence[float] | None
     """Losses that the dead coordinator wrote to its file, by iteration from `first` on; None if they are not known."""
@@ -76,7 +77,8 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Time at which a worker last connected that had not connected in this phase before; None before the first."""
 
     def with_worker(self, worker: Worker, known: RecoveryReport | None, at: float) -> "RejoiningPhase":
-        """Return the phase with a worker added that has reported what it knows of the run.
+        """Return this phase, in which a new coordinator looks for workers, after a worker has connected and reported
+        what it knows of the run.
 
         A worker that knows nothing (None) has just been started; it is added only if no iteration has been committed.
         """
@@ -88,7 +90,8 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return new if worker in self.came else replace(new, came=self.came | {worker}, came_last=at)
 
     def without_workers(self, workers: Collection[Worker]) -> "RejoiningPhase":
-        """Return the phase without these workers, which had connected and are lost again."""
+        """Return this phase, in which a new coordinator looks for workers, without these workers, which had connected
+        and are lost again."""
         return replace(self, known=self.known.without_keys(*workers))
 
     @property

@@ -15,8 +15,9 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule
 
 
 def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
-    """Prepare changes while all members train, as far as that is possible now: start fetches of layers for workers that
-    join or for better schedules, and choose the iterations before which all members stop or save a checkpoint."""
+    """Prepare changes while all members train (`phase` is the present one), as far as that is possible now: start
+    fetches of layers for workers that join or for better schedules, and choose the iterations before which all members
+    stop or save a checkpoint."""
     if phase.ended:
         return
     _plan_for_speeds(step)
@@ -68,9 +69,8 @@ def _plan_join(step: TransitionBuilder) -> bool:
 
 
 def _plan_repartition(step: TransitionBuilder) -> None:
-    """Start a fetch of the parts of layers that members need so that ranges which still have the partition among
-    members of whom some are lost get a new one. Until then, some parts of the optimizer state exist in one copy only.
-    """
+    """Start a fetch of the parts that members need for a new partition of each range of layers whose present partition
+    was made for members of whom some are lost. Until then, some parts of the optimizer state exist in one copy only."""
     state = step.state
     if state.cut_for and state.joins.can_begin(step.at) and not _begin_fetch(step, state.current, settles=True):
         # without `settles`, failed fetches become an order whose parts move while all wait
@@ -78,7 +78,8 @@ def _plan_repartition(step: TransitionBuilder) -> None:
 
 
 def _plan_settling(step: TransitionBuilder) -> None:
-    """Start a fetch of layers for a better schedule for the same members, if there is one that is worth the moves."""
+    """Start a fetch of layers for a better schedule for the same members, if there is one that saves more time before
+    the next failure than moving the layers costs."""
     state = step.state
     speeds, join = state.slow.planned_speeds, state.joins.join
     if join is not None and state.joins.is_preemptible and join.speeds != speeds:
@@ -106,7 +107,8 @@ def _plan_settling(step: TransitionBuilder) -> None:
 
 
 def _choose_stop(step: TransitionBuilder) -> None:
-    """Choose the iteration before which all members stop, if a change is ready to take place.
+    """Choose the iteration before which all members stop, if layers for a change have arrived, the run or a member is
+    to end, or another schedule is better for the workers' speeds.
 
     A worker that has reported the furthest iteration may already be acknowledged and run the next one. When members
     report that one, the acknowledgement tells them to stop.

@@ -58,8 +58,8 @@ def _give_up_faulty(step: TransitionBuilder) -> bool:
 
 
 def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
-    """Record the losses of members, which happened at `since` (`time.monotonic`). Members that share a machine and are
-    lost together count as one failure."""
+    """Record the losses of members, which happened at `since` (`time.monotonic`); `reasons` has each member with the
+    reason as text. Members that share a machine and are lost together count as one failure."""
     for worker, reason in reasons:
         state, together = step.state, step.rules.domains.workers_failing_with(worker)
         if state.settler is not None and not any(other in together for other in state.recovery.dead_workers):

@@ -93,7 +93,8 @@ def compute_schedule_digest(schedule: bytes) -> str:
 
 
 def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
-    """Send each member its share of a schedule, before it the parts of the schedule file that it does not have yet."""
+    """Send each member its share of a divided schedule (`parts`): its seat, and the digests of its program and of what
+    else it must know. Before it, send the contents with these digests that the member does not have yet."""
     lacking: dict[str, list[Worker]] = defaultdict(list)
     live = dict(step.state.live)
     for worker, share in parts.shares.items():
@@ -135,7 +136,8 @@ def send_finish_order(step: TransitionBuilder) -> None:
 
 
 def send_leave(step: TransitionBuilder, why: str | None = None) -> None:
-    """Tell all workers to leave, and end the run; `why` is the reason if it must end without a checkpoint."""
+    """Tell all workers to leave, and end the run. `why` is the reason why a run that was told to end has no checkpoint
+    of its last iteration; None: it has one or needs none."""
     if why is not None:
         step.add_effect(Noted(text=f"{why}: the run, which was told to end, ends without another checkpoint"))
     step.send(sorted(step.state.live), Leave())

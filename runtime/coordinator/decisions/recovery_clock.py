@@ -136,8 +136,8 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         return self.recoveries[-1].seconds if self.recoveries else None
 
     def with_commit(self, at: float) -> "RecoveryClock":
-        """Return the clock after an iteration was committed at time `at`, which ends the commit gap of recoveries
-        before it."""
+        """Return the clock after an iteration was committed at time `at`. For the recoveries since the commit before,
+        this gives the commit gap: the time between the two commits."""
         recoveries = self.recoveries
         if self.without_gap and self.committed_at is not None:
             before, last = recoveries[:-self.without_gap], recoveries[-self.without_gap:]

@@ -32,7 +32,8 @@ from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
-    """Settings and functions that stay the same during a whole run."""
+    """Settings and functions of a run, such as its first schedule and its checkpoint policy, that never change during
+    it."""
 
     first: Schedule
     """Schedule with which the run begins, for the workers that are started with it."""
@@ -219,7 +220,11 @@ def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: R
 
 
 class TransitionBuilder(EffectCollector):
-    """Builder of the next state while one event is handled; it also collects the effects of the event."""
+    """Builder of the run's next state while the coordinator handles one event; it also collects the effects of the
+    event.
+
+    Functions get it as `step`, and read and replace the state in it.
+    """
 
     def __init__(self, rules: RunRules, state: RunState, at: float) -> None:
         super().__init__(at)

@@ -27,12 +27,14 @@ class ScheduleRequest(NamedTuple):
 
     @property
     def phase(self) -> Phase:
-        """Name in events of the kind of order for which the schedule is requested."""
+        """Name, in events, of the kind of schedule that is requested: "settled" if layers may move or come from a
+        checkpoint, otherwise "at once"."""
         return "settled" if self.settled or self.from_checkpoint else "at once"
 
 
 class PreparedSchedule(NamedTuple):
-    """Schedule in the form in which an order sends it: as a file's contents, and as each worker's share."""
+    """Schedule in the form in which an order sends it: as a file's contents, and divided into what each worker must
+    know."""
 
     text: bytes
     """Contents of the schedule's JSON file."""

@@ -38,7 +38,7 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """Figures from which the time for moving layers is estimated."""
+    """Sizes of the layers and bandwidth between workers, from which the time for moving layers is estimated."""
 
     layer_bytes: Sequence[int]
     """Bytes of parameters, buffers and optimizer state of each layer of the model."""
@@ -47,7 +47,8 @@ class MoveCost:
 
 
 class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of one run for moving layers to better schedules, with the observations on which it is based."""
+    """Policy of one run that decides whether layers move to a better schedule, with the observed failures and changes
+    of speed on which it is based."""
 
     cost: MoveCost
     mtbf: float | None = None

@@ -70,8 +70,8 @@ MIN_OBSERVATIONS = 3
 
 
 class CellTime(NamedTuple):
-    """Measured and planned time of the ops of one kind that a worker ran on the same layers in an iteration, `number`
-    of them."""
+    """Measured and planned time of the ops of one kind (such as F) that a worker ran on the same layers in an
+    iteration, `number` of them."""
 
     kind: OpKind
     layers: LayerRange
@@ -101,7 +101,8 @@ IterationTimes = Mapping[Worker, Sequence[CellTime]]
 
 
 class _WorkerHistory(msgspec.Struct, frozen=True):
-    """Recent observations of one worker, and its believed speed factor."""
+    """Recent observations of one worker (log ratios of measured to believed op times), and its believed speed
+    factor."""
 
     factor: float = 1.0
     values: tuple[tuple[int, float], ...] = ()
@@ -120,12 +121,13 @@ class _WorkerHistory(msgspec.Struct, frozen=True):
 
 
 class SlowDetector:
-    """Detector of speed changes, to which iterations are passed one after the other.
+    """Detector of changes of workers' speeds, to which the op times of iterations are passed, one iteration after the
+    other.
 
     Parameters
     ----------
     factors
-        Factors of workers that are known to be slow from the start.
+        Factors by which the ops of workers that are slow from the start take longer than usual.
     """
 
     def __init__(self, factors: Mapping[Worker, float] = {}) -> None:
@@ -148,12 +150,13 @@ class SlowDetector:
         return self._watched[worker].factor if worker in self._watched else 1.0
 
     def set_factor(self, worker: Worker, factor: float) -> None:
-        """Set the factor by which a worker's ops are believed to take longer than usual, and drop its observations
-        except for their spread."""
+        """Set the factor by which a worker's ops are believed to take longer than usual, and drop its observations (log
+        ratios of measured to believed op times) except for their spread."""
         self._watched[worker] = replace(self._watched.get(worker, _WorkerHistory()), factor=factor, values=())
 
     def drop_open_iterations(self) -> None:
-        """Drop the iterations added since the last observation, because later ones are of another order."""
+        """Drop the iterations that do not yet form an observation (the median of about a second of iterations), because
+        later ones are of another order."""
         self._open, self._seconds = (), 0.0
 
     def remove_worker(self, worker: Worker) -> None:
@@ -162,8 +165,8 @@ class SlowDetector:
         self._open = tuple({other: y for other, y in ratios.items() if other != worker} for ratios in self._open)
 
     def add_iteration(self, iteration: int, seconds: float, measured: IterationTimes) -> list[SpeedChange]:
-        """Add an iteration whose longest busy window took the given seconds, and return the changes of workers' speeds
-        that are now detected."""
+        """Add an iteration in which the longest time from any worker's first op to the end of its step was the given
+        seconds, and return the changes of workers' speeds that are now detected."""
         if not self._seconds:
             self._first = iteration
         self._last = iteration
@@ -245,8 +248,9 @@ class SlowDetector:
                 self._rates |= {(cell.kind, layer): rate for layer in range(*cell.layers)}
 
     def _add_observations(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
-        """Add one observation (log ratio) of each worker, and return the changes of speed that are now detected. No
-        worker in `beside_slow`, which is compared only with slow ones, is found slow."""
+        """Add one observation of each worker, the log ratio of measured to believed op times, and return the changes of
+        speed that are now detected. No worker in `beside_slow`, which is compared only with slow ones, is found slow.
+        """
         by_length: dict[int, list[Worker]] = defaultdict(list)
         for worker, y in observed.items():
             before = self._watched.get(worker, _WorkerHistory())
@@ -267,7 +271,8 @@ class SlowDetector:
         """Yield the changes of speed detected among workers that have equally many observations, and adopt the new
         factors.
 
-        Each row of `values` has the observations of one worker; `common` is the median spread of all workers.
+        Each row of `values` has the observations of one worker (log ratios of measured to believed op times); `common`
+        is the median spread of all workers.
         """
         changed = dict[Worker, int]()
         for window in (length for length in WINDOW_LENGTHS if length <= values.shape[1]):
@@ -314,9 +319,10 @@ def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[W
 
 
 def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Return the iteration from which a worker's observations differ from 0, and their median from there on.
+    """Return the iteration from which a worker's observations (log ratios of measured to believed op times) differ from
+    0, and their median from there on.
 
-    Each of `values` is the first iteration of an observation, and the observation, a log ratio to the believed speed.
+    Each of `values` is the first iteration of an observation, and the observation.
     """
     def cost(begin: int) -> float:
         before, after = values[:begin], [value for _, value in values[begin:]]
@@ -328,8 +334,8 @@ def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 
 def _estimate_spreads(values: Floats) -> Floats:
-    """Return the spread of each worker's observations, which are a row of `values`: robustly, from the differences of
-    successive ones.
+    """Return the spread of each worker's observations (log ratios of op times), which are a row of `values`: robustly,
+    from the differences of successive ones.
 
     It is the standard deviation of a normal distribution whose successive values differ by as much.
     """

@@ -132,8 +132,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_deciding(self) -> bool:
-        """True if a decision how the schedule changes for the present speeds has been requested or has yet to be
-        carried out."""
+        """True if a decision on which schedule to run at the present speeds has been requested or has yet to be carried
+        out."""
         return self.decision is not None or (self.asked is not None and not self.answered)
 
     def planned_period_of(self, present: Schedule) -> float:
@@ -237,8 +237,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                    for worker in planned.keys() | self.factors.keys() if worker in present.seat_of)
 
     def _with_factor(self, worker: Worker, factor: float) -> "SlowWorkers":
-        """Return the state after the measured factor of a worker has changed; a decision that has not been carried out
-        is dropped."""
+        """Return the state after the measured factor, by which a worker's ops take longer than usual, has changed; a
+        decision on which schedule to run that has not been carried out is dropped."""
         factors = _without_keys(self.factors, [worker])
         if round_factor(factor) != 1.0:
             factors[worker] = round_factor(factor)

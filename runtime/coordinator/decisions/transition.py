@@ -208,8 +208,8 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order. Raises CommitLogError if it trains on another text, or expects other costs
-    of samples, than the workers before it."""
+    """Add a worker that waits for an order. Raises CommitLogError if it trains on other data, or expects other times of
+    samples (by which they are dealt), than the workers before it."""
     state, worker = step.state, report.worker
     corpus = state.corpus or (report.corpus, worker)
     if report.corpus != corpus[0]:

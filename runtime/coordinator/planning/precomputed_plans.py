@@ -28,7 +28,8 @@ DownWorkers = tuple[Worker, ...]
 
 
 class PrecomputedPlan(msgspec.Struct, frozen=True):
-    """Precomputed schedule and its division into the shares of the workers, in the form in which both are stored."""
+    """Precomputed schedule, whole and divided into what each worker must know of it (its share), in the form in which
+    both are stored."""
 
     schedule: Schedule
     parts: DividedSchedule
@@ -70,8 +71,8 @@ class FailurePrecomputer:
         preload_solver()
 
     def find_plan(self, down: DownWorkers) -> tuple[Schedule, DividedSchedule] | None:
-        """Return a precomputed schedule for exactly these workers being down, and its division into shares; None if
-        there is none.
+        """Return a precomputed schedule for exactly these workers being down, with what each worker must know of it
+        (its share); None if there is none.
 
         The plan may have been made for equivalent workers; then its pipelines are renumbered.
         """

@@ -79,10 +79,11 @@ MAX_PREPARED = 8
 
 
 class ScheduleDivider(Protocol):
-    """Function that divides a schedule among its workers, like `schedules.worker_programs.divide_schedule`."""
+    """Function that divides a schedule into what each worker must know of it (its share), like
+    `schedules.worker_programs.divide_schedule`."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
-        """Return the shares of the workers of a schedule.
+        """Return what each worker must know of a schedule (its share), such as its program.
 
         The argument `alike` saves most of the computation: a divided schedule that differs from this one only in the
         numbers of pipelines, with the new number of each.
@@ -95,8 +96,8 @@ if there is none."""
 
 
 class ScheduleService:
-    """Service that answers requests for schedules in the background. It stores only the prepared form of recent
-    schedules.
+    """Service that answers requests for schedules in the background. It stores only recent schedules, in the form in
+    which orders send them.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ class ScheduleService:
     tell
         Function that is called with an event for each request and each answer.
     divided
-        Function that divides schedules among their workers.
+        Function that divides a schedule into what each worker must know of it.
     background
         Function that runs the planners.
     known
@@ -140,7 +141,8 @@ class ScheduleService:
         return prepared
 
     def _store_prepared(self, schedule: Schedule, prepared: PreparedSchedule) -> None:
-        """Store the prepared form of a schedule as the most recent one, and drop the oldest if there are too many."""
+        """Store the form of a schedule in which orders send it (`prepared`) as the most recent one, and drop the oldest
+        if there are too many."""
         self._prepared.pop(id(schedule), None)
         self._prepared[id(schedule)] = schedule, prepared
         while len(self._prepared) > MAX_PREPARED:

@@ -20,7 +20,8 @@ class AppendedFile:
 
     Each line is written by one call, and other processes can read it when that returns. An incomplete last line that a
     crash has left is removed. Raises OSError if the file cannot be opened, but never later: if a disk is full, `say` is
-    called once with a line for users, and once more when there is room again and the waiting lines are written.
+    called once with a line for users, and once more when the disk has free space again and the waiting lines are
+    written.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from slipstream.runtime.model.state.learning_rate import learning_rate_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationWork:
-    """Work of one iteration, summed over all pipelines."""
+    """Tokens and floating-point operations of one iteration, summed over all pipelines."""
 
     tokens: int
     flops: float
@@ -28,7 +28,7 @@ class MetricsBuilder:
     Parameters
     ----------
     work
-        Work of one iteration, from which speeds are computed.
+        Tokens and floating-point operations of one iteration, from which speeds are computed.
     recoveries
         Number of recoveries in earlier starts of the run.
     """

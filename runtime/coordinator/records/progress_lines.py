@@ -116,8 +116,8 @@ class RunReporter:
 def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:
     """Return a clause that names the nodes that have not connected, and the missing workers of nodes that have.
 
-    `awaited` are the missing workers, `shares` the workers of each node, and `agents` the nodes other than 0 that have
-    connected.
+    The missing workers are `awaited`, all workers of each node `shares`, and the nodes other than 0 that have connected
+    `agents`.
     """
     nodes, workers, awaited = [], [], set(awaited)
     for node, share in enumerate(shares):

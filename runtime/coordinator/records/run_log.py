@@ -87,7 +87,7 @@ class RunLog:
         """Write the loss and the metrics of the next iteration, which is committed now.
 
         The argument `period_seconds` is the longest busy window of any worker, `evaluation` the validation loss, and
-        `cost_error` the relative error of the expected costs of samples. None: not known.
+        `cost_error` the relative error of the times that samples were expected to take. None: not known.
         """
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
                          period=None if period_seconds is None else round(period_seconds, 6), time=self._current_time(),

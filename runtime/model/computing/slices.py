@@ -222,8 +222,8 @@ class WorkerSlices:
             runner.loss_scale = loss_scale
 
     def take_loss(self) -> float:
-        """Return the sum of this worker's shares of the mean loss since the last call; 0 without layers that add to the
-        loss."""
+        """Return this worker's part of the mean loss, summed over the micro-batches run since the last call; 0 if none
+        of its layers adds to the loss."""
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
     def free_microbatches(self) -> None:

@@ -126,8 +126,8 @@ class _IterationAdapter:
 
 
 def has_costs(data: Data) -> bool:
-    """Return whether the data have a method `costs(iteration)`: the time of F, I and W of each sample, relative to the
-    mean.
+    """Return whether the data have a method `costs(iteration)`, which returns the times of F, I and W of each sample,
+    relative to the mean. Samples are dealt by them.
 
     See `schedules.dealing`.
     """

@@ -17,7 +17,8 @@ Numbers = NDArray[np.uint64]
 
 
 def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
-    """Return which sample (0 to `count` - 1) is at each of the given positions of the order that `seed` determines.
+    """Return which sample (0 to `count` - 1) is at each of the given positions (`places`) of an epoch's order of
+    samples, which `seed` determines.
 
     Each sample is at exactly one position, from 0 to `count` - 1.
     """
@@ -31,7 +32,8 @@ def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
 
 
 def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
-    """Apply the Feistel network, with one round for each of `keys`, to numbers of twice `half` bits."""
+    """Apply the Feistel network, with one round for each of `keys`, to numbers of twice `half` bits: a permutation of
+    these numbers."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = numbers >> bits, numbers & mask
     for key in keys:

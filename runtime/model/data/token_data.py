@@ -77,7 +77,7 @@ class TokenData:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the dtype and number of the tokens, and of some blocks of them."""
+        """SHA-256 of the dtype and number of the tokens, and of some blocks of `BLOCK_TOKENS` consecutive tokens."""
         hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
         for start in self._block_starts(DIGEST_BLOCKS * BLOCK_TOKENS):
             hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK_TOKENS]).data)
@@ -94,7 +94,8 @@ class TokenData:
         return window[:, :-1], window[:, 1:]
 
     def _read_rows(self, places: range, context: int) -> NDArray[np.int64]:
-        """Return the tokens of the samples at some positions in the order of reading: int64 [samples, context + 1]."""
+        """Return the tokens of the samples at some positions (`places`) in the order of reading, one sample a row:
+        int64 [samples, context + 1]."""
         rows = np.empty((len(places), context + 1), np.int64)
         for row, number in enumerate(self._sample_numbers(places)):
             sample = self._tokens[number * context:(number + 1) * context + 1]
@@ -118,8 +119,9 @@ class TokenData:
         return numbers
 
     def _block_starts(self, limit: int) -> list[int]:
-        """Return the position of the first token of each block to read: of all blocks of `BLOCK_TOKENS` tokens if these
-        have at most `limit` tokens, else of some, spread evenly, with the first and the last."""
+        """Return the position of the first token of each block of `BLOCK_TOKENS` consecutive tokens to read, for a
+        check or a digest: of all blocks if these have at most `limit` tokens, else of some, spread evenly, with the
+        first and the last."""
         count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
         starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
         return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]

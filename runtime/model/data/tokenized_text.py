@@ -80,7 +80,8 @@ def _cache_path(text: Path, tokenizer: Path) -> Path:
 
 
 def _tokenize_pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the tokens of a text, in arrays of the tokens of about `PIECE_CHARACTERS` characters each."""
+    """Yield the tokens of a text, in an array for each section of about `PIECE_CHARACTERS` characters. Raises
+    ConfigError if the text is not UTF-8."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             while lines := file.readlines(PIECE_CHARACTERS):

@@ -20,9 +20,10 @@ to be synchronized."""
 
 
 def document_lengths(position_ids: Tensor) -> list[list[int]]:
-    """Return the lengths of each row's documents from positions [B, T], which rise by 1 within a document.
+    """Return the lengths of the documents in each row of positions [B, T], which rise by 1 within a document: B lists,
+    each of which sums to T.
 
-    For tensors without memory, each row is one document.
+    On the meta device and for fake tensors, whose positions are unknown, each row counts as one document of T tokens.
     """
     if isinstance(position_ids, FakeTensor) or position_ids.is_meta:
         return [[position_ids.shape[1]]] * position_ids.shape[0]
@@ -38,8 +39,8 @@ def document_lengths(position_ids: Tensor) -> list[list[int]]:
 
 
 def remember_lengths(position_ids: Tensor, moved: Tensor) -> None:
-    """Store the document lengths of positions for `moved`, their copy on a device, so that only the CPU computes
-    them."""
+    """Store the document lengths of positions for `moved`, their copy on a device, so that `document_lengths` of it
+    need not wait for that device."""
     if moved is not position_ids:
         _KNOWN_LENGTHS[moved] = document_lengths(position_ids)
 

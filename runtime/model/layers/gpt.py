@@ -169,7 +169,8 @@ _SHARDS: Mapping[type[nn.Module], Shards] = {
 
 @dataclass(frozen=True, slots=True)
 class GPT:
-    """GPT as a `LayeredModel`: layer 0 is the embedding, then each block is a layer, and the last layer is the head."""
+    """GPT as a `LayeredModel`: layer 0 is the embedding, then each block (attention and MLP) is a layer, and the last
+    layer is the head."""
 
     config: ModelConfig
     seed: int
@@ -182,7 +183,7 @@ class GPT:
 
     @property
     def layers(self) -> int:
-        """Number of layers: embedding, blocks and head."""
+        """Number of layers: embedding, blocks (attention and MLP) and head."""
         return self.config.blocks + 2
 
     def build(self, layer: int) -> nn.Module:

@@ -18,7 +18,8 @@ from slipstream.runtime.model.layers.split_backward import weight_work
 
 @torch.library.custom_op("slipstream::grouped_product", mutates_args=())
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # noqa: ARG001
-    """Multiply rows [S, n] by the matrices of their groups [E, n, m]: [S, m]. Group e ends at row `ends[e]`, int32 [E].
+    """Multiply rows [S, n] by matrices [E, n, m], with one matrix for each group of consecutive rows: [S, m]. Group e
+    ends at row `ends[e]`, int32 [E].
 
     Rows behind the last group have arbitrary values. `expected`, the average number of rows of all groups together,
     only serves to count floating-point operations.
@@ -46,7 +47,7 @@ def _product_flops(value: Sequence[int], weight: Sequence[int], _ends: Sequence[
 
 
 class ExpertGroups(NamedTuple):
-    """Division of rows of features, sorted by expert, among the E experts on this rank."""
+    """Assignment of rows of features, sorted by expert, to the E experts on this rank."""
 
     ends: Tensor
     """Row at which each expert's rows end: int32 [E]."""
@@ -87,15 +88,16 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
-    """Multiply rows [S, n] by the transposed matrices of their groups [E, m, n], in the rows' dtype: [S, m]."""
+    """Multiply rows [S, n], grouped by expert, by the transposed matrices of the experts [E, m, n], in the rows' dtype:
+    [S, m]."""
     result: Tensor = _GroupedLinear.apply(value, weight, groups)  # type: ignore[no-untyped-call]
     return result
 
 
 @torch.no_grad()
 def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradients of the groups' matrices [E, m, n], from the rows [S, n] and the gradients of their products
-    [S, m]."""
+    """Return the gradients of the matrices [E, m, n] of groups of rows, from the rows [S, n] and the gradients of their
+    products [S, m]. Group e ends at row `ends[e]`."""
     if _has_native_kernel(value, gradient.shape[1]):
         return functional.grouped_mm(gradient.t(), value, offs=ends).to(weight.dtype)
     result = torch.zeros_like(weight)
@@ -121,5 +123,6 @@ def _has_native_kernel(value: Tensor, width: int) -> bool:
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Return the range of rows of each group: its first row, and the row after its last."""
+    """Return the range of each group of consecutive rows, which end at the rows `ends`: its first row, and the row
+    after its last."""
     return list(pairwise([0, *ends.tolist()]))

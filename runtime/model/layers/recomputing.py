@@ -23,7 +23,8 @@ Result = TypeVar("Result")
 
 
 class RecomputeChoice(NamedTuple):
-    """Layers, and parts of layers, whose activations are computed again before their backward."""
+    """Layers, and parts ("attention", "mlp") of all other layers, whose activations are computed again before their
+    backward."""
 
     layers: frozenset[int] = frozenset()
     parts: frozenset[str] = frozenset()
@@ -56,7 +57,8 @@ _SEEN: ContextVar[set[str] | None] = ContextVar("parts that layers have", defaul
 
 @contextmanager
 def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[None]:
-    """Let the layers that run within the context compute their parts of these names again in the backward.
+    """Let the layers that run within the context compute their parts of these names ("attention", "mlp") again in the
+    backward.
 
     Must be called within `runtime.model.seeds.restoring_generators`.
     """
@@ -69,7 +71,8 @@ def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[N
 
 @contextmanager
 def collecting_parts() -> Iterator[set[str]]:
-    """Yield a set that collects the names of the recomputable parts of the layers that run within the context."""
+    """Yield a set that collects the names ("attention", "mlp") of the recomputable parts of the layers that run within
+    the context."""
     seen: set[str] = set()
     before = _SEEN.set(seen)
     try:

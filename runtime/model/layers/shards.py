@@ -46,7 +46,8 @@ Shards = Mapping[str, Shard]
 
 
 def shards_of(module: nn.Module) -> Shards:
-    """Return the shards that a layer declares in its attribute `shards`, by parameter; empty if no parameter is cut."""
+    """Return how a layer's parameters are cut over the ranks, by parameter, as its attribute `shards` declares; empty
+    if none is cut."""
     shards: Shards = getattr(module, "shards", {})
     return shards
 
@@ -82,7 +83,8 @@ def gather_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup
 
 
 def gather_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """Return a layer's whole parameters and buffers. All ranks of the worker must call this function together."""
+    """Return a layer's whole parameters and buffers. All ranks of the worker must call this function together. With a
+    `group` of None, the worker is one process and has them whole."""
     tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     return tensors if group is None else {
         name: tensor if (shard := shards_of(module).get(name)) is None else shard.join(gather_tensors(tensor, group))

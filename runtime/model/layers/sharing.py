@@ -36,7 +36,8 @@ class Sharing:
         self._first = {place: group[0] for group in groups for place in group}
 
     def first_of_group(self, layer: int, name: str) -> LayerParameter:
-        """Return the first parameter of the group that this one is in; the parameter itself if it is not shared."""
+        """Return the first of the parameters, of several layers, that are one parameter with this one (their group);
+        the parameter itself if it is not shared."""
         place = LayerParameter(layer, name)
         return self._first.get(place, place)
 
@@ -45,12 +46,13 @@ class Sharing:
         return (layer, name) in self._first
 
     def copies_in(self, layer: int) -> dict[str, LayerParameter]:
-        """Return the parameters of a layer that are not the first of their group: by name, the first parameter of the
-        group."""
+        """Return the parameters of a layer that are shared with an earlier member of their group: by name, the first
+        parameter of the group."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
-        """Yield each group that has parameters in `layers`: its first parameter, and those in these layers."""
+        """Yield each group of parameters that are one parameter, if it has some in `layers`: its first parameter, and
+        those in these layers."""
         for group in self.groups:
             places = [place for place in group if place.layer in layers]
             if places:

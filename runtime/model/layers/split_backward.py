@@ -32,7 +32,8 @@ _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None
 
 @contextmanager
 def deferring_weights(work: WeightWork) -> Iterator[None]:
-    """Defer weight gradients of the forward that runs within the context: its backward appends them to `work`.
+    """Defer weight gradients of the forward that runs within the context: its backward appends, to the queue `work`,
+    the calls by which W computes them.
 
     Parameters that carry hooks are not deferred, so that the hooks get the gradients that they expect.
     """
@@ -45,7 +46,8 @@ def deferring_weights(work: WeightWork) -> Iterator[None]:
 
 
 def weight_work() -> WeightWork | None:
-    """Return the list to which a user's autograd.Function can append the work of W; None if its backward must do it.
+    """Return the queue to which a user's autograd.Function can append calls that W runs; None if its backward must
+    compute weight gradients itself.
 
     To be called in the function's forward. The function's backward appends calls without arguments, each of which adds
     a gradient to `.grad`.
@@ -111,7 +113,8 @@ _DEFERRED_OPS: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
 def register_deferred_op(op: Callable[..., Any], work: Callable[..., Callable[[], None]]) -> None:
     """Register an op of compiled backwards whose weight gradient is left to W.
 
-    When I calls the op, `work` is called with the op's arguments, and returns the function that W has to run.
+    When I calls the op, `work` is called with the op's arguments, and returns the function without arguments that W has
+    to run.
     """
     _DEFERRED_OPS[op] = work
 

@@ -29,7 +29,8 @@ def step_rules(module: nn.Module) -> Mapping[str, StepRule]:
 
 
 def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained: Mapping[str, bool]) -> None:
-    """Raise ConfigError unless each step rule of a layer belongs to a trained parameter that no other layer shares.
+    """Raise ConfigError unless each step rule of a layer (a function that steps a parameter in place of the optimizer)
+    belongs to a trained parameter that no other layer shares.
 
     The argument `trained` maps the names of the layer's trained parameters to whether other layers share them.
     """

@@ -18,17 +18,20 @@ Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
 
 def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`."""
+    """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`. Without a group (a worker of one
+    process), return the tensor itself."""
     return _apply_to_parts(_concatenate_parts, _reduce_scatter, tensor, dim, group)
 
 
 def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
+    """Return this rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`. Without a group
+    (a worker of one process), return the tensor itself."""
     return _apply_to_parts(_reduce_scatter, _concatenate_parts, tensor, dim, group)
 
 
 def gather_replicated(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Concatenate the parts of all ranks along a dimension; backward: this rank's part of the gradient.
+    """Concatenate the parts of all ranks along a dimension; backward: this rank's part of the gradient. Without a group
+    (a worker of one process), return the tensor itself.
 
     The caller must see that all ranks compute the same from the result, until `take_own_part`.
     """
@@ -36,12 +39,14 @@ def gather_replicated(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Te
 
 
 def take_own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part of a tensor that all ranks computed; backward: the gradients of all parts."""
+    """Return this rank's part, along a dimension, of a tensor that all ranks computed; backward: concatenate the
+    gradients of all ranks. Without a group (a worker of one process), return the tensor itself."""
     return _apply_to_parts(_copy_part, _concatenate_parts, tensor, dim, group)
 
 
 def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
-    """Return the sum over all ranks, on every rank; backward: each rank gets the gradient of the sum."""
+    """Return the sum over all ranks, on every rank; backward: each rank gets the gradient of the sum. Without a group
+    (a worker of one process), return the tensor itself."""
     if group is None:
         return tensor
     result: Tensor = _SumRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -50,7 +55,7 @@ def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
 
 def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
     """Return parameters that all ranks have, for use on this rank's part of the data; backward: gradients are summed
-    over the ranks."""
+    over the ranks. Without a group (a worker of one process), return the parameters themselves."""
     if group is None:
         return parameters
     result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
@@ -58,7 +63,8 @@ def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tenso
 
 
 def part_of(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part, along a dimension, of a tensor that all ranks have. Nothing is communicated."""
+    """Return this rank's part, along a dimension, of a tensor that all ranks have; the whole without a group (a worker
+    of one process). Nothing is communicated."""
     return tensor if group is None else split_dim(tensor, dim, group.size()).select(dim, group.rank())
 
 

@@ -29,7 +29,8 @@ def compute_checksum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors flat: first each large one, then, for each dtype, all small ones concatenated."""
+    """Yield the tensors flat: first each of more than `SMALL_BYTES` bytes, then, for each dtype, all smaller ones
+    concatenated."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -63,8 +64,8 @@ def _block_sums(flat: Tensor) -> Iterator[Tensor]:
 
 
 def _sum_rows(words: Tensor) -> Tensor:
-    """Return the checksum of each row of 64-bit words: the sum of its folded words, each times the weight of its
-    position."""
+    """Return the checksum of each row of 64-bit words: the sum of the words, each combined by XOR with itself shifted
+    right and multiplied by the weight of its position."""
     folded = words >> 31
     return folded.bitwise_xor_(words).mul_(_word_weights(words.device)[:words.shape[1]]).sum(1)
 

@@ -15,7 +15,8 @@ CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
 
 
 class CopyGradients:
-    """Gradient buffers of the parts that one worker keeps copies of, for all ranges of layers that it reduces."""
+    """Gradient buffers, two for each part, of the parts of other workers that one worker keeps copies of, for all
+    ranges of layers whose gradients it reduces."""
 
     def __init__(self) -> None:
         self._buffers: dict[LayerRange, dict[Span, list[Tensor]]] = {}

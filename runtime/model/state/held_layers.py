@@ -112,8 +112,8 @@ class HeldLayers:
 
     def _require_all(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
                      parts: Sequence[PartState], after: int, built: Collection[int]) -> None:
-        """Raise VersionError unless all state that `hold_layers` needs is available, as it is after iteration
-        `after`."""
+        """Raise VersionError unless all state that `hold_layers`, which explains the arguments, needs is available, as
+        it is after iteration `after`."""
         before, held = self.optimizer, self.modules
         for part in parts:
             part.require_version(after)
@@ -163,12 +163,13 @@ class HeldLayers:
         self.optimizer.step(iteration, factor)
 
     def undo(self) -> None:
-        """Undo the last step, which must not be final: restore parameters and optimizer state from before it."""
+        """Undo the last optimizer step, if no later one was made and `return_to` has not made it permanent: restore
+        parameters and optimizer state from before it."""
         self.optimizer.undo()
 
     def return_to(self, committed: int) -> None:
         """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
-        final."""
+        permanent (it can no longer be undone)."""
         self.optimizer.return_to(committed)
 
     @property
@@ -210,8 +211,8 @@ class HeldLayers:
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def set_reduced_ranges(self, ranges: Iterable[LayerRange]) -> None:
-        """Set the ranges of layers whose gradients are summed together; zero the gradients if the ranges are others
-        than before.
+        """Set the ranges of layers whose gradients are summed together over workers; zero the gradients if the ranges
+        are others than before.
 
         Each held layer must be in exactly one range.
         """
@@ -255,7 +256,7 @@ class HeldLayers:
         return self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
 
     def layer_squares(self) -> dict[int, float]:
-        """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in
+        """Return, by layer number, the sum of squares of the gradients of the parts that this worker owns, computed in
         float64."""
         return self.optimizer.layer_squares()
 
@@ -281,7 +282,7 @@ class HeldLayers:
         """Return the parameters whose gradients are summed with those of a range of layers.
 
         With `whole`, these are the parameters that are not cut into parts, otherwise those that are. Parameters that
-        layers share or that a rule steps are not included.
+        layers share, or that a step rule (a layer's own update function) steps, are not included.
         """
         return [parameter for layer in range(*layers) for name,
                 parameter in trained_parameters(self.modules[layer]).items()
@@ -339,8 +340,8 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
 
 
 def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
-    """Mark a layer's parameters that are not cut: shared by other layers, not of the model's dtype, or stepped by
-    rules.
+    """Mark a layer's parameters that are not cut into parts: shared by other layers, not of the model's dtype, or
+    stepped by a step rule (a layer's own update function).
 
     Raises ConfigError as `require_stepped_by_rules` does.
     """

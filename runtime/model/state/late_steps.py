@@ -25,7 +25,8 @@ makes."""
 
 
 class _DueStep(NamedTuple):
-    """Registered step of the copies that is still to be made: iteration, factor, and index of the gradient buffer."""
+    """Registered step of copies of other workers' parts that is still to be made: iteration, factor, and index of the
+    gradient buffer."""
 
     iteration: int
     factor: float | None
@@ -33,7 +34,8 @@ class _DueStep(NamedTuple):
 
 
 class LateSteps(OptimizerSteps):
-    """Optimizer of copies of other workers' parts, which makes each step once its iteration is committed.
+    """Optimizer of copies of other workers' parts, which makes the step of each iteration only once that iteration is
+    committed.
 
     For each gradient buffer, `gradients` maps the stepped tensors to their gradients in that buffer.
     """
@@ -54,7 +56,8 @@ class LateSteps(OptimizerSteps):
 
     @property
     def free_buffer(self) -> int:
-        """Index of the buffer for the gradients of the next step. Waits until no step reads from that buffer."""
+        """Index of the buffer (one of two) for the gradients of the next step. Waits until no step reads from that
+        buffer."""
         self._wait_for_step()
         return self._buffer
 
@@ -68,14 +71,18 @@ class LateSteps(OptimizerSteps):
         self._buffer = (self._buffer + 1) % GRADIENT_BUFFERS
 
     def start_committed(self) -> None:
-        """Start the registered step whose iteration is committed, if there is one, concurrently with computation."""
+        """Start the step of the copies for the last iteration that is known to be committed, concurrently with
+        computation; do nothing if it has been started before.
+
+        That iteration is the one before the iteration that was registered last (`register_step`).
+        """
         committed, self._committed_step = self._committed_step, None
         if committed is not None:
             self._queue.submit(partial(self._run_step, committed))
 
     def cancel_step(self, iteration: int) -> None:
-        """Cancel the registered step of an iteration. It may be registered again, with another factor and the same
-        gradients."""
+        """Cancel the registered step of an iteration, which must not be committed. It may be registered again, with
+        another factor and the same gradients."""
         if self._last_step is not None and self._last_step.iteration == iteration:
             self._buffer, self._last_step = self._last_step.buffer, None
 
@@ -87,13 +94,13 @@ class LateSteps(OptimizerSteps):
             self._run_step(due)
 
     def memory_bytes(self) -> int:
-        """Return the memory of the copies, their buffers and their optimizer state, in bytes."""
+        """Return the memory of the stepped copies, their gradient buffers and their optimizer state, in bytes."""
         self._wait_for_step()
         buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
         return sum(tensor.nbytes for tensor in (*self._stepped_parameters(), *buffers)) + self._state_bytes()
 
     def _wait_for_step(self) -> None:
-        """Start the step whose iteration is committed, if it was not started, and wait until it is made."""
+        """Start the step of the last committed iteration, if it was not started, and wait until it is made."""
         self.start_committed()
         self._queue.wait()
 

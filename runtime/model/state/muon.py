@@ -16,7 +16,8 @@ from slipstream.runtime.model.state.parameter_groups import OptimizerGroups
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer that steps groups marked with "muon" by Muon, the others by AdamW. Each matrix must be whole."""
+    """Optimizer that steps the parameter groups with a true value of the key "muon" by Muon, the others by AdamW. Each
+    matrix must be whole, not cut into parts."""
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
                  adamw: Callable[[OptimizerGroups, TrainingConfig], torch.optim.Optimizer]) -> None:

@@ -27,10 +27,11 @@ def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig,
     """Return torch's parameter groups: for each pattern in `[training] parameter_groups`, one of its matrices and one
     of its vectors.
 
-    Two more groups have the parameters of no pattern, and each step rule has a group with the key "rule". Parameters
-    that Muon steps are in groups of their own, with the key "muon". A group names only the options that differ from the
-    optimizer's defaults, and its weight decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do
-    not. The names of `parameters` are `LAYER.NAME`, and `last` is the number of the model's last layer.
+    Two more groups have the parameters that no pattern matches. Each step rule (a layer's own update function for some
+    parameter, by the parameter's name in `rules`) has a group with the key "rule". Parameters that Muon steps are in
+    groups of their own, with the key "muon". A group names only the options that differ from the optimizer's defaults,
+    and its weight decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do not. The names of
+    `parameters` are `LAYER.NAME`, and `last` is the number of the model's last layer.
     """
     members_of: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
         (number, matrix, muon): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)
@@ -94,7 +95,8 @@ def _stepped_names(model: LayeredModel) -> Iterable[str]:
 
 
 def rules_of(modules: Mapping[int, nn.Module]) -> dict[str, StepRule]:
-    """Return the step rules of the parameters of some layers, by `LAYER.NAME`."""
+    """Return the step rules of some layers (functions that step a parameter in place of the optimizer), by `LAYER.NAME`
+    of the parameter."""
     return {f"{layer}.{name}": rule for layer, module in modules.items() for name, rule in step_rules(module).items()}
 
 

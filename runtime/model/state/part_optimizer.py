@@ -58,7 +58,8 @@ class _Piece(NamedTuple):
     """Buffers for the gradients, if the piece is a copy of another worker's; otherwise empty."""
 
     def parameter_view(self) -> Tensor:
-        """Return a view of the parameter's own elements that belong to the piece, not of `stepped`."""
+        """Return a view of the parameter's own elements that belong to the piece, not of `stepped` (which may be a
+        float32 copy)."""
         return restore_shape(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def get_gradient(self) -> Tensor | None:
@@ -151,7 +152,7 @@ class PartOptimizer(UndoableSteps):
                 yield layer, (0, count_elements(module).total), False, compute_checksum(parameters)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
-        """Flip one bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
+        """Flip one random bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
 
         The bit is in the stepped parameters if `what` is "parameters", in their optimizer state if it is "state", and
         in either of a copy of another worker's part if it is "copy". It is a high bit of the mantissa, because the next
@@ -174,7 +175,7 @@ class PartOptimizer(UndoableSteps):
         """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in float64.
 
         A parameter that layers share counts for the first layer of its group; one that all ranks of a worker have
-        counts on the first rank. Parameters with rules do not count.
+        counts on the first rank. Parameters with a step rule (a layer's own update function) do not count.
         """
         counted = [piece for piece in self._pieces if piece.parameter.grad is not None
                    and piece.part in self.own.get(piece.layer, ())
@@ -208,8 +209,8 @@ class PartOptimizer(UndoableSteps):
         self.parameters = Version(iteration)
 
     def undo(self) -> None:
-        """Undo the last step, which must not be final: restore all stored state bit for bit. The step can then be made
-        again."""
+        """Undo the last step, which must not be permanent (`return_to`): restore all stored state bit for bit. The step
+        can then be made again."""
         assert self.open_iteration is not None, "no step is open"
         self._late.cancel_step(self.open_iteration)
         self.mark_gathering(self.open_iteration - 1)
@@ -218,7 +219,7 @@ class PartOptimizer(UndoableSteps):
 
     def return_to(self, committed: int) -> None:
         """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
-        final.
+        permanent (it can no longer be undone).
 
         Copies of other workers' parts then equal their owners' parts. Raises VersionError if that is impossible.
         """
@@ -286,7 +287,8 @@ class PartOptimizer(UndoableSteps):
         return [self.part_state(layer, span) for layer, spans in self.kept.items() for span in spans]
 
     def load_parts(self, parts: Iterable[PartState]) -> None:
-        """Copy the state in `parts` into the parts that are stored here. The last step must be final or undone."""
+        """Copy the state in `parts` into the parts that are stored here. The last step must be permanent (`return_to`)
+        or undone."""
         self._load_pieces((*self._pieces, *self._copies), parts)
 
     def adopt_state(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
@@ -294,7 +296,7 @@ class PartOptimizer(UndoableSteps):
         `parts`.
 
         Tensors for equal elements of a parameter keep their memory; others are copied. In both optimizers, the last
-        step must be final or undone.
+        step must be permanent (`return_to`) or undone.
         """
         theirs = {(piece.layer, piece.name, piece.span): piece for piece in (*before._pieces, *before._copies)}
         missing = []
@@ -312,7 +314,8 @@ class PartOptimizer(UndoableSteps):
         self.load_parts(parts)
 
     def _load_pieces(self, pieces: Sequence[_Piece], parts: Iterable[PartState]) -> None:
-        """Copy the elements that pieces and `parts` have in common, with their optimizer state, into the pieces."""
+        """Copy the state of received or saved `parts` into pieces (each the elements of one parameter in one stored
+        part): the elements that both have, with their optimizer state."""
         assert self.open_iteration is None, "a step is open: undo or commit it first"
         with torch.no_grad():
             for part in parts:
@@ -327,7 +330,8 @@ class PartOptimizer(UndoableSteps):
         return sum(tensor.nbytes for tensor in masters) + self._state_bytes() + self._late.memory_bytes()
 
     def _cut_pieces(self, layer: int, module: nn.Module, part: Span, sums: CopyBuffers) -> Iterable[_Piece]:
-        """Yield the pieces of a part of a layer: for each parameter, the elements that are in the part.
+        """Yield the pieces of a stored part of a layer, which are stepped as one tensor each: for each parameter, the
+        elements that are in the part.
 
         A part with gradient buffers in `sums` is a copy of another worker's.
         """
@@ -345,8 +349,8 @@ class PartOptimizer(UndoableSteps):
             yield _Piece(layer, name, parameter, part, span, overlap, stepped, late)
 
     def _piece_groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> OptimizerGroups:
-        """Return optimizer groups of the tensors that are stepped for pieces, each in the group of its piece's
-        parameter."""
+        """Return torch's parameter groups of the tensors that are stepped for pieces (each the elements of one
+        parameter in one stored part). Each is in the group of its piece's parameter."""
         by_parameter: dict[nn.Parameter, list[nn.Parameter]] = {}
         names = dict[str, nn.Parameter]()
         for piece in pieces:
@@ -358,7 +362,8 @@ class PartOptimizer(UndoableSteps):
                 for group in build_groups(names, config, self._sharing.last, rules_of(self._modules))]
 
     def _make_step(self, factor: float) -> None:
-        """Step the pieces with their parameters' gradients, and round the parameters."""
+        """Step the tensors of this worker's own parts with their parameters' gradients times `factor`, and round the
+        results to the parameters if there are master weights."""
         for piece in self._pieces:
             piece.stepped.grad = piece.get_gradient()
         super()._make_step(factor)
@@ -367,24 +372,29 @@ class PartOptimizer(UndoableSteps):
         self._round_parameters(self._pieces)
 
     def _optimizer_of(self, piece: _Piece) -> OptimizerSteps:
-        """Return the optimizer that steps a piece and has its state."""
+        """Return the optimizer that steps a piece (the elements of one parameter in one stored part) and has its state:
+        a `LateSteps` for a copy of another worker's, otherwise this object."""
         return self._late if piece.late else self
 
     def start_copy_steps(self) -> None:
-        """Start the committed steps of copies of others' parts, concurrently with computation."""
+        """Start the optimizer steps of copies of others' parts for the last iteration that is known to be committed,
+        concurrently with computation."""
         self._late.start_committed()
 
     def _round_parameters(self, pieces: Iterable[_Piece]) -> None:
-        """Round master weights to the parameters; does nothing without master weights."""
+        """Round the float32 master weights of pieces (each the elements of one parameter in one stored part) to the
+        parameters; do nothing without master weights."""
         if self._masters:
             with torch.no_grad():
                 for piece in pieces:
                     piece.parameter_view().copy_(piece.stepped)
 
     def _load_piece(self, piece: _Piece, part: PartState, both: Span) -> None:
-        """Copy the elements of the span `both` from a part's state into a piece and its optimizer state.
+        """Copy the elements of the span `both` from the state of a received or saved part of a layer into a piece (the
+        elements of one parameter in one stored part), with their optimizer state.
 
-        The span, of the layer's elements, is the intersection of the part and the piece.
+        The span is that of the layer's elements which the part and the piece have in common. State of other parameters
+        in the part is ignored.
         """
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
         stepped, states = piece.stepped, self._optimizer_of(piece).states

@@ -82,7 +82,8 @@ def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span
 
 
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
-    """Return the elements `wanted` of a layer from a flat tensor that has the layer's elements `has`.
+    """Return the elements `wanted` of a layer from a flat tensor that has the layer's elements `has`, both given as
+    (start, end).
 
     A tensor that does not have one value for each of these elements, such as a step counter, is returned unchanged.
     """
@@ -107,7 +108,8 @@ def is_elementwise(tensor: Tensor, has: Span) -> bool:
 
 
 def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
-    """Return a layer's whole state (`assemble_state`), as it is after iteration `after`, as one part with all elements.
+    """Return a layer's whole state (`assemble_state`), as it is after iteration `after` (None: not known), as one part
+    with all elements.
 
     Raises ValueError if the state does not fit the layer.
     """

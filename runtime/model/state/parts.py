@@ -108,7 +108,7 @@ class StatePartition(NamedTuple):
     def _parts_of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
         """Return the nonempty parts of which a member is the keeper (owner or buddy).
 
-        The argument `keepers` has the index among the members of each part's keeper.
+        The argument `keepers` has the index among the members of each part's keeper; None if it has none.
         """
         place = self.members.index(worker)
         return tuple(span for span, keeper in zip(self.spans, keepers, strict=True)
@@ -116,7 +116,8 @@ class StatePartition(NamedTuple):
 
 
 def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> StatePartition:
-    """Partition `total` elements over members; if state is not sharded, each member stores all of them.
+    """Partition `total` elements over members; if state is not sharded, or there is one member, each member stores all
+    of them.
 
     Buddies are in different groups of `domains`, the workers that fail together, if possible.
     """
@@ -198,7 +199,7 @@ def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], e
 
 
 def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
-    """Return the elements of a span that are in none of the other spans, as spans in ascending order."""
+    """Return the elements of a span (start, end) that are in none of the other spans, as spans in ascending order."""
     remaining, (start, stop) = [], span
     for first, end in sorted(others):
         if first > start:
@@ -212,6 +213,6 @@ def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def intersect(one: Span, other: Span) -> Span | None:
-    """Return the intersection of two spans; None if it is empty."""
+    """Return the intersection of two spans (start, end) of elements; None if it is empty."""
     start, stop = max(one[0], other[0]), min(one[1], other[1])
     return (start, stop) if start < stop else None

@@ -32,7 +32,7 @@ iteration."""
 
 
 class PendingSums(Protocol):
-    """Numbers that are being summed over all workers."""
+    """Numbers, such as sums of squares of gradients, that are being summed over all workers."""
 
     def has_arrived(self) -> bool:
         """Return whether `wait_for_sums` would return at once."""
@@ -46,11 +46,11 @@ StartSum = Callable[[Sequence[float]], PendingSums]
 
 
 class StepState(Enum):
-    """State of a worker's last step.
+    """State of a worker's last optimizer step.
 
-    A step that depends on sums is WAITING, GUESSED or REFUTED until they arrive. Then it is FINAL, unless a guess was
-    wrong. After a wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID until
-    `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any state to FINAL.
+    A step that depends on sums over all workers is WAITING, GUESSED or REFUTED until they arrive. Then it is FINAL,
+    unless a guess was wrong. After a wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID
+    until `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any state to FINAL.
     """
 
     FINAL = "made or skipped for good"
@@ -62,14 +62,16 @@ class StepState(Enum):
 
 
 class StepController:
-    """Steps of the layers that one worker holds, validated with the gradients of all workers.
+    """Optimizer steps of the layers that one worker holds: made at once where possible, on the guess that nothing is
+    clipped, and checked when the gradient norm over all workers is known.
 
     Parameters
     ----------
     layers
         Number of layers of the whole model.
     share
-        Function that starts to sum numbers over all workers; None if `needs_gradient_norm` is false.
+        Function that starts to sum numbers (each layer's sum of squares of gradients, and the loss) over all workers;
+        None if steps do not depend on them (`needs_gradient_norm` is false).
     staggered
         Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
     stepped
@@ -106,8 +108,9 @@ class StepController:
         """Run O: step all held layers, finally, or on the guess that nothing is clipped while the gradient norm is
         summed.
 
-        This worker's share of the mean loss is `loss`. `until_unread` waits until no other worker reads this worker's
-        gradients. Raises CommunicationError, as `until_unread` may.
+        A guessed step is checked later (`validate`), and made again if it was wrong. This worker's share of the mean
+        loss is `loss`. `until_unread` waits until no other worker reads this worker's gradients. Raises
+        CommunicationError, as `until_unread` may.
         """
         self.iteration = iteration
         if self._share is None:
@@ -130,33 +133,36 @@ class StepController:
             self._conclude_sums()
 
     def validate_if_arrived(self) -> None:
-        """Validate the last step if the gradient norm that it depends on has arrived on all ranks of this worker;
-        otherwise do nothing.
+        """Validate the last step, as `validate` does, if the gradient norm that it depends on has arrived on all ranks
+        of this worker; otherwise do nothing.
 
-        To be called before a forward. The ranks must call it together, because they agree by a collective, except in
-        the states FINAL and VOID. Raises CommunicationError.
+        To be called before a forward. If the step was guessed wrong, `state` is VOID afterwards: the forward must not
+        be computed. All ranks of the worker must call this together, because they agree by a collective, unless `state`
+        is FINAL (the step was right, or no guess was made) or VOID. Raises CommunicationError.
         """
         arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
         if arrived if group is None or self.state in (StepState.FINAL, StepState.VOID) else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
-        """Wait for the gradient norm, and make the last step again if it was guessed wrong. Raises CommunicationError.
+        """Wait for the gradient norm that the last step depends on. If the step was guessed wrong, undo it, make it
+        again with the right clip factor, and set `state` to VOID: what was computed since must be discarded.
 
-        Required before a backward, because the gradients of the iteration before are kept for a second step until then.
+        Returns at once if the last step is final. Required before a backward, because the gradients of the iteration
+        before are kept for a second step until then. Raises CommunicationError.
         """
         self._conclude_sums()
         if self.state is StepState.CORRECTED:
             self.state = StepState.VOID
 
     def leave_void_state(self) -> None:
-        """Set the state from VOID to FINAL. To be called when all workers have gathered the parameters of the corrected
-        step."""
+        """Set the state from VOID (what workers compute is based on a wrong guess) to FINAL. To be called when all
+        workers have gathered the parameters of the corrected step."""
         self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
-        """Wait for the sums that are under way, if any, store the mean loss, and make the step final with their clip
-        factor."""
+        """Wait for the sums of squares and of the loss that are under way, if any, store the mean loss, and make the
+        step final with the clip factor that follows from the squares."""
         if self._sums is None:
             return
         *squares, loss = self._sums.wait_for_sums()
@@ -179,8 +185,8 @@ class StepController:
         self._sums, self.state = None, StepState.FINAL
 
     def _conclude_step(self, factor: float | None) -> None:
-        """Make the step with this factor final: keep a step that was guessed right, otherwise undo any guess and step
-        again."""
+        """Make the step final, with gradients times `factor` (None: skip it): keep a step that was guessed right,
+        otherwise undo any guess and step again."""
         if self.state is StepState.GUESSED and factor != 1.0:
             self._holding.undo()
         if self.state is not StepState.GUESSED or factor != 1.0:
@@ -194,14 +200,16 @@ class StepController:
         self._finish_step()
 
     def when_validated(self, call: Callable[[], None]) -> None:
-        """Call a function as soon as the last step is final: now, or when the step is validated."""
+        """Call a function as soon as the last step is final: now if it is, otherwise when the gradient norm that it
+        depends on has arrived and the step is known to be right or was corrected."""
         if self._sums is None:
             call()
         else:
             self._when_validated.append(call)
 
     def _finish_step(self) -> None:
-        """Report that the step is final, set the gradients to zero, and make the calls that waited for it."""
+        """Report that the step is final, set the gradients to zero, and make the calls that `when_validated` has
+        stored."""
         self._on_stepped(self.iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []

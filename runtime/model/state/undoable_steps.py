@@ -84,12 +84,14 @@ class OptimizerSteps:
         """State that the optimizer keeps of each stepped tensor, by the tensor."""
 
     def _stepped_parameters(self) -> Sequence[nn.Parameter]:
-        """Return all tensors that the optimizer or a rule steps, each once."""
+        """Return all tensors that the optimizer, or a step rule (a layer's own update function) in its place, steps,
+        each once."""
         return [*(parameter for group in self._optimizer.param_groups for parameter in group["params"]), *self._rules]
 
     @torch.no_grad()
     def _apply_update(self) -> None:
-        """Step all tensors that have a gradient, by the optimizer or by their rule."""
+        """Step all tensors that have a gradient, by the optimizer or by their step rule (a layer's own update
+        function)."""
         self._optimizer.step()
         for parameter, rule in self._rules.items():
             if parameter.grad is not None:
@@ -159,9 +161,9 @@ class UndoableSteps(OptimizerSteps):
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
         """Make an iteration's step, with gradients times `factor`; it can be undone from now on.
 
-        Afterwards `.grad` holds the scaled gradients. Rules get their gradients unscaled. If `factor` is None,
-        parameters stay as they are, and the iteration counts as stepped. Raises VersionError unless the parameters are
-        those after the iteration before.
+        Afterwards `.grad` holds the scaled gradients. Parameters with a step rule (a layer's own update function, in
+        place of the optimizer) are stepped by unscaled gradients. If `factor` is None, parameters stay as they are, and
+        the iteration counts as stepped. Raises VersionError unless the parameters are those after the iteration before.
         """
         self.version.require(iteration - 1, "what is to be stepped")
         self.open_iteration, self.version = iteration, Version(iteration, whole=False)
@@ -181,8 +183,8 @@ class UndoableSteps(OptimizerSteps):
         self._apply_update()
 
     def undo(self) -> None:
-        """Undo the last step, which must not be final: restore parameters and state bit for bit; gradients stay as they
-        are."""
+        """Undo the last step, which must not be permanent (`commit`): restore parameters and state bit for bit;
+        gradients stay as they are."""
         assert self.open_iteration is not None, "no step is open"
         after = self.open_iteration - 1
         self.version = Version(after, whole=False)
@@ -198,7 +200,7 @@ class UndoableSteps(OptimizerSteps):
 
     def return_to(self, committed: int) -> None:
         """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
-        final.
+        permanent (it can no longer be undone).
 
         Raises VersionError if the parameters are then not those after that iteration.
         """
@@ -209,7 +211,8 @@ class UndoableSteps(OptimizerSteps):
             self.version.require(committed, "what this worker keeps")
 
     def commit(self) -> None:
-        """Make the last step final: it can no longer be undone. The memory of the copies is kept for the next step."""
+        """Make the last step permanent: it can no longer be undone. The memory of the copies is kept for the next
+        step."""
         self.open_iteration = None
 
     def undo_bytes(self) -> int:

@@ -13,7 +13,8 @@ CONFIG_FILE = "config.json"
 
 
 class Family(NamedTuple):
-    """Names of the parts of a kind of models, within the module that transformers calls the base model."""
+    """Names of the modules in a family of models, such as Llama, within the module that transformers calls the base
+    model."""
 
     decoders: str
     """Name of the list of decoder layers."""

@@ -49,11 +49,11 @@ def _counting_class(kind: Any) -> Any:
 
 
 class _CountingMixin(nn.Module):
-    """Mixin for torchtitan's mixture of experts, with a new counter of each expert's tokens in each forward."""
+    """Mixin for torchtitan's mixture of experts that counts, in each forward, the tokens that each expert gets."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the mixture to features [B, L, D], and leave the tokens of each expert to the backward, as the bias's
-        gradient."""
+        """Apply the mixture to features [B, L, D]. In training, the backward then adds to the gradient of the experts'
+        bias [experts] the number of tokens that each expert got in this forward."""
         bias: nn.Parameter = getattr(self, _BIAS)
         tokens = torch.zeros_like(bias, requires_grad=False)
         setattr(self, _TOKENS, tokens)
