@@ -67,7 +67,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     normalise: Annotated[bool, Option("--normalise", rich_help_panel=options.PLANNED, help=(
         "Let live workers take over other roles where that shortens the period; the schedule says who moves."))] = False
     layers: Annotated[str, Option(rich_help_panel=options.PLANNED, metavar="fixed|move",
-                                  autocompletion=complete_from("fixed", "move"), help=(
+                                  autocompletion=complete_from(*LAYERS), help=(
         "fixed: layers stay with the workers that hold them, as right after a failure, and a micro-batch may be cut "
         "within a stage into slices (ranges of its layers), each run by another holder; move: layers may change hands, "
         "and the answer says what that takes."))] = "fixed"

@@ -504,7 +504,8 @@ def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], r
     ends: dict[LayerRange, int] = defaultdict(int)
     for op in chain.from_iterable(computed.values()):
         if op.kind in WEIGHT_KINDS and op.slice is not None:
-            ends[schedule.layers_of(op.slice)] = max(ends[schedule.layers_of(op.slice)], op.end_ticks)
+            layers = schedule.layers_of(op.slice)
+            ends[layers] = max(ends[layers], op.end_ticks)
     holders: dict[LayerRange, list[Worker]] = defaultdict(list)
     for seat in schedule.seats:
         for layers in reduced[seat.program]:

@@ -9,15 +9,18 @@ class ExportError(ValueError):
 
 
 class Exporter(NamedTuple):
-    """Format that `slipstream export` writes, with the modules that write it. They are imported only when one is used,
-    as some import torch."""
+    """Format that `slipstream export` writes, with the modules that write it. Those that import torch are imported only
+    when they are used."""
 
     meaning: str
     """What is written, for the help of `--to`."""
     modules: Mapping[str, str]
-    """Modules of this package: for "schedule" one that defines `export_schedule`, "checkpoint" `export_checkpoint`."""
+    """Modules of this package: for "schedule" one that defines `export_schedule`, for "checkpoint" `export_checkpoint`.
+
+    The first is called with the schedule, `json`, all `options`, and `folder` unless `out` is among the options.
+    """
     options: tuple[str, ...] = ()
-    """Parameters of `cli.export.export` that belong to this format. If `out` is one, a file is written."""
+    """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, else a folder."""
 
 
 EXPORTERS: Mapping[str, Exporter] = {

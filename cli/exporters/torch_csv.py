@@ -58,16 +58,16 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
         raise ExportError(f"the schedule has no pipeline {pipeline}; expected 0 to {grid.pipelines - 1}")
     if grid.chains > 1:
         raise ExportError("torch's runtime keeps each stage on one rank; in a bidirectional schedule it is on two: "
-                            "plan with [placement] order = 'v' or 'interleaved'")
+                          "plan with [placement] order = 'v' or 'interleaved'")
     for column in range(grid.columns):
         if Worker(pipeline, column) not in schedule.player_of:
             raise ExportError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
-                                f"micro-batches; torch's runtime keeps each stage on one rank: {REMEDY}")
+                              f"micro-batches; torch's runtime keeps each stage on one rank: {REMEDY}")
     for seat in schedule.seats:
         if seat.role.pipeline == pipeline and schedule.has_moved_layers(seat):
             held_text = compact_layers_text(schedule.held_layers_of_seat(seat)) or "none"
             raise ExportError(f"worker {seat.worker} holds layers of its own choice ({held_text}), not those of its "
-                                f"stage; torch's runtime keeps each stage on one rank: {REMEDY}")
+                              f"stage; torch's runtime keeps each stage on one rank: {REMEDY}")
         for op in schedule.programs[seat.program]:
             _require_own(schedule, seat, op, pipeline)
 
@@ -83,14 +83,14 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
     owner = seat.role.pipeline if op.pipeline is None else op.pipeline
     if owner != pipeline and seat.role.pipeline == pipeline:
         raise ExportError(f"worker {seat.worker} also runs micro-batch {owner}.{op.microbatch}, of another pipeline; "
-                            f"torch's runtime knows one pipeline: {REMEDY}")
+                          f"torch's runtime knows one pipeline: {REMEDY}")
     if owner == pipeline != seat.role.pipeline:
         raise ExportError(f"{schedule.slice_text(op.slice)} of micro-batch {owner}.{op.microbatch} is shed to worker "
-                            f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {REMEDY}")
+                          f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {REMEDY}")
     if owner == pipeline and op.slice >= len(schedule.grid.stages):
         raise ExportError(f"micro-batch {owner}.{op.microbatch} is not cut at the stages: "
-                            f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
-                            f"along the same stages: {REMEDY}")
+                          f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
+                          f"along the same stages: {REMEDY}")
 
 
 def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:

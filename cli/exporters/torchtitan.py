@@ -79,11 +79,11 @@ def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, 
         raise ExportError(f"worker {schedule.failed[0]} is down, and torchtitan runs whole pipelines: {REMEDY}")
     if len(set(grid.microbatches)) > 1:
         raise ExportError(f"pipelines have {min(grid.microbatches)} to {max(grid.microbatches)} micro-batches, and "
-                            "torchtitan needs the same number for all: export a plan with one number for microbatches")
+                          "torchtitan needs the same number for all: export a plan with one number for microbatches")
     kind = _schedule_class(grid)
     if len(grid.stages) > 2 * grid.columns and decoder_layers is None:
         raise ExportError(f"torchtitan cannot split a model into {len(grid.stages) // grid.columns} stages per "
-                            "rank by itself: give --decoder-layers")
+                          "rank by itself: give --decoder-layers")
     flags = ["--parallelism.pipeline_parallel_degree", str(grid.columns),
              "--parallelism.pipeline_parallel_schedule", kind,
              "--parallelism.pipeline_parallel_schedule_csv", str(csv_path),
@@ -111,7 +111,7 @@ def _schedule_class(grid: Grid) -> str:
     if columns == [*there, *reversed(there)]:
         return "ZBVZeroBubble"
     raise ExportError(f"stages are on ranks {columns}; torchtitan puts them round-robin, or 2 per rank as a V: plan "
-                        "with [placement] order = 'interleaved' or 'v'")
+                      "with [placement] order = 'interleaved' or 'v'")
 
 
 def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):
         raise ExportError(f"--decoder-layers {decoder_layers}: the plan has {grid.layer_count} layers; expected "
-                            f"{grid.layer_count}, or {grid.layer_count - 2} where embedding and head are layers of it")
+                          f"{grid.layer_count}, or {grid.layer_count - 2} where embedding and head are layers of it")
     names = [f"layers.{layer}" for layer in range(decoder_layers)]
     if outer:
         names = ["tok_embeddings", *names, f"norm,{head}"]

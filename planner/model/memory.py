@@ -7,14 +7,17 @@ from slipstream.schedules.memory import memory_change, weights_of
 from slipstream.schedules.schedule import Worker
 
 
-def activation_memory(problem: Problem, stage: int) -> int:
-    """Return the memory held from the start of F to the end of I (or B); 0 if memory is unlimited."""
-    return problem.memory.activation[stage] if problem.memory else 0
+def activation_memory(problem: Problem, slice_: int) -> int:
+    """Return what a micro-batch of a slice holds from the start of F to the end of I or B; 0 if memory is unlimited."""
+    return problem.memory.activation[slice_] if problem.memory else 0
 
 
-def stash_memory(problem: Problem, stage: int) -> int:
-    """Return the memory held from the end of I to the end of W; 0 if backward is fused or memory is unlimited."""
-    return problem.memory.weight_stash[stage] if problem.memory and problem.backward == "split" else 0
+def stash_memory(problem: Problem, slice_: int) -> int:
+    """Return what a micro-batch of a slice holds from the end of I to the end of W.
+
+    It is 0 if the backward is fused or memory is unlimited.
+    """
+    return problem.memory.weight_stash[slice_] if problem.memory and problem.backward == "split" else 0
 
 
 def memory_changes(problem: Problem, slice_: int) -> tuple[int, ...]:

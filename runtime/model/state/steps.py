@@ -174,7 +174,8 @@ class StepController:
 
         The clip factor of that iteration is `factor` (None: its step is skipped), unless `known` is false; it is needed
         only if the sums have not reached this worker. At most one later step has been made by any worker. Gradients are
-        zero afterwards. Raises VersionError if recovery is not possible.
+        zero afterwards. No step follows, as the next order has its own controller. Raises VersionError if recovery is
+        not possible.
         """
         self._when_validated.clear()
         if self._sums is not None and self.iteration == committed:

@@ -149,10 +149,10 @@ class UndoableSteps(OptimizerSteps):
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         super().__init__(groups, config)
         self._saved: list[tuple[Tensor, Tensor]] = []
-        """Live tensors, each with its copy from before the last step."""
+        """Live tensors, each with its copy from before the last step that was not skipped."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
         """Optimizer's state of each saved parameter before the last step, with the live tensors; None if it had no
-        state."""
+        state. Empty if the last step was skipped, so that `undo` restores nothing."""
         self.open_iteration: int | None = None
         """Iteration whose step can be undone; None if no step is open."""
         self.version = Version(-1)
