@@ -28,7 +28,7 @@ COMMANDS = {
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process per live worker, replaying a schedule.",
     "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",
-    "reproduce": "Make a table of the documents again: as table, JSON and picture.",
+    "reproduce": "Reproduce a table of the documentation: as table, JSON and picture.",
     "jitter": "Replay a schedule thousands of times with noise in op times, with a straggler, or with unequal samples.",
     "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",

@@ -20,7 +20,8 @@ MAX_NAME_WIDTH = 24
 
 
 class Command(TyperCommand):
-    """Command of the program. Contexts and formatters are typed `Any`, for the reason given in `cli.app`."""
+    """Typer command whose help lists options by group, and which refuses to overwrite its own input. Contexts and
+    formatters are typed `Any`, for the reason given in `cli.app`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the usage, what the command does, and its options."""
@@ -29,7 +30,7 @@ class Command(TyperCommand):
         write_options(self.get_params(ctx), formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, unless one of its outputs would overwrite one of its inputs."""
+        """Run the command. Exits 2 if one of its outputs would overwrite one of its inputs."""
         require_no_overwriting(self.get_params(ctx), ctx.params)
         return super().invoke(ctx)
 

@@ -47,7 +47,8 @@ AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """Schedule with the key of its table entry. The key is None if the schedule was planned on the spot."""
+    """Schedule that answers a look-up, with the key of its entry in the table of schedules and the seconds that finding
+    it took. The key is None if the schedule was planned on the spot."""
 
     key: str | None
     schedule: Schedule

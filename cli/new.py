@@ -247,7 +247,7 @@ def _read_traces(request: NewRequest) -> str:
 
 
 def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
-    """Return the tables of a job file with `each` layers in every stage by `[placement]`; unchanged if `each` is
+    """Return the tables of a job file with a `[placement]` that gives each stage `each` layers; unchanged if that is
     None."""
     return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
 

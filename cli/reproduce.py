@@ -31,7 +31,11 @@ NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture
 
 def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: NoPicture = False,
               json: Json = False) -> None:
-    """Make a table of the documents again: as table, JSON and picture."""
+    """Reproduce a table of the documentation: as table, JSON and picture.
+
+    Computes the results that a page of the documentation shows again, and writes them as NAME.md, NAME.json and
+    NAME.png.
+    """
     require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")
     draw = None if no_picture else _import_drawing()

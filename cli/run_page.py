@@ -90,8 +90,10 @@ def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
 
 
 def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
-    """Return the schedules of a run that can be read, each with a name, by the digest that events have, as long as they
-    have at most `MAX_OPS` ops in total."""
+    """Return the name and the schedule for each digest of a schedule in the run's events.
+
+    Schedules that cannot be read are left out, and those that exceed `MAX_OPS` ops in total.
+    """
     by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
         digest = stretch.order.schedule

@@ -150,7 +150,8 @@ class SimulateRequest(msgspec.Struct, frozen=True):
 def simulate(request: SimulateRequest) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
-    Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
+    A policy is a way to react to failures, of this project or another one. Prints a summary and writes a report that
+    works offline. Ctrl-C keeps the policies that were finished.
     """
     job = read_job_or_refuse(request.job, request.settings)
     require_trainable_tables(request.job, job)

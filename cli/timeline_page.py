@@ -100,8 +100,11 @@ def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
 
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
     """Return the fields of the page's data that a planned iteration and a measured one have in common, under the title
-    `name`. The unit of their times lasts `second` seconds, and a transfer takes `transfer` units. Without memory
-    limits, the activations of micro-batches are counted."""
+    `name`.
+
+    The unit of their times lasts `second` seconds, and a transfer takes `transfer` units. If the schedule has no memory
+    limits, the activations of a micro-batch at a slice count as 1.
+    """
     grid, memory = schedule.grid, schedule.memory
     sizes = list(zip(memory.activation, memory.weight_stash, strict=True)) if memory \
         else [(1, 0)] * len(schedule.layers_by_slice)
@@ -127,8 +130,11 @@ def _encode_rules() -> list[dict[str, Any]]:
 
 def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
         tuple[list[Columns], int]:
-    """Return each program, given with the role that runs it, as columns of numbers, and the unit of their times: the
-    largest number of ticks that divides them all, and the `transfer` time in ticks."""
+    """Return each program as columns of numbers, and the unit of their times: the largest number of ticks that divides
+    all of them and the `transfer` time in ticks.
+
+    Each program is given with the role that runs it.
+    """
     ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
     unit = math.gcd(transfer, *ticks) or 1
     return [_encode_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)

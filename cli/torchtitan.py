@@ -80,7 +80,7 @@ SINGLE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORL
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """Options of this program beyond torchtitan's own, and what follows from them."""
+    """Job, configuration, folder and node of a run, and the options of this program beyond torchtitan's own."""
 
     here: LaunchInfo
     job: Job
@@ -94,7 +94,7 @@ class RunSetup:
 
 
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]
-    """torchtitan Trainer whose steps are made by the workers of a run."""
+    """torchtitan Trainer whose training steps are done by the workers of a Slipstream run, not by this process."""
 
     own: RunSetup
     step: int
@@ -223,8 +223,8 @@ def _seconds(given: str) -> float:
 
 
 def _choose_job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
-    """Return the job to plan: from a file, which must fit torchtitan's configuration `given`, or one whose stages take
-    times proportional to their layers.
+    """Return the job to plan: from a file, which must fit torchtitan's configuration `given`, or, without a file, one
+    whose stages take times proportional to their numbers of layers.
 
     Raises JobError and ConfigError.
     """

@@ -74,9 +74,9 @@ class Speed:
         return self._end - self.clock.process_seconds()
 
     def pace_for(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
-        """Return the processor seconds per op for planning. They are measured at the first call, by planning a small
-        part of its job with `plan_block`.
+        """Return the processor seconds per compute op that planning takes on this machine.
 
+        They are measured at the first call only: a small sample of its job (`sample_of`) is planned with `plan_block`.
         The function `ops_of` counts the compute ops to plan for a job.
         """
         if self._pace is None:

@@ -26,7 +26,7 @@ from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Wor
 def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     """Prove and return a lower bound on the period of all schedules that are alternatives to this one.
 
-    They have the same live workers with the same room, and the freedom that `Schedule.scope` names. If micro-batches
+    They have the same live workers with the same memory, and the freedom that `Schedule.scope` names. If micro-batches
     may be cut or layers moved, the bound counts the costs of layers that the file records. Older files do not record
     them: then only the total work and the optimizer step of a layer bound the period. With a budget, CP-SAT also tries
     to prove the claimed bound of a small problem, if it exceeds what is proven without a search.
@@ -83,7 +83,7 @@ def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
-    """Return the scheduling problem that a schedule solves, with layers in place and the roles in `failed` vacant.
+    """Return the scheduling problem that a schedule solves if no layer moves and the workers in `failed` are down.
 
     Workers that the schedule does not use are not slow in it.
     """

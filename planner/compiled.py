@@ -58,9 +58,11 @@ def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
 
 
 def compile_in_background(progress: ProgressCallback = ignore_progress) -> None:
-    """Start another process that compiles the inner loops, unless they are; until then plans are list schedules only.
+    """Start another process that compiles the inner loops, and use plain Python until it is done. Do nothing if they
+    are compiled.
 
-    If no folder for machine code is writable, compile in this process and wait.
+    With plain Python, plans are list schedules only. If no folder for machine code is writable, compile in this process
+    and wait.
     """
     if is_compiled():
         return

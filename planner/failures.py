@@ -44,8 +44,9 @@ class FailurePlanner:
                  params: SearchParams = DEFAULTS, progress: ProgressCallback = ignore_progress) -> None:
         """Compile and load the planner, so that no failure waits for it and forked processes share it.
 
-        The run began with the schedule `first`; `table` may have schedules for failures. A search for a rebalanced
-        schedule takes `settled_seconds`. `progress` receives a line if the planner is compiled here.
+        The run began with the schedule `first`. Schedules that `table` has for failures are used instead of planning;
+        None: all are planned. A search for a rebalanced schedule takes `settled_seconds`. `progress` receives a line if
+        the planner is compiled here.
         """
         self._job, self._first, self._table, self._params = job, first, table, params.failures
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
@@ -55,8 +56,8 @@ class FailurePlanner:
         load_kernel()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
-        """Return the schedule to continue with when these workers are down: from the table of schedules, or made by the
-        list schedulers.
+        """Return the schedule to continue with when these workers are down: from the table given to the constructor, or
+        made by the list schedulers.
 
         Layers stay in place, with two exceptions: the table has a schedule with moved roles whose shorter period makes
         up for the pause of loading layers within `FailureParams.pause_pays_seconds`, or no schedule exists with layers
@@ -136,8 +137,12 @@ class FailurePlanner:
         return self._table_schedule(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
-        """Return the table's rebalanced schedule; None if it has none. It is also None if a worker in `held` has other
-        layers than those of its own column, which the table assumes."""
+        """Return the rebalanced schedule that the table given to the constructor has for these failures; None if it has
+        none.
+
+        The table assumes that each worker holds the layers of its own column. The result is also None if `held`, the
+        layers that workers hold now, differs from that.
+        """
         if any(layers != self._first.held_layers_of_column(worker.column) for worker, layers in held):
             return None
         with _as_no_plan_error():
@@ -145,8 +150,13 @@ class FailurePlanner:
 
     def _table_schedule(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                         settled: bool = False) -> Schedule | None:
-        """Return the schedule that the table of schedules has for these failures, looked up with these options of
-        `Table.lookup`. None if there is none, it has another grid or breaks a rule, or a worker lacks memory for it."""
+        """Return the schedule for these failures from the table given to the constructor.
+
+        The options are those of `Table.lookup`. With `roles_move`, live workers may take over other stages; with
+        `settled`, any layer may move; with `held_elsewhere`, layers of a column without a live worker can be loaded.
+        None if the table has no schedule, or it has another grid, breaks a rule, or needs more memory than a worker
+        has.
+        """
         entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
             checked=False)
@@ -190,7 +200,7 @@ def _max_changed_ops(job: Job, down: tuple[Worker, ...]) -> int:
 
 @contextmanager
 def _as_no_plan_error() -> Iterator[None]:
-    """Turn TableError and TooLargeError into NoPlanError."""
+    """Return a context in which a TableError or TooLargeError is raised as NoPlanError."""
     try:
         yield
     except (TableError, TooLargeError) as error:
@@ -237,8 +247,8 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
 
 
 def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return the plan for as many vacant roles as workers are down, chosen by the planner, with live workers assigned
-    to all other roles.
+    """Return the plan in which the planner chooses which grid positions stay without a worker, as many as workers are
+    down, and live workers are assigned to all others.
 
     Raises NoPlanError if no assignment of the live workers is possible.
     """

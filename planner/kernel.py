@@ -72,7 +72,8 @@ class Arcs(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """Compute ops of a problem whose units have workers. A worker is its row: its number among the live workers."""
+    """Arrays of the compute ops of a problem in which a worker is chosen for each unit. Workers are given by row, their
+    number among the live workers."""
 
     kinds: int
     """Number of ops of a unit, 2 or 3: op = unit * kinds + kind, where kind is 0 for F, 1 for I or B, and 2 for W."""
@@ -392,9 +393,11 @@ def _first_key(heap: Ints, state: Ints, worker: int, which: int) -> int:
 
 @jit
 def _arrives_soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
-    """Return whether an op that a worker would rather run becomes ready in less than `ticks` ticks after `clock`.
+    """Return whether an op that is more urgent than the one at hand becomes ready on a worker in less than `ticks`
+    ticks after `clock`.
 
-    The heap number `which` of the worker (GRADIENT or ARRIVAL) has the ticks at which such ops become ready.
+    The heap number `which` of the worker has the ticks at which such ops become ready: GRADIENT those of I and B,
+    ARRIVAL those of F, too.
     """
     return ticks > 0 and state[worker, SIZE + which] > 0 and _first_key(heap, state, worker, which) - clock < ticks
 
@@ -675,7 +678,7 @@ class Timing(NamedTuple):
 
 
 class Sorting(NamedTuple):
-    """Working arrays and results of a topological sort."""
+    """Working arrays and results of sorting all ops so that each comes after those for which it waits."""
 
     waiting: Ints
     """Number of predecessors that are not sorted yet, [op]."""
@@ -777,7 +780,8 @@ TRIED, ACCEPTED, BETTER = range(3)
 
 
 class Cycle(NamedTuple):
-    """Parameters of one cooling cycle; temperatures are in ticks."""
+    """Parameters of one cooling cycle of annealing: its temperatures, the period at which it aims, and how it chooses
+    its steps."""
 
     steps: int
     hot: float
@@ -806,7 +810,7 @@ class Cycle(NamedTuple):
     margin: float
     steps_per_path: int
     ops_per_step: int
-    """Value of `AnnealingParams.ops_per_step`; the four fields above are parameters of this class, too."""
+    """Value of `AnnealingParams.ops_per_step`; `AnnealingParams` also explains the four fields above."""
 
 
 class Move(NamedTuple):
@@ -955,8 +959,8 @@ def critical_worker(random, instance, state, timing, goal):
 
 @jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
-    """Follow the critical path from `op`: the ops of which each keeps the one before from starting later. Return the
-    last one, which only a deadline keeps, the tick by which its worker must end compute.
+    """Follow the critical path from `op`, and return its last op. Each op of it keeps the one before from starting
+    later; only the tick by which its worker must end compute does so for the last.
 
     Ops that only the next op of their worker keeps from starting later are stored in `path`, if their latest start is
     in the range `within` (low, high), high excluded.
@@ -1095,10 +1099,10 @@ def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting
 
 @jit
 def set_ends_from_deadlines(instance: Instance, state: State) -> None:
-    """Set the end of the reductions of every group (workers that hold the same layers) as early as allowed by the
-    deadlines for compute ops of this group, and of the groups with which it reduces gradients.
+    """Compute the tick at which each group (workers that hold the same layers) ends its last reduction, given the
+    deadlines of all groups' compute ops, and store it in `state.end`.
 
-    Then set deadlines as late as these ends allow.
+    Reductions shared by several groups wait for all of them. Then set deadlines as late as these ends allow.
     """
     if not instance.interleaved:
         delay_deadlines(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
@@ -1116,10 +1120,10 @@ def set_ends_from_deadlines(instance: Instance, state: State) -> None:
 
 @jit
 def set_deadlines_from_ends(instance: Instance, state: State) -> None:
-    """Set the ticks by which groups (workers that hold the same layers) must end their compute ops as late as the ends
-    of all groups' reductions allow, and place the reductions accordingly.
+    """Compute the tick by which each group (workers that hold the same layers) must end its compute ops so that its
+    last reduction ends by `state.end`, and store it in `state.deadline`.
 
-    Groups keep their ends, or end earlier if they can.
+    Reductions are placed accordingly. Groups keep their ends, or end earlier if they can.
     """
     if instance.interleaved:
         _set_begins_from_ends(instance, state)
@@ -1431,11 +1435,11 @@ def is_move_within_capacity(instance, state, move):
 
 @jit_inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
-    """Recompute the latest starts of ops after the change `move` of the state, and log the pipelines whose windows may
-    have changed.
+    """Recompute the latest starts of ops after the change `move` of the state. Return False if the change must be
+    undone: some busy window exceeds `limits` (`retime`), or there is a circular wait.
 
-    If a unit moved to another worker, `places` has the places that its ops have left. Return False if some window
-    becomes too long to be accepted (`retime`), or if there is a circular wait.
+    Overwritten values, and the pipelines whose windows may have changed, are stored in `log`. If a unit moved to
+    another worker, `places` has the places that its ops have left.
     """
     if move.kind == EXCHANGE:
         if move.begin:
@@ -1871,8 +1875,11 @@ def _is_better(timing, record, now, scale):
 
 @jit
 def _store_best(chain, cycle, now):
-    """Store the present state, whose cost (`state_cost`, in ticks) is `now`, as the best one unless its period, timed
-    from scratch, is longer than that of the best. Return 1 if the period is shorter than before, else 0."""
+    """Store the present state of annealing as its best one, unless its period, computed anew, is longer than that of
+    the best. Return 1 if its period is shorter, else 0.
+
+    The argument `now` is the state's cost (`state_cost`) in ticks, which is stored, too.
+    """
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
     period = time_state(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:

@@ -59,14 +59,14 @@ ProblemOf = Callable[[Sequence[Worker]], Problem]
 
 
 class WindowBounds:
-    """Lower bounds on the period by column and number of vacant roles in it, and the best distributions of failures
-    over columns.
+    """Lower bounds on the period by column and number of vacant roles in it (grid positions that no live worker fills),
+    and the best distributions of failures over columns.
 
     Results are stored, so that one object serves all numbers of failures of a job. They are a function of the problems
     and the number of failures alone, whatever was computed before.
 
     The bounds hold for any choice of vacant roles. A plan for some failures is also one for fewer, in which live
-    workers stand by; so the failures of one column alone give a bound. It counts the micro-batches of all pipelines,
+    workers stay idle; so the failures of one column alone give a bound. It counts the micro-batches of all pipelines,
     since any holder may run them, and the live workers of that column. These have equal speed and memory, except for
     slow ones, which are never vacant. It does not count which pipelines the failures are in.
     """
@@ -74,8 +74,8 @@ class WindowBounds:
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
         """Build the problem without failures, by `problem_of`.
 
-        That function returns the problem with given roles vacant, in which any holder of a stage may run any
-        micro-batch.
+        That function takes the workers that are down and returns the problem in which any live holder of a stage may
+        run any micro-batch.
         """
         self._problem_of, self._kept = problem_of, params.distributions
         whole = problem_of(())
@@ -175,8 +175,8 @@ def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
 
 
 def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterator[tuple[Worker, ...]]:
-    """Iterate over sets of vacant roles with `counts` roles of each column: in the same pipelines, or in different
-    ones. The bounds `windows` say which roles may be vacant.
+    """Iterate over sets of vacant roles (grid positions without a live worker), `counts[column]` of each column: in the
+    same pipelines, or in different ones. The bounds `windows` say which roles may be vacant.
 
     The former is better more often, since it disturbs fewer pipelines. Both are tried beginning with the pipelines with
     the fewest micro-batches, and beginning with those with the most.
@@ -226,7 +226,8 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: WindowBounds | None = None,
                 progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Return the best plan for this number of failures if it may be chosen which roles are vacant.
+    """Return the best plan for this number of failures if the planner may choose which roles (grid positions) no live
+    worker fills: the vacant ones.
 
     The result depends on job, number and options alone. The vacant roles are the `failed` of the plan's schedule, in
     which every worker plays its own role. The lower bounds by column, `windows`, are those of the same job and options,
@@ -322,8 +323,12 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
 
 def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
                         progress: ProgressCallback, clock: Clock) -> Plan:
-    """Return `best`, or a plan for as many failures with roles moved if that is shorter. `moving` is True if layers may
-    move in `best`, too."""
+    """Return the plan with the shorter period: `best`, or one for as many failures in which live workers take other
+    roles.
+
+    The argument `moving` is True if layers may move in `best`, too. Otherwise the bound of the result also holds for
+    plans with moved roles.
+    """
     job = slow_while_alive(job, failed)
     windows = window_bounds_of(job, options)
     least = window_bounds_of(_without_state(job), options).failures_bound(len(set(failed)))
@@ -349,9 +354,10 @@ def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options:
 
 
 def _without_state(job: Job) -> Job:
-    """Return the job as if holders shared no optimizer state.
+    """Return a copy of the job without sharded optimizer state, for lower bounds that hold whichever workers fail.
 
-    A schedule file states how much room shared state leaves with its own vacant roles, but not with others.
+    With it, failures leave less memory to the workers that take over their state. A schedule file says how much only
+    for its own failures, not for others that a bound covers, too.
     """
     return msgspec.structs.replace(job, memory=job.memory and msgspec.structs.replace(job.memory, state=()))
 

@@ -97,7 +97,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Clock() if self.steps is None else StepClock()
 
     def with_limit(self, seconds: float) -> "PlanOptions":
-        """Return a copy of the options whose limit is `seconds` on the search's clock: as `time_limit` or, with counted
-        steps, as the steps that they represent."""
+        """Return a copy of the options that limits the search to this number of seconds or, with counted steps, to as
+        many steps as take that long on the search's clock."""
         return msgspec.structs.replace(self, time_limit=seconds) if self.steps is None else \
             msgspec.structs.replace(self, steps=max(0, round(seconds / STEP_SECONDS)))

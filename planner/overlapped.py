@@ -102,8 +102,8 @@ def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
 
 
 def _unit_divisor(unit: float, layer_unit: Fraction) -> int:
-    """Return into how many parts to divide a tick or memory unit so that it represents the costs of single layers, as
-    the finer `layer_unit` does."""
+    """Return the number of parts, at least 1, into which a tick or memory unit of size `unit` is divided for the costs
+    of single layers, which are multiples of `layer_unit`."""
     return max(1, ceil(limited_ratio(unit, float(layer_unit))))
 
 

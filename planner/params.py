@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
 class LayoutChoice(NamedTuple):
     """Dispatch rule (which op a worker starts) that is tried first if a layout gives the worker of each unit;
-    `fill_wait` is in durations of an F."""
+    `fill_wait`, the wait for the first gradient, is in durations of an F."""
 
     forward_order: Literal["deepest", "oldest"]
     lookahead: float

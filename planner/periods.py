@@ -78,7 +78,8 @@ class Periods:
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 
     def window_bounds(self, failures: int) -> WindowBounds:
-        """Return lower bounds by column (`WindowBounds`) for the pipelines that this number of failures can affect."""
+        """Return the lower bounds on the period, by column and number of vacant roles in it, for the pipelines that
+        this number of failures can affect."""
         job = self.affected_job(failures)
         if job.pipelines not in self._windows:
             self._windows[job.pipelines] = window_bounds_of(job, self._options)

@@ -109,10 +109,12 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                    progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> FoundPlacement:
-    """Search for the best placement and division of a job's layers, and plan it, in about the time of a plan.
+    """Search for the placement and division of a job's layers with the largest mean throughput, and plan it, in about
+    the time of a plan.
 
-    The job file in `text` must extend no other. Up to `failures` failures count, with a mean share `down` of the
-    workers that are down. Raises JobError if the file is wrong or a stage has no layer, NoPlanError if nothing fits.
+    The job file in `text` must extend no other. The mean is over 0 to `failures` workers down at once, where each
+    worker is down for a share `down` of the time. Raises JobError if the file is wrong or a stage has no layer,
+    NoPlanError if nothing fits.
     """
     return _Search(MovableLayers(text), options, failures, down, progress, clock or options.make_clock()).find_best()
 
@@ -220,8 +222,11 @@ class _Search:
     # --- Quickly ---
 
     def _evaluate_all(self, own: Arrangement, budget: Budget) -> None:
-        """Evaluate the job's own placement, `own`, then each of the literature with its balanced division, the most
-        promising first, until the budget ends, at least three."""
+        """Evaluate the job's own placement, `own`, then those of the literature, each with its balanced division, and
+        store the results in `_tried`.
+
+        The most promising come first. The budget ends this after three of them at the earliest.
+        """
         stages = self._layers.job.stages
         self._evaluate(own)
         candidates = [self._loads.balance_layers(order, chunks) for order,
@@ -232,7 +237,8 @@ class _Search:
             self._evaluate(arrangement)
 
     def _change_best(self, budget: Budget) -> None:
-        """Change the best of the evaluated placements and divisions at random, the more promising ones for longer."""
+        """Change the best of the evaluated placements and divisions at random, the more promising ones for longer, and
+        store the results in `_tried`."""
         chance = random.Random(self._options.seed)
         starts = sorted((tried for tried in self._tried.values() if tried), key=lambda tried: tried.period)[:SEEDS]
         fewer = [count for count in (SEEDS, SEEDS // 2, 1) if count <= len(starts)] or [1]
@@ -264,10 +270,10 @@ class _Search:
         return at
 
     def _evaluate(self, arrangement: Arrangement, shortest: float = math.inf) -> TriedPlacement | None:
-        """Return the period and other results of a few list schedules of one pipeline with this placement and division.
+        """Return this placement and division with the period of one pipeline, the best of a few list schedules.
 
         Return None if it does not fit, or if its busiest worker shows that its period cannot be below `shortest`
-        seconds.
+        seconds. The first result for an arrangement is stored, and returned by later calls.
         """
         if arrangement in self._tried:
             return self._tried[arrangement]

@@ -179,7 +179,8 @@ def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
 
 def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
                       per_unit: Fraction = Fraction(1)) -> Problem:
-    """Return a copy of the problem that records the costs of layers in `below`, which its lower bound counts.
+    """Return a copy of the problem that records the costs of single layers, taken from `below`, the problem from which
+    its lower bound is computed.
 
     A tick of the problem is `per_tick` ticks of `below`, and a unit of its memory is `per_unit` units of `below`.
     """
@@ -189,7 +190,8 @@ def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fra
 
 
 def _moved_memory(given: Problem, layout: Layout) -> int:
-    """Return the memory units of all layers that workers hold in a layout and did not hold in the problem `given`.
+    """Return the memory units, in all, of the layers that workers hold in a layout and did not hold in the problem
+    `given`.
 
     If the job gives no weights, return the number of these layers.
     """
@@ -223,8 +225,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
-        """Return a plan of this schedule. The text `evidence`, which explains its gap, is dropped if the schedule is
-        optimal; `others` are more fields of the plan."""
+        """Return a plan of this schedule. The text `evidence`, which says why its period is above the bound, is dropped
+        if the schedule is optimal; `others` are more fields of the plan."""
         return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
     def __repr__(self) -> str:
@@ -263,8 +265,8 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     """Plan a schedule for a job with failed workers, with the given options, and the fault-free period to compare it
     with.
 
-    If the fault-free period is `known`, even if not exactly, less is searched. If this plan is part of a larger search,
-    `clock` is that of the search.
+    If an earlier search has found a fault-free period and bound, `known`, less is searched. If this plan is part of a
+    larger search, `clock` is that of the search.
     """
     require_workers(failed, job)
     clock = clock or options.make_clock()

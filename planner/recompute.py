@@ -102,10 +102,11 @@ def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: 
 
 
 def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
-    """Return the job in which these stages of each chain recompute their activations.
+    """Return the job in which the stages with these numbers recompute their activations, in both directions if it has
+    two.
 
-    F is run again in I; a first stage that leaves its whole backward to W runs it there, and holds as little until
-    then. While a layer is recomputed, its activation exists once more, in addition to what W will need: the room of a
+    F is run again in I, or in W at a first stage that has no I; until then, only what a recomputed micro-batch holds is
+    kept. While a layer is recomputed, its activation exists once more, in addition to what W will need: the room of a
     worker is reduced by the largest such amount.
     """
     again, memory, time = frozenset(stages), job.memory, job.time
@@ -148,10 +149,11 @@ def _largest_layer(job: Job, stage: int) -> float:
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return the weights by which values of stages are divided over their layers when some stages recompute
-    activations.
+    """Return, by layer, the times and memory in proportion to which those of stages are divided over their layers when
+    some stages recompute activations.
 
-    The flags `chosen` say which stages recompute, `late` which of these do so in W. None if the job divides evenly.
+    The flags `chosen` say which stages recompute, `late` which of these do so in W. None if the job divides stages
+    evenly.
     """
     if job.layer_values is None:
         return None

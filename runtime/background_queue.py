@@ -79,7 +79,8 @@ class BackgroundQueue:
             del error  # its traceback refers to this frame
 
     def discard_pending(self) -> None:
-        """Discard the work that has not started, and return when the running work has ended, even with an error."""
+        """Discard the work that has not started, and return when the running work has ended; an error of this work is
+        not raised."""
         with self._lock:
             self._pending.clear()
         with contextlib.suppress(Exception):

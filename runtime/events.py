@@ -111,7 +111,8 @@ class PlanAnswered(Event, frozen=True, kw_only=True):
 
 
 class SettlingChosen(Event, frozen=True, kw_only=True):
-    """Event: the coordinator has decided whether layers move to a faster schedule; the fields give the reasons."""
+    """Event: the coordinator has decided whether to move layers between workers for a faster schedule; the fields give
+    the reasons."""
 
     settles: bool
     moves_bytes: Count
@@ -152,8 +153,7 @@ class FetchAbandoned(Event, frozen=True, kw_only=True):
 
 
 class HandedOver(Event, frozen=True, kw_only=True):
-    """Event: the members have stopped to change the schedule and the layers that they hold, by the order that
-    follows."""
+    """Event: all members have stopped, so that the next order can change the schedule and the layers that they hold."""
 
     fetch: Count
     """Number of the fetch; 0 if the layers move while all members wait."""

@@ -205,9 +205,9 @@ class _RunLeader:
         """Lead the run to its end, and return its result. `held` keeps the fork server beyond this call, if the
         coordinator fails.
 
-        If `behind` is set, the run continues with the workers of an earlier coordinator. Raises NoLiveWorkerError if
-        none of them is alive, and CoordinatorFailedError if the coordinator fails in a way that another one could take
-        over from.
+        If the field `behind` is set, the run continues with the workers of an earlier coordinator. Raises
+        NoLiveWorkerError if none of them is alive, and CoordinatorFailedError if the coordinator fails in a way that
+        another one could take over from.
         """
         config, options, out, behind, resume = self.config, self.options, self.out, self.behind, self.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
@@ -255,7 +255,8 @@ class _RunLeader:
                       progress=self.progress or (lambda *_: None))
 
     def _write_results(self, events: EventLoop) -> None:
-        """Write what an ended run leaves in its folder. Raises RunStopped if a signal has ended it early."""
+        """Write the measured trace of a complete run to its folder and, if it is a model of transformers, the model in
+        that format. Raises RunStopped if a signal has ended the run early."""
         if events.has_stopped_early:
             signal_received = self.stop.received or signal.SIGTERM
             raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (
@@ -321,7 +322,10 @@ class _RunLeader:
 
     def _build_takeover_record(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer
                                ) -> TakeoverRecord:
-        """Return the record from which a new node 0 can continue with the workers of this one if this one dies."""
+        """Return the record from which a new node 0 can continue with the workers of this one if this one dies.
+
+        Workers reach this node 0 at the address `opened`; the run began with the iteration `first`.
+        """
         behind = self.behind
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds

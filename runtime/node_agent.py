@@ -72,9 +72,10 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
              notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    The logs of its workers, and the parameters of layers that they write, go into `out`. `notify` is called while node
-    0 is waited for. After SIGTERM or Ctrl-C the workers of this node leave the run at the next iteration, and the other
-    nodes continue.
+    Their logs, and the parameters of layers that they write, go into `out`. Their GPUs follow from `local`, this
+    process's rank on its machine. If `fork_server` is None, a new one starts them. `notify` is called with a line of
+    text while node 0 is waited for. After SIGTERM or Ctrl-C they leave the run at the next iteration, or are killed
+    after `grace_seconds`; the other nodes continue.
 
     Raises RendezvousError if node 0 cannot be reached or has another secret, ConfigError if its job or this machine
     does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and
@@ -178,8 +179,8 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
     """Connect to the coordinator as node `node`, and return the connection and the answer, which names the workers to
     start.
 
-    Asks again while the coordinator has not noticed that this node's last process is gone. If node 0 disappears before
-    it answers, waits for it as long as during a run. Raises RendezvousError.
+    Asks again, after a line of text to `notify`, while the coordinator has not noticed that this node's last process is
+    gone. If node 0 disappears before it answers, waits for it as long as during a run. Raises RendezvousError.
     """
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
     notified = False

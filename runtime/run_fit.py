@@ -35,7 +35,8 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 @dataclass(frozen=True, slots=True)
 class RunFit:
-    """Properties of a run that follow from schedule, configuration and machine."""
+    """Result of `check_fit`: device, model, placement of layers and workers, transport, and other values that follow
+    from schedule, configuration and machine."""
 
     device: Literal["cpu", "cuda"]
     model: LayeredModel
@@ -61,13 +62,11 @@ class RunFit:
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
-    """Return how many samples the iterations before this run's first one have read, where that cannot be computed from
-    their number.
+    """Return from which iteration on, and from how many samples read before, this run counts samples.
 
-    Returns `NOTHING_READ` (the count begins with 0 samples at iteration 0, with as many in each iteration as in this
-    run) if `resume`, the checkpoint that the run begins from, is None; if the iterations before it have read as many
-    samples as this run would have, with these `microbatches` of each pipeline; and if the checkpoint is of an earlier
-    version, which does not say.
+    These are the iteration and samples of the checkpoint `resume`. They are 0 (`NOTHING_READ`) if it is None or of an
+    earlier version, which does not store samples, or if it has read as many samples in each iteration as this run with
+    its `microbatches` of each pipeline.
     """
     if resume is None or resume.manifest.samples in (
             None, resume.iteration * config.training.batch * sum(microbatches)):

@@ -180,7 +180,8 @@ def count_iterations_done(out: Path) -> int:
 
 
 def list_saved(out: Path) -> list[str]:
-    """Return a phrase each for the newest checkpoint and the parameters in the folder, if there are any."""
+    """Return what the folder holds, as phrases: "a checkpoint of iteration N" for the newest one, "parameters"; empty
+    if nothing."""
     newest = open_latest(out / CHECKPOINTS)
     return ([] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]) \
         + (["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else [])
@@ -191,8 +192,8 @@ def _is_in_folder(checkpoint: Checkpoint, out: Path) -> bool:
 
 
 def _suggest_remedy(out: Path, config: RunConfig) -> str:
-    """Return the beginning of an error's list of remedies: how this job can resume from the newest checkpoint in the
-    folder, or why it cannot; empty if there is none."""
+    """Return the first remedy of an error message: to resume this job from the newest checkpoint in the folder, or why
+    that is impossible; empty if there is no checkpoint."""
     newest = open_latest(out / CHECKPOINTS)
     if newest is None:
         return ""

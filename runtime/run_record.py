@@ -113,7 +113,7 @@ class RunRecord:
 
     @cached_property
     def starts(self) -> tuple[Started, ...]:
-        """Events of the starts of the run."""
+        """`Started` events of the run: one for its first start, and one for each restart."""
         return tuple(timed.event for timed in self.events if isinstance(timed.event, Started))
 
     @property
@@ -176,8 +176,8 @@ def _build_committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Se
     """Return the committed iterations with the seconds that each took.
 
     All times are seconds since the first start of the run, without the time between the end of one start and the next.
-    The argument `placed` has each iteration with the time of its commit and the number of its start, `offsets` the time
-    at which each start began, and `begun` that of the first order of each start.
+    The argument `placed` has tuples (iteration, time of its commit, index of the start in which it ran), `offsets` the
+    time at which each start began, and `begun` the time of the first order of each start, by index.
     """
     found, last, last_start = list[CommittedIteration](), 0.0, -1
     for one, at, start in placed:

@@ -340,7 +340,8 @@ class LiveStorages:
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def watch_tensor(self, tensor: Tensor) -> None:
-        """Add a tensor's storage to the watched ones, unless it is already watched or belongs to an ignored tensor."""
+        """Watch a tensor's storage, unless it is already watched or belongs to one of the tensors to ignore, given to
+        the constructor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -52,8 +52,8 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """Numbers of the pipelines whose ops are checked: one group of each set of groups of pipelines that behave
-        identically."""
+        """Numbers of the pipelines whose ops are checked. Of groups of pipelines that behave identically, only one is
+        checked."""
         return tuple(sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0]))
 
     @cached_property
@@ -73,7 +73,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reductions(self) -> Mapping[Worker, list[tuple[LayerRange, Op]]]:
-        """All-reduces (A) of each worker, with the layers whose gradients they sum."""
+        """All-reduces (A) of each worker, in order, each as a pair of the layers whose gradients it sums and the op."""
         layers = self.schedule.layers_by_slice
         return {worker: [(layers[op.slice], op) for op in ops if op.kind is OpKind.A and op.slice is not None]
                 for worker, ops in self.programs.items()}
@@ -481,8 +481,8 @@ def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) ->
 
 
 def check_memory(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each worker whose activations and weight stashes exceed, at some time, the room that its
-    weights leave."""
+    """Yield a violation for each worker that, at some time, has less memory for activations than its micro-batches take
+    between F and W."""
     sizes = case.schedule.memory
     if sizes is None:
         return
@@ -624,9 +624,9 @@ def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
     """Return the violations of a schedule's rules; empty if it is valid.
 
     Rules are checked in groups (`TIERS`), each of which relies on those before: only violations of the first group that
-    is broken are returned, at most MAX_VIOLATIONS per rule. With `forwards`, the schedule must have forwards only, as
-    validation runs them. The schedule must have the form that `schedules.codec` requires of a file: all its indices are
-    valid.
+    is broken are returned, at most MAX_VIOLATIONS per rule. With `forwards`, the schedule must have no ops but F, as
+    for the validation of a model. The schedule must have the form that `schedules.codec` requires of a file: all its
+    indices are valid.
     """
     case = CheckContext(schedule, forwards)
     for tier in FORWARD_TIERS if forwards else TIERS:

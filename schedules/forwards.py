@@ -89,8 +89,8 @@ def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int,
 
 
 def _store_programs(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return seats and programs in which each live worker runs the ops that `moved` has for it. Equal programs are
-    stored once."""
+    """Return the schedule's seats with new programs, and these programs: each live worker runs the ops that `moved` has
+    for it. Equal programs are stored once."""
     number: dict[Program, int] = {}
     seats = []
     for seat in schedule.seats:

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class NoScheduleError(RuntimeError):
-    """Error: no schedule exists for the request. The message is one line with the reason. It is empty if the run was
-    given no planner for such a request; the failures alone then explain why the run ends."""
+    """Error: no schedule exists for the given failures and speeds of workers. The message is one line with the reason;
+    it is empty if the run has no planner for this case."""
 
 
 # --- Ranges of numbers, which reading a file checks -------------------------------------------------------------------
@@ -123,8 +123,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return (stage + 1) % self.depth == 0
 
     def original_stage(self, stage: int) -> int:
-        """Return the number of the stage in the first chain with the same layers; in pipelines of one direction, the
-        stage."""
+        """Return the number of the stage in the first chain that has the same layers; in pipelines of one direction,
+        the stage itself."""
         return stage % self.depth
 
     def workers(self) -> Iterator[Worker]:
@@ -394,7 +394,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Scope(StrEnum):
-    """Freedom of the schedules that a lower bound covers: what they may change. None of them is shorter than the bound.
+    """Set of schedules that a lower bound covers, by what they may change. None of them is shorter than the bound.
 
     The scopes `OWN` to `LAYERS` are ordered from the narrowest to the widest: a bound for a wider one also holds for a
     narrower one. `PLACEMENT` is outside of this order: of the others, its bounds hold for `OWN` only.
@@ -539,8 +539,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return list(first.values())
 
     def compute_for_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
-        """Return a value for each live worker that depends only on its ops. `value` is called once for all equivalent
-        workers."""
+        """Return the result of `value` for each live worker, by worker. It must depend only on the worker's ops:
+        `value` is called once for all equivalent workers."""
         values = [value(seat.worker) for seat in self.representative_seats]
         return {worker: values[number] for worker, number in self.equivalence_class_of.items()}
 
@@ -569,8 +569,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.period_ticks / self.lower_bound_ticks - 1 if self.lower_bound_ticks else 0.0
 
     def origin(self, op: Op) -> Origin:
-        """Return whether the worker of an op runs its micro-batch as its own, for a failed worker, or for a live
-        one."""
+        """Return `own`, `rerouted` or `shed`: an op's worker runs the micro-batch of its own pipeline, for a failed
+        worker, or for a live one."""
         if op.pipeline is None or op.microbatch is None or op.slice is None or \
                 op.pipeline == self.seat_of[op.worker].role.pipeline:
             return "own"
@@ -590,8 +590,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def _foreign_slice_counts(self) -> Mapping[bool, int]:
-        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs, by whether their own is
-        down."""
+        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs: for True, those whose own
+        worker is down; for False, the others."""
         count = {True: 0, False: 0}
         named = [[op for op in program if op.kind is OpKind.F and op.pipeline is not None] for program in self.programs]
         for seat in self.seats:

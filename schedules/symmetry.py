@@ -53,7 +53,11 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 
 def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
-    """Return the played roles of each pipeline, with their programs and the properties of their workers."""
+    """Return the roles that live workers play in each pipeline.
+
+    Each is given by its column, the number of its program, and what its worker's behaviour depends on: speed, memory
+    for activations, and held layers.
+    """
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
@@ -63,11 +67,11 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 
 
 def _canonical_number(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """Return the number of the first known program that is equal to `program`, which has number `number`, if pipelines
-    are numbered within their group.
+    """Return the number of the first known program that is equal to `program`, if both number pipelines by their
+    position in their group.
 
-    The mapping `number_of` has these numbers. `known` has the programs found before, and is extended. A program that
-    runs only micro-batches of its own pipeline keeps its number.
+    The mapping `number_of` has these positions, and `number` is the number of `program`. `known` has the programs found
+    before, and is extended. A program that runs only micro-batches of its own pipeline keeps its number.
     """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number

@@ -14,8 +14,9 @@ OP_CHARACTERS = 5
 def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
     """Return a text drawing of the ops around `op`, which is marked, on its worker and those nearest to it.
 
-    Without it, draw the end of the program of `worker`; empty without both. At most MAX_ROWS workers are shown: that of
-    the op, those of its pipeline, for A its peers. Lines have at most MAX_COLUMNS characters of ops.
+    Without it, the end of the program of `worker` is drawn; without both, the result is empty. At most MAX_ROWS workers
+    are shown: the one that runs the op, those of its pipeline and, if the op is an A, its peers. Lines have at most
+    MAX_COLUMNS characters of ops.
     """
     worker = op.worker if op is not None else worker
     if worker is None or worker not in schedule.seat_of:

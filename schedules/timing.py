@@ -23,7 +23,7 @@ BATCH = 1000
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """Deviation of ops' durations from the plan in a replay."""
+    """Random and constant factors on the durations of compute ops in a replay."""
 
     spread: float = 0.0
     """Standard deviation of the logarithm of the random factor on each compute op's duration. The mean factor is 1."""
@@ -84,7 +84,8 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
 
 
 def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
-    """Return the seconds from one iteration to the next if ops of workers in `speeds` take that many times as long.
+    """Return the seconds from one iteration to the next if the ops of each worker in `speeds` take that many times the
+    usual time, and those of other workers the usual time.
 
     The order of each worker's ops stays as planned. Ops wait for each other as in the runtime.
     """
@@ -151,7 +152,7 @@ def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
 
 
 def _ops_by_reduction(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:
-    """Return the As (one per worker) of each all-reduce, by its range of layers."""
+    """Return the ops A of each all-reduce, one per worker, by its range of layers."""
     members: dict[LayerRange, list[Op]] = {}
     for ops in programs.values():
         for op in ops:

@@ -149,9 +149,9 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
     """Divide a schedule into shares of its workers. `ties` has all holders of each group of layers with tied
     parameters.
 
-    If `alike` is given, an equivalent schedule that is already divided, with the number here of each of its pipelines,
-    its `WorkerProgram` contents are reused, which saves nearly all of the computation. The order of tensors that are
-    planned for the same instant may then differ, but all workers can follow either order.
+    The argument `alike` is an equivalent schedule that is already divided, with the new number of each of its
+    pipelines. Its `WorkerProgram` contents are reused, which saves nearly all of the computation. The order of tensors
+    that are planned for the same instant may then differ, but all workers can follow either order.
     """
     contents: dict[str, bytes] = {}
 
@@ -321,8 +321,10 @@ def _routes_of_seat(schedule: Schedule, seat: Seat, place: Mapping[int, int]) ->
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return, for each program, the ranges of layers that it all-reduces, each with the workers that take part: as a
-    column if they are all of its live workers, else as a tuple."""
+    """Return, for each program, pairs of a range of layers that it all-reduces and the workers that take part.
+
+    The workers are given by the number of their column if they are all of its live workers, else as a tuple.
+    """
     ranges = [sorted({schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None})
               for program in schedule.programs]
     workers: dict[LayerRange, list[Worker]] = defaultdict(list)
@@ -339,8 +341,11 @@ def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
 
 
 class _OpPlace(NamedTuple):
-    """Planned start of an op that makes or takes a tensor, and where it is. In a sort, the start comes first, then the
-    position on the route (backwards after forwards)."""
+    """Planned start of an op that makes or takes a tensor, its positions on the route and in the program, and its
+    worker.
+
+    In a sort, the start comes first, then the position on the route (backwards after forwards).
+    """
 
     start_ticks: int
     way: int

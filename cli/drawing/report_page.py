@@ -42,7 +42,8 @@ def build_document(title: str, body: str, script: str = "") -> bytes:
 
 
 def build_table(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
-    """Return an HTML table. A row is a pair: True if it is a reference line, and the texts of its cells."""
+    """Return an HTML table with the column titles `head`. A row is a pair: whether it is marked as a reference (a limit
+    to compare policies with), and the texts of its cells."""
     names = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(_html_cell(cell) for cell in cells) + "</tr>"
                    for marked, cells in rows)

@@ -43,10 +43,10 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 
 
 def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
-    """Return the whole report as bytes of an HTML file.
+    """Return the report on a comparison of policies, an HTML file, as bytes.
 
-    Headings name what was simulated by `job` and `shape`, the text for its size, and `notes` are lines with further
-    assumptions. `tokens` is the number of tokens in a sample, or None if it is unknown.
+    The argument `job` is the name of the job for the title, `shape` a text with its size, and `notes` are lines with
+    further assumptions. `tokens` is the number of tokens in a sample, or None if it is unknown.
     """
     shown = _initially_shown(result)
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
@@ -65,15 +65,16 @@ def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[st
 
 
 def rank_policies(result: Comparison) -> list[str]:
-    """Return the names of the policies by throughput, highest first, without reference lines."""
+    """Return the names of the policies by throughput, highest first, without reference lines (limits to compare
+    policies with)."""
     systems = _without_references(result)
     return sorted(systems, key=lambda name: -systems[name].throughput)
 
 
 def _compare_leader(result: Comparison) -> str:
-    """Return sentences that compare the policy of highest throughput with the next one and the last one.
+    """Return sentences that compare the policy of highest throughput with the second and the last one.
 
-    If it is a policy of this project, the other one of this project is left out.
+    If it is one of this project's policies (`OURS`), the others of this project are left out.
     """
     order, runs = rank_policies(result), result.runs
     if not order:
@@ -96,8 +97,8 @@ def _initially_shown(result: Comparison) -> set[str]:
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return one line that compares the throughput of the first simulated policy with the others, without reference
-    lines."""
+    """Return one line that compares the throughput of the policy listed first with each other one, without reference
+    lines (limits to compare policies with)."""
     real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
         return "only reference lines were asked for"

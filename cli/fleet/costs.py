@@ -61,8 +61,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
-    """Return the times, in seconds, that restarts, checkpoints, reconfigurations and loading a stage take for a model
-    of this many parameters, divided into `stages` stages.
+    """Return the `Costs` for a model of this many parameters, divided into `stages` stages: seconds of restarts,
+    checkpoints, reconfigurations, and loading a stage.
 
     Loading a stage sends 14 bytes per parameter over one link: the weight in two bytes, a float32 master copy and two
     Adam states, without the gradient.

@@ -38,8 +38,8 @@ class EntryError(ValueError):
 
 
 class Entry(RatedByStage):
-    """Policy (way to react to failures) of another system, whose throughput depends on which workers are down, and
-    which pauses when that changes.
+    """Base class for the policy (way to react to failures) of another system, whose throughput depends on which workers
+    are down, and which pauses when that changes.
 
     A failure also costs half an iteration, as for all policies. If nothing can be trained (a rate of 0), the system
     waits, and resumes from a checkpoint. Override `rate`, and `pause` if a change takes time.
@@ -154,7 +154,8 @@ def read_entry(path: Path) -> EntryTable:
 
 
 def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
-    """Return the policy that a table describes for the named case, or None if the table has no rows for it.
+    """Return a policy class with the throughputs and pauses of a table for the named case, or None if the table has no
+    rows for it.
 
     Raises EntryError if a row is for another number of stages than `stages`.
     """
@@ -173,7 +174,7 @@ def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy]
 
 
 def load_installed_policy(name: str) -> type[Policy] | None:
-    """Return the policy of an installed package by the name of its entry point, or None if there is none.
+    """Return the policy class that an installed package registers as entry point `name`, or None if there is none.
 
     Raises EntryError if it cannot be imported or is not a policy.
     """

@@ -94,7 +94,8 @@ def interpolate_mttf(points: Sequence[tuple[int, float]], gpus: int) -> float:
 
 
 def make_single_gpu_model(mtbf_hours: float, source: str = "given by the user", *, name: str = "given") -> FailureModel:
-    """Return a model with one kind: single GPUs, each of which fails once in `mtbf_hours`."""
+    """Return a model with one kind of failure: of a single GPU, each of which fails once in `mtbf_hours` on average.
+    The model states `source` as the origin of this number."""
     return FailureModel(name=name, source=source,
                         kinds=(FailureKind(cause="any", mtbf_hours=mtbf_hours, source=source),))
 
@@ -212,7 +213,8 @@ def _build_delta(name: str, errors: tuple[tuple[str, float, bool], ...]) -> Fail
 
 
 def _build_llama_3_domains() -> FailureModel:
-    """Return the model of Llama 3 with the domains above a switch: racks' power feeds and pods."""
+    """Return Llama 3's failure model with two more kinds of failure, of a power feed (128 GPUs) and of a pod's switch
+    (3,072 GPUs), and at most 8 repairs at a time."""
     above = (FailureKind(cause="power feed of a row of racks", gpus=128, mtbf_hours=5 * 365 * 24.0, transient_share=0.0,
                          source="assumed: a row of 8 racks, once in five years"),
              FailureKind(cause="aggregation switch of a pod", gpus=3_072, mtbf_hours=5 * 365 * 24.0,

@@ -23,12 +23,12 @@ class Loads:
         self._loads: dict[DownByStage, float] = {}
 
     def spread_evenly(self, failures: int) -> DownByStage | None:
-        """Return the number of dead workers of each stage if failures are spread evenly; None if a stage would have
-        none alive.
+        """Return the number of dead workers of each stage if `failures` dead workers are spread evenly; None if a stage
+        would have none alive.
 
-        The extra failures go to the stages where one more leaves the other workers the least work; among equal stages,
-        to the last ones, which wait least for others. Of all distributions, this one leaves the most workers to the
-        stage that has the fewest.
+        If they do not divide evenly, one more goes to each of the stages where it leaves the other workers the least
+        work; among equal stages, to the last ones, which wait least for others. Of all distributions, this one leaves
+        the most workers to the stage that has the fewest.
         """
         if failures not in self._spread_by_failures:
             self._spread_by_failures[failures] = self._compute_spread(failures)
@@ -60,8 +60,8 @@ class Loads:
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Seconds of F, I and W of a micro-batch, and seconds of the all-reduce and the optimizer step, by stage
-        (column)."""
+        """Pairs of seconds for each column: F, I and W of a micro-batch on all of its stages, and all their all-reduces
+        and optimizer steps."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
             stages = [stage for stage, column_of_stage in enumerate(self._job.columns) if column_of_stage == column]

@@ -212,10 +212,10 @@ class Policy(ABC):
         return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training_phase(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) with `stall`, a pause, inserted after `seconds`, and
-        training at `rate` samples per second from then on.
+        """Return phases that equal `phases` for the first `seconds`, and then pause (`stall`) and train at `rate`
+        samples per second.
 
-        Samples that were not redone by then are redone at the new rate.
+        A phase is a span of time at one training rate. Samples that were not redone by then are redone at the new rate.
         """
         unchanged: list[Phase] = []
         for index, phase in enumerate(phases):
@@ -349,8 +349,9 @@ class PhaseHistory:
 class CheckpointTimes:
     """Times of checkpoints, and the samples that a return to the last one would lose.
 
-    A checkpoint is complete at every multiple of `cycle` seconds at which the job trains. So two policies that train at
-    the same times have checkpoints at the same times, whatever their throughput.
+    A checkpoint is complete at every multiple of `cycle` seconds (the interval and the pause to write one) at which the
+    job trains. So two policies that train at the same times have checkpoints at the same times, whatever their
+    throughput.
     """
 
     def __init__(self, spans: PhaseHistory, interval_seconds: float, pause_seconds: float) -> None:
@@ -366,7 +367,7 @@ class CheckpointTimes:
 
     @property
     def samples_since_stall(self) -> float:
-        """Samples trained since the job last paused."""
+        """Number of samples trained since the job last paused, whether useful or not."""
         seconds, phases = self._spans.seconds, self._spans.phases
         first = len(phases)
         while first and phases[first - 1].trained_rate:
@@ -381,7 +382,8 @@ class CheckpointTimes:
         self._discarded.append((len(self._spans.phases), samples))
 
     def return_to_last(self) -> float:
-        """Return to the last checkpoint, and return the number of samples that this loses."""
+        """Record that the job returns to the last checkpoint, and return the number of samples that this loses, without
+        those that are already recorded as discarded."""
         seconds, phases, cycle, interval = self._spans.seconds, self._spans.phases, self.cycle, self.interval
         beyond, at = 0.0, 0
         for index in range(self._first, len(phases) + 1):

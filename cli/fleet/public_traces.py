@@ -143,8 +143,8 @@ class _AcmeJob(NamedTuple):
 
 
 def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
-    """Return AcmeTrace as a trace of servers, which failing jobs remove. Raises ValueError, whose message names the
-    line."""
+    """Return AcmeTrace as a trace of servers. Each failed job removes a server, drawn at random, until the user's next
+    job of that size begins. Raises ValueError, whose message names the line."""
     jobs = list(_parse_acme_jobs(text))
     if not jobs:
         raise ValueError("no job on several servers has both a start and an end time")

@@ -37,7 +37,7 @@ MIN_GROUP_PIPELINES = 8
 
 
 class RebalancedPlan(NamedTuple):
-    """Plan with layers moved, for some number of failures."""
+    """Period of a plan with layers moved, and the amount of layers that moves."""
 
     period: float
     """Period in seconds."""
@@ -64,11 +64,12 @@ class RebalancedPlans:
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
                  plan_seconds: float | None = None, dead: Sequence[Worker] = (), table: Table | None = None) -> None:
-        """Prepare to plan a job, each plan within `plan_seconds`; None: by the size of the job.
+        """Prepare to plan a job, each plan within `plan_seconds`; None: by the size of the job. `announce` is called
+        with a line of text about the planning.
 
-        A second is a fixed number of search steps. A large job is planned as equal groups of pipelines. If it is not,
-        and exactly the workers `dead` are down, the plan is made as by `slipstream plan`. Schedules that `table`, which
-        must be of this job, has are not planned again.
+        A second is a fixed number of search steps. A large job is divided into equal groups of pipelines, of which one
+        is planned. If an undivided job has exactly the workers `dead` down, it is planned as by `slipstream plan`.
+        Schedules that are in `table`, which must be of this job, are not planned again.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
@@ -80,10 +81,10 @@ class RebalancedPlans:
         self._plans: dict[tuple[int, int, SlowWorkerCount], RebalancedPlan | None] = {}
 
     def find_best(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> RebalancedPlan | None:
-        """Return the best plan found with layers moved for this many failures or one more; None if there is none.
+        """Return the best plan found with layers moved for this many failures; None if there is none.
 
-        One failure fewer is thus never slower, because a live worker may idle. If workers are slow, only plans for
-        exactly this case count.
+        It may be the plan for one failure more, in which a live worker idles. So a failure never makes the job faster.
+        If workers are slow, only plans for exactly this case count.
         """
         job = self._job
         divides = len(set(job.microbatches)) == 1 and self._find_in_table(failures) is None
@@ -99,8 +100,8 @@ class RebalancedPlans:
         return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule with layers moved for this many failures, or for the known dead workers; None if
-        none."""
+        """Return the table's schedule with layers moved for this many failures, or for exactly the workers `dead` given
+        to `__init__` if they are as many; None if it has none."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):

@@ -114,7 +114,8 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
-    """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`)."""
+    """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`), and return what it
+    did in each span of time."""
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
     spans, links = policy.spans, 1.0
     phases: Sequence[Phase] = policy.start(trace.live)
@@ -138,7 +139,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Samples per second of the fastest policy with all workers alive, which lost time is measured against."""
 
     def mean_throughputs(self) -> dict[str, float]:
-        """Return the mean samples per second of each policy."""
+        """Return the mean useful samples per second, by name of policy."""
         return {name: run.throughput for name, run in self.runs.items()}
 
     def goodput(self, name: str) -> float | None:
@@ -186,7 +187,8 @@ class TraceSimulator:
         self._throughputs: Throughputs | None = None
 
     def __call__(self, numbered: tuple[int, AvailabilityTrace]) -> dict[str, float]:
-        """Return the mean samples per second of each policy over a trace. The argument is a pair (number, trace)."""
+        """Return the mean useful samples per second over a trace, by name of policy. The argument is a pair (number,
+        trace), of which the number is not used."""
         _, trace = numbered
         if self._throughputs is None:
             self._throughputs = self._make()
@@ -197,8 +199,8 @@ class TraceSimulator:
 def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
                     traces: Sequence[AvailabilityTrace],
                     progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Return the mean samples per second of each policy (way to react to failures), one value for each trace, simulated
-    in this process. The seconds that reactions take are in `costs`.
+    """Return the mean useful samples per second by name of policy (way to react to failures), one value for each trace,
+    simulated in this process. The seconds that reactions take are in `costs`.
 
     After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are none.
     """
@@ -208,9 +210,9 @@ def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, 
 
 def gather_throughputs(policies: Sequence[type[Policy]], results: Iterable[tuple[int, Mapping[str, float]]],
                        traces: int, progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Collect the mean samples per second of each policy, one value for each trace, in the order of the traces.
+    """Collect the mean samples per second by name of policy, one value for each trace, in the order of the traces.
 
-    The results are pairs (number of a trace, mean by policy) in any order, as from `TraceSimulator`. After Ctrl-C the
+    The `results` are pairs in any order: the number of a trace, and a result of `TraceSimulator`. After Ctrl-C the
     traces that were finished are returned. Raises KeyboardInterrupt if there are none.
     """
     by_number: dict[int, Mapping[str, float]] = {}

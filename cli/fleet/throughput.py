@@ -39,9 +39,9 @@ class Throughputs:
 
         The arguments `plan_seconds` and `settle_seconds` limit the time for one plan, with layers in place and with
         layers moved (None: by the size of the job). `thorough`: plans with layers in place are searched as by
-        `slipstream plan`, and may cut micro-batches; each then takes all of its time, while list schedules take a
-        hundredth. `dead`: plans for this number of failures are made for exactly these workers. `announce` receives one
-        line before each plan.
+        `slipstream plan`, may cut micro-batches within a stage, and each takes all of its time; otherwise they are list
+        schedules, which take a hundredth. `dead`: plans for this number of failures are made for exactly these workers.
+        `announce` receives one line before each plan. Periods that `table` has are not planned again.
 
         Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another job.
         """
@@ -67,14 +67,16 @@ class Throughputs:
     # --- This planner -------------------------------------------------------------------------------------------------
 
     def planned_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of this planner's schedule, layers in place, `down` workers dead by stage."""
+        """Return the samples per second of Slipstream's schedule with layers in place and `down` workers dead, one
+        number per stage."""
         return self.compute_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
     def in_place_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the best schedule with layers in place, `down` workers dead by stage.
+        """Return the samples per second of the best schedule with layers in place and `down` workers dead, one number
+        per stage.
 
-        It is this planner's, or 1F1B on the whole pipelines if that is faster. The result is at most the throughput
-        with all workers alive: chance improvements of the search for fewer workers are not counted.
+        It is Slipstream's, or 1F1B on the whole pipelines if that is faster. The result is at most the throughput with
+        all workers alive: chance improvements of the search for fewer workers are not counted.
         """
         return self.compute_once(("in place", down), lambda: self._compute_in_place_rate(down))
 
@@ -86,9 +88,9 @@ class Throughputs:
         """Return the samples per second after this many failures with layers moved, and the number of stages that the
         busiest worker must load.
 
-        The argument `slow` describes further workers that are slow. The result is (0.0, 0.0) if no plan exists. The
-        samples per second are at most those with all workers alive and at the usual speed, with layers moved if that is
-        faster.
+        The argument `slow` has the number and the factor of live workers that are slow. The result is (0.0, 0.0) if no
+        plan exists. The samples per second are at most those with all workers alive and at the usual speed, with layers
+        moved if that is faster.
         """
         return self.compute_once(("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow))
 
@@ -99,15 +101,16 @@ class Throughputs:
 
     @property
     def whole_rate(self) -> float:
-        """Samples per second of this planner's best schedule with all workers alive, with layers in place or moved,
+        """Samples per second of Slipstream's best schedule with all workers alive, with layers in place or moved,
         whichever is faster."""
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
-        """Return the number of dead workers of each stage for which this many failures cost least.
+        """Return the number of dead workers of each stage with which Slipstream's schedule after this many failures is
+        fastest.
 
-        It is what failure normalisation chooses, in which live workers take over roles of dead ones. Returns None if a
-        stage would have no live worker.
+        Failure normalisation chooses it, by which live workers take over roles of dead ones. Returns None if a stage
+        would have no live worker.
         """
         return self.compute_once(("normal form", failures), lambda: self._find_best_distribution(failures))
 
@@ -144,7 +147,8 @@ class Throughputs:
     def _search_period(self, down: DownByStage) -> tuple[float, bool]:
         """Return the period in seconds that `slipstream plan` finds, and whether it is proven to be the shortest.
 
-        There are `down` failures by stage, in as many pipelines as possible, unless they are the dead workers given.
+        There are `down` dead workers, one number per stage, in as many pipelines as possible. If the workers that the
+        user named as dead are in the same stages, exactly these are dead.
         """
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % self.job.pipelines, column) for index, column in enumerate(columns)]
@@ -155,11 +159,12 @@ class Throughputs:
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
     def _independent_rate(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """Return the samples per second of a large job if no two failures share the pipelines that help; 0.0 if there
-        are too few pipelines for that.
+        """Return the samples per second of a large job in which each failure is planned by itself, in pipelines of its
+        own.
 
-        Each failure is then planned in a separate part of the job. The slowest part counts, or the whole pipelines if
-        they are slower.
+        The slowest of these plans counts, or that without failures; `rate` gives the samples per second for numbers of
+        dead workers by stage. Returns 0.0 for a small job, for fewer than two failures, and if there are too few
+        pipelines.
         """
         job, failures, periods = self.job, sum(down), self._periods
         if failures < 2 or not periods.is_large or periods.affected_job(failures).pipelines == job.pipelines:
@@ -169,19 +174,19 @@ class Throughputs:
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
     def _single_failure_bound(self, down: DownByStage) -> float:
-        """Return a lower bound on the period in seconds with `down` dead workers by stage: the largest for any one of
-        them alone."""
+        """Return a lower bound on the period in seconds with `down` dead workers, one number per stage: the largest
+        bound for any one of them alone."""
         windows = self._periods.window_bounds(1)
         return windows.to_seconds(max(windows.column_bound(column, 1) for column, count in enumerate(down) if count))
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
     def recycle_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of ReCycle as published: 1F1B without failures; else split, staggered,
-        round-robin.
+        """Return the samples per second of ReCycle as published, with `down` dead workers, one number per stage.
 
-        Healthy workers keep to 1F1B, so it is never faster than that. The best of some list schedules replaces the
-        published solver.
+        Without failures, it is 1F1B; otherwise backward passes are split into I and W, each worker runs its optimizer
+        step by itself, and micro-batches are re-routed round-robin. Healthy workers keep to 1F1B, so it is never faster
+        than that. The best of some list schedules replaces the published solver.
         """
         whole = self.one_f_one_b_rate(self.job.pipelines)
         if not any(down) or self._independent_rate(down, self.recycle_rate) == whole:
@@ -211,11 +216,11 @@ class Throughputs:
         return self.compute_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
     def scale_by_formula(self, whole: float, now: float) -> float:
-        """Return the samples per second of a system of which a formula gives the iteration times: 1F1B's, scaled by
-        their ratio.
+        """Return the samples per second of a system whose iteration times are given by a formula: those of 1F1B, scaled
+        by the ratio of the times.
 
-        By the formula, the micro-batches of an iteration take `whole` seconds on all pipelines, for which 1F1B's
-        throughput is taken, and `now` seconds after failures. The longest optimizer step is added to both.
+        By the formula, the micro-batches of an iteration take `whole` seconds with all workers alive, and `now` seconds
+        after failures. The longest optimizer step is added to both.
         """
         step = self.loads.longest_step
         return self.one_f_one_b_rate(self.job.pipelines) * (whole + step) / (now + step)
@@ -231,7 +236,8 @@ class Throughputs:
 
     @cached_property
     def fault_free_rate(self) -> float:
-        """Samples per second of this planner's schedule or of 1F1B with all workers alive, whichever is faster."""
+        """Samples per second of Slipstream's schedule with layers in place, or of 1F1B, with all workers alive,
+        whichever is faster."""
         return max(self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines))
 
     def work_conserving_rate(self, live: float) -> float:
@@ -241,7 +247,10 @@ class Throughputs:
 
 
 def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
-    """Return the shortest period in the table, in seconds, by the number of dead workers of each stage."""
+    """Return the shortest period, in seconds, that a table of schedules has for each number of dead workers by stage.
+
+    Only schedules with layers in place count. Raises ValueError if the table is of another job.
+    """
     problem, basis = options.make_problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (problem.grid, problem.times, problem.tick_seconds):
         raise ValueError(f"{table.folder}: the table is of another job: its grid or times differ")

@@ -204,7 +204,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRun(NamedTuple):
-    """Result of simulating an iteration: its length, and the peak memory of each worker."""
+    """Length of a simulated iteration, and the peak activation memory of each worker."""
 
     end: float
     """Time at which the last op ends, in the unit of the costs. The first one begins at 0."""
@@ -213,9 +213,12 @@ class SimulatedRun(NamedTuple):
 
 
 def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
-    """Simulate an iteration in which each op runs as soon as its worker is free and its inputs have arrived. `orders`
-    has each worker's ops, in order, and `costs` the times and memory of the ops of each stage. Returns None if the
-    order has a deadlock."""
+    """Simulate an iteration, and return its length and the peak activation memory of each worker; None if the ops wait
+    for each other in a circle.
+
+    The argument `orders` has each worker's ops, in order, and `costs` the times and memory of the ops of each stage. An
+    op runs as soon as its worker is free and its inputs have arrived.
+    """
     worker_of = {op.stage: worker for worker, ops in enumerate(orders) for op in ops}
     ends: dict[Op, float] = {}
     next_index, free_at = [0] * len(orders), [0.0] * len(orders)

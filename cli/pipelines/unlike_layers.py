@@ -73,7 +73,8 @@ NAMES = tuple(dict.fromkeys(one.name for one in RIVALS))
 
 
 class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Pipeline with a division of the model's layers into stages, and its simulated time and memory."""
+    """Pipeline with a division of the model's layers into stages, its simulated iteration time in seconds, and its
+    memory."""
 
     arrangement: Arrangement
     seconds: float
@@ -121,8 +122,8 @@ class ModelBenchmark:
         return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
     def _simulate_division(self, one: Rival, counts: Sequence[int]) -> DividedPipeline | None:
-        """Return the published pipeline `one` with `counts` layers in its stages, simulated; None if its order has a
-        deadlock."""
+        """Return the published pipeline `one` with `counts` layers in its stages, and its simulated iteration time and
+        memory; None if its order has a deadlock."""
         arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
         edges = [0, *arrangement.layer_ends]
         directions = arrangement.chains

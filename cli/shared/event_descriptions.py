@@ -35,7 +35,7 @@ EventGroup = Literal["failure", "order", "join", "slow", "layers", "checkpoint",
 
 
 def event_group(event: AnyEvent) -> EventGroup | None:
-    """Return the group of an event, which decides its mark on the page of a run.
+    """Return the group of an event, such as `failure` or `layers`, which decides its mark on the page of a run.
 
     Returns None for events without a mark: those that repeat another event or are one of many.
     """

@@ -8,8 +8,8 @@ from slipstream.planner.budget import defer_interrupts
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay KeyboardInterrupt until the end of the context, which imports modules: some swallow it, and are then half
-    imported."""
+    """Delay KeyboardInterrupt until the end of the context, because some modules swallow it while they are imported,
+    and are then incomplete."""
     with defer_interrupts() as interrupted:
         yield
     if interrupted.is_set():

@@ -71,7 +71,8 @@ Json = Annotated[bool, typer.Option("--json", rich_help_panel=ANSWER, help="Prin
 
 
 def take_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose options are the fields of the struct that is the last parameter of the given one."""
+    """Return `command` with an option for each field of the struct that is its last parameter, in place of this
+    parameter."""
     signature = inspect.signature(command)
     *others, request = signature.parameters.values()
     fields = inspect.signature(request.annotation).parameters

@@ -72,7 +72,8 @@ def _runs_text(count: int) -> str:
 
 
 def rank_lines(job: Job) -> list[str]:
-    """Return a line that says what times and memory refer to, if workers have several ranks; otherwise nothing."""
+    """Return a line that says whether times and memory are those of a worker or of one rank, if workers have several
+    ranks; otherwise no line."""
     if job.ranks == 1:
         return []
     return [f"workers of {job.ranks} ranks: times are those of a worker; memory is a rank's, and transfers and "
@@ -80,8 +81,8 @@ def rank_lines(job: Job) -> list[str]:
 
 
 def placement_lines(found: FoundPlacement | None) -> list[str]:
-    """Return lines on the placement and division of layers that were found, the period of the job's own, and the
-    periods with failures; empty if there was no search."""
+    """Return lines on the placement and division of layers that a search found, its periods with failures, and the
+    period of the placement in the job file; empty if there was no search."""
     if found is None:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
@@ -144,8 +145,10 @@ def _uncertainty_lines(made: Plan) -> list[str]:
 
 
 def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
-    """Return a noun phrase for what limits the plan's period, such as the work of some workers; the alternatives
-    `others` tell whether memory does."""
+    """Return a noun phrase for what limits the plan's period, such as the work of some workers.
+
+    It is memory if, among the alternatives `others`, the plan with more memory is faster.
+    """
     schedule = made.schedule
     busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY_SHARE]
     if busy:
@@ -187,8 +190,11 @@ def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
 
 
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return clauses on the best of the alternatives `others`, the best one with a smaller batch, and the effect of
-    more memory. `options` are those of this command line that let layers or roles move."""
+    """Return clauses on the best of the alternatives `others`, the best one with a smaller batch, and the gain by more
+    memory.
+
+    The argument `options` has the options of this command line that let layers or roles move.
+    """
     if not others or made.fault_free is None:
         return []
     present = made.fault_free.period / made.period

@@ -58,7 +58,8 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     """Plan a schedule for the job without the failed workers, with progress on stderr, and return the plan.
 
     Set `normalise` to True if live workers may take over roles of dead ones. The clause `ctrl_c` says, in the progress
-    line, what Ctrl-C does. Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
+    line, what Ctrl-C does. The limit of the search is measured by `clock`; None: by a new clock, as the options say.
+    Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
     """
     try:
         reference = _read_reference(options, job)
@@ -93,7 +94,8 @@ def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0
     show progress on stderr.
 
     Candidates are compared by their mean throughput with 0 to `failures` workers down, if on average a share `down` of
-    the workers is. Messages name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits into memory.
+    the workers is. The limit of the search is measured by `clock`; None: by a new clock, as the options say. Messages
+    name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits into memory.
     """
     try:
         with show_planning("ends it, and nothing is written") as progress:

@@ -137,8 +137,8 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
 
 
 def require_usable(request: TrainRequest, resume: Checkpoint | None, config: RunConfig) -> None:
-    """Check the folder and the checkpoint before time is spent on planning. Raises what `run` would raise about
-    them."""
+    """Check that the run can use its folder and its checkpoint, before time is spent on planning. Raises the errors
+    that `run` would raise."""
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
     if request.folder.is_dir():
@@ -161,8 +161,8 @@ def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> 
 
 
 def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
-    """Return whether the run that this node is to join has done all `iterations`, by the files that this node sees.
-    Node 0 then does not come."""
+    """Return whether the run that this node is to join has done all `iterations`, by the files that this node sees. If
+    so, node 0 has left, and there is nothing to join."""
     with suppress(CheckpointError, OSError):
         checkpoint = None if request.resume is None or read_takeover_record(request.folder) is not None else \
             find_checkpoint(request.resume)

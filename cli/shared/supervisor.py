@@ -25,7 +25,7 @@ PASSED_ON = set(SIGNALS)
 
 
 def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
-    """Fork a child that leads the run in `folder`, and restart it when it is killed, which `say` is told.
+    """Fork a child that leads the run in `folder`, restart it when it is killed, and report each restart by `say`.
 
     This function returns only in the child, once for each start. The calling process never returns: it ends the way the
     last child ended. On systems other than Linux, where no process ends with its parent, nothing is forked and the

@@ -41,8 +41,8 @@ def require_same_shape(path: Path, grid: Grid, job: Job) -> None:
 def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> str | None:
     """Check that the job's model and data can be trained, before time is spent on planning.
 
-    Raises what `run` would raise about them, ConfigError and PlacementError. Returns a line to print if the number of
-    layers in the job differs from the model's, otherwise None.
+    Returns a line to print if the number of layers in the job differs from the model's, otherwise None. Raises the
+    errors that `run` would raise, ConfigError and PlacementError.
     """
     training, device = config.training, torch.device(choose_device(config.training.device))
     with simulating_rank(training.tensor_parallel):

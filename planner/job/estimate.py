@@ -42,7 +42,7 @@ BYTES_MOMENT = 4
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Data sheet of a GPU."""
+    """Speed, memory and network bandwidth of a GPU, from its data sheet."""
 
     name: str
     flops: float
@@ -136,7 +136,7 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
         """Return, for each key of the job file (such as `forward`), the sum of the layers' values over each stage,
         rounded to 12 digits.
 
-        This is exact enough for ticks of plans that cut stages to stay as coarse as for exact sums.
+        With more digits, rounding errors of the sums would require finer ticks in plans that cut stages.
         """
         return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
                 for key, values in of_layers.items()}

@@ -69,8 +69,8 @@ def exact_decimal(value: float) -> Fraction:
 
 
 def limited_ratio(one: float, other: float) -> Fraction:
-    """Return `one` / `other`, two lengths of ticks or sizes of units, as a fraction of numbers small enough for a
-    file."""
+    """Return `one` / `other`, two lengths of ticks or sizes of units, as a fraction. It is rounded so that its smaller
+    number (numerator or denominator) is at most a million."""
     if one < other:
         return 1 / limited_ratio(other, one)
     return Fraction(one / other).limit_denominator(10**6)

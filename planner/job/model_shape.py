@@ -61,7 +61,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """Floating-point operations of one optimizer step with which Muon orthogonalizes the layer's matrices."""
 
     def worst_case_bytes(self, gpus: int) -> tuple[int, int]:
-        """Return the bytes of activation and stash per token on all GPUs of a worker, in the worst case of routing.
+        """Return the bytes per token that are held from F to I, and those from I to W, on all GPUs of a worker, if
+        tokens choose experts in the worst way.
 
         Each GPU has equally many of the experts, and needs room for all choices that can fall on these: on one GPU as
         many as a token makes, on more GPUs up to that many on each.

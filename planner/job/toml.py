@@ -184,8 +184,8 @@ def table_comments(text: str) -> dict[str, list[str]]:
 
 
 def round_times(seconds: Sequence[float], longest: float | None = None) -> list[float]:
-    """Round times to a common step, so that ticks stay coarse: the step gives `longest` (default: the longest) `DIGITS`
-    digits."""
+    """Round times to multiples of one step, so that ticks stay coarse. The step is such that the time `longest`
+    (default: the longest of them) has `DIGITS` significant digits."""
     longest = max(seconds) if longest is None else longest
     if not longest:
         return [0.0] * len(seconds)

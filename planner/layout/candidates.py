@@ -32,9 +32,9 @@ def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
     """Divide the live workers into replicas: rows of workers that together can hold all layers. A replica is a
     pipeline, or what is left of one or several.
 
-    A pipeline that lost no worker and has no slow one keeps its stages, unless `anew`. In all other replicas
-    (`is_recut`) the layers are to be divided again; these come first. Raises LookupError if the workers have no room
-    for all layers.
+    A pipeline without failed or slow workers keeps its stages. In all other replicas (`is_recut`), which come first,
+    the layers are to be divided again; with `anew`, in all replicas. Raises LookupError if the workers have no room for
+    all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
@@ -207,8 +207,8 @@ def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
 
 
 def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
-    """Return how many of the healthy pipelines `most` must help a group so that its longest load is about as short as
-    with all.
+    """Return how many of the healthy pipelines in `most` must help a group so that its longest load is about as short
+    as if all of them helped.
 
     The longest load, that of the group's busiest worker, may be longer by the share `tolerance`.
     """
@@ -316,11 +316,12 @@ def _require_layers(problem: Problem) -> None:
 def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
                 separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
                 params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
-    """Make the layout whose busiest worker has the least load if layers are divided again in the replicas of
-    `form_replicas`; None if nothing fits.
+    """Divide the layers again in pipelines that lost workers or have slow ones, and return the layout in which the
+    busiest worker has the least load; None if nothing fits.
 
-    The options `floating`, `spread`, `anywhere`, `separate` and `staggered` are those of `Divider`, and `anew` that of
-    `form_replicas`. If not 0, `parts` is that of `with_finer_slices`.
+    With `anew`, the layers of all pipelines are divided again (`form_replicas`). The options `floating`, `spread`,
+    `anywhere`, `separate` and `staggered` are those of `Divider`. If `parts` is not 0, slices are then cut by
+    `with_finer_slices`.
     """
     replicas = form_replicas(problem, anew=anew)
     division = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
@@ -338,10 +339,10 @@ def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True,
 def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
     """Return the layout with its slices cut at the ends of the job's stages and of `parts` equal lengths of each stage.
 
-    The workers of a stage reduce gradients together, later stages later. A slice over two stages would have to be done
-    by the earlier of the two times; as two slices, the second has until the later one. With several lengths per stage,
-    a more urgent op waits no longer than one of them takes, and an idle worker receives work sooner than after a whole
-    stage. No tensor passes between slices of one worker.
+    The workers of a stage reduce gradients together; a later stage may end later. A slice over two stages would have to
+    end in time for the earlier one; of two slices, the second has more time. With several lengths per stage, a more
+    urgent op waits no longer than one of them takes, and an idle worker receives work sooner than after a whole stage.
+    No tensor passes between slices of one worker.
     """
     ends = {first - (first - end) * number // parts for path in problem.path_by_chain for (first, end), _ in path
             for number in range(1, parts + 1)}

@@ -74,10 +74,11 @@ def make_idle_function(problem: Problem, worker: Worker, hops: int) -> Callable[
 
 def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
                    floating: bool = True, staggered: bool = False) -> list[Workload] | None:
-    """Divide the tasks of a replica, counts[layer] micro-batches of each layer, over its workers in order of layers.
+    """Return the work of each worker of a replica: for each layer that it runs, the number of micro-batches. Together
+    they run counts[layer] micro-batches of each layer.
 
     No worker gets more than `limit` ticks, which count its work and the least idle time for lack of memory
-    (`make_idle_function`). From the first worker on, each takes as many tasks as fit; None if there are too few
+    (`make_idle_function`). In order of layers, each worker takes as much work as fits; None if there are too few
     workers. If not `floating`, workers take whole layers only. With `staggered`, a worker also loses the time between
     the reductions of the first and the last stage of its layers, as between their first F.
     """
@@ -273,7 +274,7 @@ class Divider:
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
         """Return the slices of the `items` shared micro-batches that fit into replicas whose layers are divided again
-        (`is_recut`), beside whole micro-batches, within `limit` ticks for each worker.
+        (`is_recut`), next to their whole micro-batches, within `limit` ticks for each worker.
 
         The argument `whole` has the number of whole micro-batches of each replica.
         """
@@ -417,11 +418,11 @@ class Divider:
         return counts
 
     def _balance_workloads(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
-        """Divide the work of a replica whose layers are divided again over its workers such that the busiest one has
-        the least load.
+        """Return the work of each worker of a replica, the number of micro-batches by layer, such that the busiest one
+        has the least load. All layers of the replica are divided again.
 
-        The argument `counts` has the number of micro-batches for each layer. No layer is held by two workers if no
-        worker then needs more than `limit` ticks.
+        Together the workers run counts[layer] micro-batches of each layer. No layer is held by two workers if no worker
+        then needs more than `limit` ticks.
         """
         whole_layers = partial(self._cut, floating=False)
         cut_within = self._cut if whole_layers(self._problem, replica.workers, counts, limit) is None else whole_layers

@@ -92,8 +92,8 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
-        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`: that of their column if
-        it holds them.
+        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`: the one in the column of
+        these layers, if it holds them.
 
         Otherwise return another holder of these layers in that pipeline; None if there is none.
         """

@@ -216,8 +216,8 @@ def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
 
 
 def _compress_arcs(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Return precedences (which op waits for which) in the form of `Arcs`, as the arcs of their ops `own`; each leads
-    to the op `other`. There are `count` ops.
+    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op. Precedence i joins the ops
+    own[i] and other[i] and becomes an arc of the former; there are `count` ops.
 
     An arc adds `transfer` ticks between different workers, `hop` under the present assignment. The arcs of an op stay
     in the given order.

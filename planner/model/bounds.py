@@ -26,12 +26,13 @@ NamedBound = tuple[Fraction, str]
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return the best proven lower bound on the period, in ticks."""
+    """Return the ticks of `strongest_bound`, the best proven lower bound on the period."""
     return strongest_bound(problem).ticks
 
 
 def strongest_bound(problem: Problem) -> Bound:
-    """Return the best proven lower bound on the period of the schedules that the problem's scope allows.
+    """Return the best proven lower bound on the period, in whole ticks, with the scope of the schedules for which it
+    holds.
 
     The bound is 0 if a layout is given: the problem that the layout was made for has its own bound
     (`layout_lower_bound`).
@@ -43,7 +44,8 @@ def strongest_bound(problem: Problem) -> Bound:
 
 
 def exact_bound(problem: Problem) -> NamedBound:
-    """Return the best proven lower bound on the period as a fraction of ticks, with what it counts.
+    """Return the best proven lower bound on the period as a pair: an exact fraction of ticks, and words that say what
+    it counts.
 
     Times of schedules with slices need not be whole numbers of the problem's ticks.
     """
@@ -100,7 +102,8 @@ def _earliest_forward(problem: Problem, stage: int) -> int:
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """Return the least ticks in which the live workers of some columns do the columns' work of an iteration.
+    """Return the least ticks in which the live workers of some columns together do the work that these columns have in
+    an iteration.
 
     The shortest reductions and optimizer step of these workers are added.
     """
@@ -213,9 +216,9 @@ class StageShares(NamedTuple):
         starts, each of one of p equal layers.
 
         At that time x micro-batches wait for their I, 1 <= x <= k, and y for their W only, with x + y <= count and x
-        activation + y stash <= capacity. The limit is the maximum of x I + (x + y) W. If y need not be a whole number,
-        this is concave in x: the maximum lies at an end, or at the whole numbers next to the x from which on not all
-        can wait for their W.
+        activation + y stash <= capacity (stash: memory that W needs, kept from I until W). The limit is the maximum of
+        x I + (x + y) W. If y need not be a whole number, this is concave in x: the maximum lies at an end, or at the
+        whole numbers next to the x from which on not all can wait for their W.
         """
         most = min(count, self.max_waiting)
         ends = {1, most}
@@ -337,10 +340,11 @@ def _fill_and_drain_bound(problem: Problem, stage: int) -> Fraction:
 
     It is 0 if speeds differ.
 
-    The worker's first F has come through the earlier stages, and its last I still travels back through them and ends
-    with a W at stage 0. In between it runs all its n F and I, idles while it fills, and runs all W except those that it
-    can hold until its last I is done, k = min(n, capacity / stash), or else idles while it drains. All ops of stage 0
-    lie in a window of period - A - O (staggered: any two workers' windows there end together), so
+    The worker's first F has come through the earlier stages (reach), and its last I still travels back through them
+    (way back) and ends with a W at stage 0. In between it runs all its n F and I, idles while it fills, and runs all W
+    except those that it can hold until its last I is done, k = min(n, capacity / stash), or else idles while it drains;
+    stash is the memory that W needs, kept from I until W. All ops of stage 0 lie in a window of period - A - O
+    (staggered: any two workers' windows there end together), so
 
         period >= reach + n (F + I) + (n - k) W + idle + way back + W of stage 0 + A + O of stage 0.
 
@@ -615,9 +619,9 @@ def memory_bound(problem: Problem, *, input_free: bool) -> int:
     """Return the period that memory requires at least, wherever the virtual stages are placed.
 
     From the start of its F of a micro-batch until the end of its I, a layer's activation is on some worker, and in
-    between are the F and the I of all layers behind it. After that its stash is there while its W runs. All of this
-    lies in the windows of workers, which have T - C ticks in a period T, where C is the least time of the reductions
-    and the step of a layer:
+    between are the F and the I of all layers behind it. After that its stash, what W needs, is there while its W runs.
+    All of this lies in the windows of workers, which have T - C ticks in a period T, where C is the least time of the
+    reductions and the step of a layer:
 
         (T - C) x room of all workers >= micro-batches x sum over layers of (activation x (F and I from it on)
                                                                              + stash x W).

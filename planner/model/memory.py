@@ -35,9 +35,9 @@ def peak_memory(problem: Problem, slice_: int) -> int:
 def min_room(problem: Problem, stage: int) -> int:
     """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
 
-    The worker may hold deeper stages of the same chain; their W can be done before the gradient is back at this
-    stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other,
-    each W directly after its I. If some worker has less room, no plan exists.
+    The worker may hold later stages of the same direction; their W can be done before the gradient is back at this
+    stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other, each W
+    directly after its I. If some worker has less room, no plan exists.
     """
     stages = [other for other in problem.grid.stages_of_column(problem.column_of[stage])
               if other >= stage and other // problem.grid.depth == stage // problem.grid.depth]

@@ -112,7 +112,7 @@ UNLIMITED = 2**40
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Properties of a live worker that planning depends on. Two workers with equal values are interchangeable."""
+    """Speed, memory and held layers of a live worker. Two workers with equal values are interchangeable."""
 
     per_mille: int = 1000
     """Time of its compute ops relative to the usual time, per mille: 1000 is normal, 2000 is half speed."""

@@ -114,8 +114,11 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
 
 
 def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None) -> int:
-    """Return the period of a solution, in ticks. The argument `ends` has the ticks by which groups (workers that hold
-    the same layers) end their compute ops; it is given if other subproblems count, too."""
+    """Return the period of a solution, in ticks.
+
+    The argument `ends` has the ticks by which groups (workers that hold the same layers) end their compute ops, if
+    other subproblems count, too; None: those of this solution.
+    """
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)

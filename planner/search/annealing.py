@@ -456,7 +456,8 @@ class _PieceChains:
         return self.chains[0].cycles
 
     def get_chain(self, number: int) -> AnnealingChain:
-        """Return run of annealing (chain) number `number` of the subproblem, creating it if it is the next one."""
+        """Return the subproblem's annealing chain (run of annealing) with this number; if it is the next number, create
+        it from the best one."""
         if number == len(self.chains):
             self.chains.append(self.best_chain.make_twin(self._seed + number))
         return self.chains[number]
@@ -573,7 +574,8 @@ class _JointAnnealing:
                     tally.count_uses(f"annealing: {name}", attempts, better)
 
     def make_candidate(self) -> Incumbent:
-        """Return the candidate with the best plan found for each subproblem, on one clock."""
+        """Return the candidate with the best plan found for each subproblem, all with start ticks relative to the same
+        deadlines."""
         ranked = sorted(self._pieces, key=lambda piece: -piece.period)
         deadlines = _fill_missing_deadlines([piece.best_chain.best_deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))

@@ -144,7 +144,8 @@ class Constraints:
             self._model.add_no_overlap(interval for *_, interval in runs)
 
     def _add_memory_limits(self) -> None:
-        """Require activations (F start to I end) + stashes (I end to W end) <= capacity at all times."""
+        """Require that activations (from F's start to I's end) and what W needs (from I's end to W's end) together
+        never exceed the capacity of a worker."""
         problem = self._problem
         if problem.memory is None:
             return
@@ -245,7 +246,8 @@ class Constraints:
     def _order_forwards(self) -> None:
         """Break symmetry: micro-batches of a group of `find_interchangeable` begin in the order of their names.
 
-        With n workers at their first stage, the F of the n-th next one starts only after this F has ended.
+        If n workers hold their first stage, the F of the group's micro-batch k + n starts only after the F of
+        micro-batch k has ended.
         """
         problem, variables = self._problem, self._variables
         for batches in find_interchangeable(problem):
@@ -295,8 +297,8 @@ def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
 
 
 def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
-    """Return groups of interchangeable workers of a column, each as (workers, number of a stage that every micro-batch
-    passes there)."""
+    """Return groups of interchangeable workers, each as (workers of one column, number of a stage of this column),
+    where every micro-batch passes the stage."""
     if not problem.sharing or problem.grid.chains > 1:
         return []
     groups = []
@@ -422,12 +424,12 @@ def _run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, p
 
 
 def _latest_possible_end(problem: Problem, period: int) -> int:
-    """Return a time by which all ops of any plan with at most this period end, if its first op starts at 0.
+    """Return a tick by which all ops of any plan with at most this period end, if its first op starts at 0.
 
-    Synchronous: by definition. Staggered: let R_c be the first start in column c. The first op is the F of some
-    micro-batch at its first stage, so R = 0 in that column c0. It visits a stage s in every column c, and its I at the
-    first stage follows its F at s, hence R_c <= F(s) <= I(first) <= R_c0 + period = period; and all ops of column c end
-    by R_c + period <= 2 period.
+    With a synchronous optimizer, it is the period, by definition. Staggered: let R_c be the first start in column c.
+    The first op is the F of some micro-batch at its first stage, so R = 0 in that column c0. It visits a stage s in
+    every column c, and its I at the first stage follows its F at s, hence R_c <= F(s) <= I(first) <= R_c0 + period =
+    period; and all ops of column c end by R_c + period <= 2 period.
     """
     return period if problem.optimizer == "synchronous" else 2 * period
 
@@ -474,8 +476,8 @@ def _read_solution(arrays: ProblemArrays, variables: Variables, solver: cp_model
 
 
 def _flow_sort_key(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
-    """Return a key that sorts ops by their ticks in `starts`, and those that start together, on all workers alike, by
-    age of the micro-batch, oldest first.
+    """Return a key that sorts ops by their ticks in `starts`; ops that start together are sorted by age of the
+    micro-batch, oldest first, whichever workers run them.
 
     Any such order is free of cycles: an op that another one waits for at the same instant comes before it.
     """

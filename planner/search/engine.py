@@ -152,8 +152,8 @@ class _Engine:
             remaining -= 1
 
     def _max_layouts(self, seconds: float) -> int:
-        """Return the number of layouts to examine in this number of seconds. It is the same for any time if annealing
-        follows."""
+        """Return the number of layouts to examine in this number of seconds; if annealing follows, the number does not
+        depend on the seconds."""
         params = self._layouts
         if not self._greedy:
             return params.most

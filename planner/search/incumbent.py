@@ -94,8 +94,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
         """Return a copy of the candidate with other solutions of all subproblems, and their periods in ticks.
 
-        If `deadlines`, the ticks by which groups (workers that hold the same layers) end compute, are given, the
-        solutions are already on one clock.
+        If `deadlines` are given, which are the ticks by which groups (workers that hold the same layers) end compute,
+        the start ticks of all solutions are relative to them.
         """
         whole = periods[0] if len(self.pieces) == 1 else \
             assemble.compute_period(self.problem, solutions, deadlines)
@@ -111,8 +111,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return candidate if candidate.period <= self.period else self
 
     def make_schedule(self, method: str = "") -> Schedule:
-        """Build the schedule of this candidate, with its bound. It names `method`, by default the techniques in
-        `ran`."""
+        """Build the schedule of this candidate, with its bound and the name of the method: `method` or, if that is
+        empty, the techniques in `ran`."""
         return assemble.build_schedule(self.problem, list(zip(self.pieces, self.solutions, strict=True)),
                                        method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 
@@ -139,10 +139,11 @@ def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bo
                    params: PieceParams = DEFAULTS.pieces) -> Incumbent:
     """Divide a problem into subproblems, and return it as a candidate without solutions.
 
-    If `bound` is None, the strongest proven bound is used. If all live workers have equal time, each keeps its own
-    micro-batches: choosing hosts for all of them widens the search more than it gains (measured: plans of
-    benchmarks.quality with capacity S became up to 4 % longer). With `shedding` and few micro-batches, live workers of
-    stages that have lost a worker may hand on their own. The memory of moved layers is `moved`, as in `Incumbent`.
+    If `bound` is None, the strongest proven bound is used. Unless live workers of a stage would take different times
+    for their own micro-batches, each keeps its own: choosing hosts for all of them widens the search more than it gains
+    (measured: plans of benchmarks.quality with capacity S became up to 4 % longer). With `shedding` and few
+    micro-batches, live workers of stages that have lost a worker may hand on their own. The memory of moved layers is
+    `moved`, as in `Incumbent`.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
     searched = problem if problem.has_unequal_time or problem.assigned else \

@@ -155,7 +155,8 @@ def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
 
 
 def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Assign each re-routed unit of a stage to the peer that would finish first; ties go to the fewest dead workers.
+    """Assign each re-routed unit of a stage to the peer that would finish first or, of several, to the one whose
+    pipeline has the fewest dead workers.
 
     `lost` has the number of dead workers of each pipeline.
     """
@@ -466,10 +467,10 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
     """Return the memory to reserve when an F starts, by stage, if layers are held by column.
 
-    If workers have enough memory, an F takes the peak of its stage (the larger of activation and stash), and needs room
-    for the peaks of its worker's later stages, too. No I then ever waits for room. Otherwise the least with which a
-    plan exists is reserved (`min_room`). With so little room, micro-batches in opposite directions would block each
-    other, so that directions take turns.
+    If workers have enough memory, an F takes the peak of its stage (the larger of the activation and what W needs), and
+    needs room for the peaks of its worker's later stages, too. No I then ever waits for room. Otherwise the least with
+    which a plan exists is reserved (`min_room`). With so little room, micro-batches in opposite directions would block
+    each other, so that directions take turns.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
     most = tuple(peak_memory(problem, stage) for stage in stages)
@@ -485,7 +486,8 @@ def _reserve_by_column(problem: Problem) -> ReservedMemory:
 
 
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
-    """Return whether too few micro-batches could start if memory were reserved for stashes larger than activations.
+    """Return whether too few micro-batches could start if memory were reserved for what W needs, where this is more
+    than the activation.
 
     The argument `room` has the memory for activations by column. The answer is yes with activation recomputation:
     little is held until I, and then as much as without it.

@@ -141,8 +141,8 @@ def _change_place(problem: Problem, places: Sequence[PlaceChange], random: rando
 
 
 def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
-    """Return the rule's ticks of waiting for the first gradient, by slice, changed at random on all or some consecutive
-    ones."""
+    """Return the ticks, by slice, that an F waits for its worker's first gradient (`fill_wait`), changed at random for
+    all or some consecutive slices."""
     waits = list(rule.fill_wait or scale_forward_ticks(problem, rule.forward_lookahead))
     first, end = 0, len(waits)
     if random.random() < 0.5:
@@ -188,7 +188,7 @@ class _SearchState:
         self.solution: Solution | None = None
 
     def try_rule(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Attempt | None:
-        """Make the list schedule of a dispatch rule, and keep it if it is the best.
+        """Make the list schedule of a dispatch rule, keep it if it is the best, and return the rule with its period.
 
         If it is no worse than the rule from which random steps start, they start from this one. The attempt is counted
         in the tally as `why`. Return None if the schedule gets stuck for lack of memory.
@@ -209,7 +209,8 @@ class _SearchState:
         return attempt
 
     def _keep_if_better(self, period: int, solution: Callable[[], Solution]) -> None:
-        """Store a plan as the best if its period, in ticks, is shorter; `solution` makes it then."""
+        """Store a plan as the best if its period, in ticks, is shorter; the function `solution`, which builds the plan,
+        is called only then."""
         if self.period is None or period < self.period:
             self.solution, self.period = solution(), period
             self._tell(period)

@@ -77,7 +77,10 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
 
 def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
     """Return pairs of the key of an entry for this number of failures and the keys of the entries whose plans are also
-    valid for it: one failure more, or layers in place."""
+    valid for it: one failure more, or layers in place.
+
+    The argument `slow` is the slow worker among the failures; None: there is none.
+    """
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
@@ -90,7 +93,7 @@ def _period_seconds(part: FinishedPart) -> float:
 def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
     """Return a copy of the finished entry `own` with the plan of `source`, which may be for one failure more.
 
-    Return None if the plan is not valid for that.
+    Return None if it is, and none of its failed workers can be alive again (`with_standby_worker`).
     """
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
@@ -277,7 +280,8 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
 def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
     """Open the folder of a table, a second time if that fails because another process publishes the table meanwhile.
 
-    Publishing removes files, after which the finished table is found.
+    The `basis` is the job and options of the table, `share` the entries that this process plans. Publishing removes
+    files, after which the finished table is found.
     """
     try:
         return TableFolder(folder, basis)
@@ -289,8 +293,8 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
 
 def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share,
                    *, max_failures: int, exact: bool, settled: bool) -> Index:
-    """Write the table of all entries (`tasks`) from their files, improved by each other, and return its index. The
-    other arguments are those of `build_share`.
+    """Write the table of all entries (`tasks`) from their files, and return its index. Entries first take over shorter
+    plans of others, as `improve_parts` finds them; the other arguments are those of `build_share`.
 
     Several processes that end together may write at once: all write the same bytes, and one that finds files removed
     finds the table published.
@@ -327,7 +331,8 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
 
     First come those for each number of failures, then for each number with each slow worker among the failures, for
     patterns (which columns of a pipeline failed) by number of failures, and for the loss of nodes, if not among these.
-    Last come the entries with layers moved (settled) of all but the patterns of one failure that were added by default.
+    Without `exact`, the only patterns are those of one failure, if they are few. Last, with `settled`, come entries
+    with layers moved for all others with failures, except for these patterns.
 
     By node, there is also an entry for each number of workers that one or two nodes have: in it, roles have moved to
     where their loss costs least. Raises TableError for more failures than workers, for too many patterns or slow

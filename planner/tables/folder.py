@@ -140,7 +140,8 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
     """Return the finished entry of a table with this key and schedule, to be stored as a file until all entries are
-    finished. If its layers have moved, `moved` is what must be copied."""
+    finished. The `basis` is the job and options of the table. If its layers have moved, `moved` is what must be copied.
+    """
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
     return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
@@ -149,7 +150,11 @@ def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | No
 
 def make_no_plan_part(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *,
                       failures: int) -> FinishedPart:
-    """Return the finished entry of a table for failures for which no plan can exist, with the reason."""
+    """Return the finished entry of a table for failures for which no plan can exist, with the reason.
+
+    The `basis` is the job and options of the table; `failed` is empty if the entry is for any workers, `failures` of
+    them.
+    """
     entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
                        method=basis.method, seats=())
     return FinishedPart(basis=basis, entry=entry, programs=(), failures=failures, reason=reason)
@@ -176,7 +181,8 @@ class TableFolder:
     """Folder of a table that is finished, or of which finished entries are stored as files."""
 
     def __init__(self, path: Path, basis: Basis) -> None:
-        """Open the folder. Raises TableError if it holds a table of another job or other options, or a damaged one."""
+        """Open the folder of a table of this job and these options (`basis`). Raises TableError if it holds a table of
+        others, or a damaged one."""
         self._path = path
         self._basis = basis
         self._table: Table | None = None

@@ -183,7 +183,8 @@ class EventLoop:
             connected.abort_all()  # after a failure, as if this process died: all look for another one
 
     def _handle_stop_signal(self) -> None:
-        """Handle a signal to end: stop at the next iteration boundary, or at once after half of the grace time."""
+        """Handle a signal to end: the run stops at the next iteration boundary. After half of the grace time
+        (`grace_seconds`) it stops in the middle of an iteration, and after all of it `serve` returns."""
         loop, grace = asyncio.get_running_loop(), self._run.options.grace_seconds
         self._notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends it at "
                      "once")
@@ -269,13 +270,15 @@ class EventLoop:
         asyncio.get_running_loop().call_later(seconds, again)
 
     def _report_awaited(self, address: str, *, others_only: bool = False) -> None:
-        """Report to users which workers the first order waits for; if `others_only`, leave out those of this node."""
+        """Report to users which workers the first order waits for, and the `address` at which node 0 listens for them.
+        If `others_only`, leave out the workers of this node."""
         own_workers = self._run.shares[0] if others_only else ()
         self.news.report_awaited([worker for worker in find_awaited_workers(self.state) if worker not in own_workers],
                                  self._agents.connected_nodes, address)
 
     def _check_health(self) -> None:
-        """Give up silent workers and those that hang; start workers that are due again; report slow writes to files."""
+        """Give up workers that are silent or hang, restart crashed workers whose pause is over, and report problems
+        with files."""
         for text in self._writer.take_reports() if self._writer is not None else ():
             self.news.report_note(text)
         self._workers.give_up_silent()
@@ -291,8 +294,8 @@ class EventLoop:
         self._apply_event(TimePassed())
 
     def _check_failover(self) -> None:
-        """Let a new coordinator look whether all workers of the dead one have been found. Raises NoLiveWorkerError if
-        none came in time."""
+        """Check whether all workers of a dead coordinator have been found, so that this one can continue with them.
+        Raises NoLiveWorkerError if none came in time."""
         if isinstance(self.state.phase, RejoiningPhase):
             self._apply_event(TimePassed())
 

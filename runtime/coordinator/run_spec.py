@@ -23,7 +23,8 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """Description of one run, which does not change while the coordinator works."""
+    """Constants of one run for the coordinator: first schedule, configuration, options, and what an earlier coordinator
+    has left."""
 
     schedule: Schedule
     setup: WorkerSetup

@@ -42,7 +42,8 @@ class ChildProcesses:
     target
         `module:function` that takes the task as JSON and returns the result as bytes.
     fork_server
-        Fork server that is used before and afterwards, too. None: start a new one, which takes seconds to import torch.
+        Fork server that starts the processes, and outlives them. None: start a new one, which takes seconds to import
+        torch.
     """
 
     def __init__(self, target: str, tasks: Sequence[msgspec.Struct], fork_server: ForkServer | None = None) -> None:

@@ -164,8 +164,8 @@ class ForkServer:
         return self._connection.fileno()
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
-        """Return the processes that have ended, waiting at most `seconds` for a report. Raises ForkServerError if the
-        server has ended."""
+        """Return the processes whose end the server has reported since the last call, after waiting at most `seconds`
+        for a report. Raises ForkServerError if the server has ended."""
         ended_processes: list[ProcessEnded] = []
         if self._selector.select(seconds):
             ended_processes = self._apply_reports(self._lines.read_lines())
@@ -174,7 +174,8 @@ class ForkServer:
         return ended_processes
 
     def _apply_reports(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
-        """Update the known processes from reports of the server, and return the processes that have ended."""
+        """Update the known processes from reports of the server, and return the processes that have ended according to
+        these."""
         ended = []
         for line in lines:
             news = decode_report(line)

@@ -40,7 +40,7 @@ IDLE_SECONDS = 600.0
 
 
 class _Server:
-    """Loop that serves one launcher, and then each launcher that adopts the processes it holds."""
+    """Loop that serves one launcher and, after its death, each launcher that adopts the server's processes."""
 
     def __init__(self) -> None:
         self._asked = LineReader(0)
@@ -172,7 +172,8 @@ class _Server:
         self._send_reports(ProcessStarted(spec.name, pid))
 
     def _run_child(self, spec: ProcessSpec, parent: int) -> None:
-        """Run the forked process to its end. Never returns."""
+        """Run the target of `spec` in this forked process, and end the process with the status that it returns;
+        `parent` is the server's process. Never returns."""
         status = 1
         try:
             _die_with_parent(parent)

@@ -26,7 +26,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalProcess:
-    """Rank of this process among the processes of its machine, which share the GPUs."""
+    """Rank of this process (a node) among the `processes` of its machine, which share the GPUs."""
 
     rank: int = 0
     processes: int = 1
@@ -45,7 +45,7 @@ class GpuShare(NamedTuple):
 
 
 def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
-    """Return the GPUs that the workers of a node use; `shares` is the number of workers of each node.
+    """Return the GPUs that the workers of a node use; `shares` is the number of workers' processes on each node.
 
     Assumes that the processes of a machine have consecutive ranks, as torchrun, srun and mpirun start them by default.
     """
@@ -112,7 +112,7 @@ def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo 
 
 
 def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
-    """Return the node formed by `ranks` consecutive processes that were started for one worker.
+    """Return `here` for the node that is formed by `ranks` consecutive processes, started for the ranks of one worker.
 
     The first of these processes is the node, and starts all ranks of the worker. Returns None for the others, which
     have nothing to do. Raises ValueError unless all ranks of each worker are on one machine.

@@ -109,7 +109,8 @@ class NodeProcesses:
         return self._fork_server.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return the workers of this node that have ended. Raises ForkServerError."""
+        """Return, once each and without waiting, the workers of this node that have ended, with the status of their
+        first process to end. Kills the rest of a worker of which a process has ended. Raises ForkServerError."""
         for process in self._fork_server.poll(0):
             worker = parse_process_name(process.name)
             self._ending.setdefault(worker, WorkerEnded(worker, process.status))
@@ -166,7 +167,7 @@ class ProcessManager:
         return self._local.run_workers(found=found)
 
     def connect_agents(self, send: SendToAgent, note: Callable[[str], None]) -> None:
-        """Set the function that reaches the agents of other nodes, and the one that is called with a line about each
+        """Set `send`, which sends a command to another node's agent, and `note`, which is called with a line about each
         crash."""
         self._send, self._note = send, note
 
@@ -175,7 +176,7 @@ class ProcessManager:
         return self._local.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return the workers of node 0 that have ended. Raises ForkServerError."""
+        """Return, once each and without waiting, the workers of node 0 that have ended. Raises ForkServerError."""
         return self._local.poll()
 
     def get_node_workers(self, node: int) -> Sequence[Worker]:

@@ -38,8 +38,8 @@ CrashTimes = tuple[tuple[Worker, tuple[float, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class FaultHistory:
-    """Times of all workers' faults (crashes) in the last hour, by `time.monotonic`. A worker may have `limit` faults in
-    an hour, and is started again, after a pause, after each. With 0, no worker is started again."""
+    """Times of all workers' faults (crashes) in the last hour, by `time.monotonic`. After each of up to `limit` faults
+    in an hour, a worker is started again, after a pause; with 0, never."""
 
     limit: int
     of: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)

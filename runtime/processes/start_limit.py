@@ -16,7 +16,8 @@ class StartLimitError(RuntimeError):
 
 
 class StartLimit:
-    """Counter of the starts of each worker of this node. A worker has one process at a time."""
+    """Limit on the starts of each worker of this node: `MAX_STARTS` in `WINDOW_SECONDS`. A worker has one process at a
+    time."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._workers = frozenset(workers)

@@ -74,11 +74,11 @@ class CoordinatorLink(Generic[M, S]):
         return self._channel.read()
 
     def follow_new_coordinator(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:
-        """Try once to connect to a new coordinator and to follow it.
+        """Try once to connect to a new coordinator, send it `hello`, and follow it.
 
-        Before it is followed, `prepare` is called with its answer, and the result is returned. An answer of type `end`
-        is returned itself: the new coordinator continues without this process. Raises RendezvousError if no coordinator
-        answers, or only one whose epoch is not higher than that of the last one. Exceptions of `prepare` are passed on.
+        Before that, `prepare` is called with its answer; its result is returned. An answer of type `end` is returned
+        itself: the new coordinator continues without this process. Raises RendezvousError if no coordinator answers, or
+        only one whose epoch is not higher than that of the last one. Exceptions of `prepare` are passed on.
         """
         channel = self._connect(hello, 0.0)
         try:

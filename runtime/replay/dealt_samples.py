@@ -232,5 +232,6 @@ def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coe
 
 
 def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """Return three coefficients (as `op_coefficients` does) of the times of each of F, I and W on some layers."""
+    """Return three lists of three coefficients (as `op_coefficients` does): those of the times of F, I and W on some
+    layers."""
     return [op_coefficients(known, kind, layers) for kind in COSTS]

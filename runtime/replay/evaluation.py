@@ -52,6 +52,8 @@ class Evaluation:
     ----------
     exchange
         Function that creates an `Exchange` for a schedule and its iterations.
+    before_op
+        Function that is called before each op; an error that it raises ends the evaluation.
     iterations
         Number of iterations of validation data in each evaluation; they are numbered from 0.
     mode

@@ -134,13 +134,13 @@ class Exchange:
         self._free_sent([*self._sent], wait=True)
 
     def free_microbatches(self) -> None:
-        """Free all tensors. The exchange cannot be used afterwards."""
+        """Free all tensors of all micro-batches. The exchange cannot be used afterwards."""
         for tensors in (self._arriving, self._ready, self._local, self._sent):
             tensors.clear()
 
     def _free_arrived(self, number: int) -> None:
-        """Free sent tensors that must have arrived at a worker, because the transfer with this number, which that
-        worker has since sent, has arrived here.
+        """Free tensors that were sent to a worker and must have arrived there: transfer number `number`, which that
+        worker has sent since, has arrived here.
 
         The worker took those tensors before it computed what it sent. Transfers are numbered over all runs of the
         schedule.

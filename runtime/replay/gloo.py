@@ -92,7 +92,8 @@ class InterruptibleCalls:
             waiter.queue.put(None)
 
     def _wait_for_closing(self, one: "_WaitingCall") -> None:
-        """Wait until the connections that were shut down are closed; until then gloo may write to the call's tensors.
+        """Wait until the connections that were shut down are closed, or the call `one` returns: until then gloo may
+        write to its tensors.
 
         The wait lasts at most `CLOSE_TIMEOUT_SECONDS`.
         """

@@ -22,9 +22,8 @@ class PlacementError(ValueError):
 class Placement:
     """Mapping of the layers of a job's schedules to the layers of the model.
 
-    The argument `cuts` has the model's first layer of each layer of the schedules, and the end of the last one. Both
-    kinds of layers are the same if the job names the layers of its stages; otherwise each stage is one layer of the
-    schedules.
+    Layer `n` of the schedules consists of the model's layers from `cuts[n]` up to `cuts[n + 1]`. Both kinds of layers
+    are the same if the job names the layers of its stages; otherwise each stage is one layer of the schedules.
     """
 
     def __init__(self, cuts: Sequence[int]) -> None:
@@ -76,13 +75,13 @@ class Placement:
         return self._in_schedules[key]
 
     def stage_of(self, grid: Grid, layer: int) -> int:
-        """Return the number of the first stage that contains a layer of the model."""
+        """Return the number of the first stage that contains layer `layer` of the model."""
         return next(stage for stage, layers in enumerate(grid.layers_by_stage)
                     if layer in range(*self.model_range(layers)))
 
     def all_reductions(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
-        """Return the ranges of the model's layers whose gradients are summed together, ascending, each with all live
-        workers that take part."""
+        """Return, for each range of the model's layers whose gradients are summed together, all live workers that take
+        part. The ranges are in ascending order."""
         sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
         by_program = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
                       for program in schedule.programs]
@@ -92,8 +91,8 @@ class Placement:
         return {self.model_range(layers): sorted(workers) for layers, workers in sorted(sharers.items())}
 
     def reductions_of(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
-        """Return the ranges of layers by which a worker reduces its gradients, ascending, each with all workers that
-        take part. The ranges cover all layers that the worker holds."""
+        """Return, for each range of the model's layers whose gradients a worker helps to sum, all workers that take
+        part. The ranges are in ascending order, and cover all layers that the worker holds."""
         if isinstance(schedule, WorkerSchedule):
             return {self.model_range(layers): list(workers) for layers, workers in schedule.sums}
         return {layers: workers for layers, workers in self.all_reductions(schedule).items() if worker in workers}

@@ -17,7 +17,7 @@ Stamp = float | torch.cuda.Event
 
 
 class OpTime(msgspec.Struct, frozen=True, array_like=True):
-    """Duration of the ops of one kind on one slice in an iteration."""
+    """Median duration of the ops of one kind on one slice in an iteration."""
 
     kind: OpKind
     slice: int
@@ -98,8 +98,8 @@ class Recorder:
     def op_times(self) -> tuple[OpTime, ...]:
         """Return the median duration of the ops of each kind (F, B, I, W) on each slice. Call `window_seconds` before.
 
-        If `costs` is set, each duration is first divided by its result: the expected duration relative to the usual
-        one.
+        If `costs` (the function for the relative durations of ops by their samples) is set, durations are first divided
+        by its results.
         """
         by_kind: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:

@@ -137,8 +137,8 @@ class GenerationSession:
         return self
 
     def send(self, tensor: Tensor, target: Worker, tag: int) -> OutgoingTensor:
-        """Start to send a tensor to a worker; returns while it is in transfer. Gloo matches it to a receive by
-        `tag`."""
+        """Start to send a tensor to a worker; return the transfer, whose end the caller must await. Gloo matches it to
+        a receive by `tag`."""
         payload = tensor.detach().contiguous()
         with one_line_errors(f"sending to worker {target}"):
             group, rank = self._route_between(self.worker, target)
@@ -162,7 +162,8 @@ class GenerationSession:
         return begun
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> IncomingTensor:
-        """Allocate a tensor, and start to receive it from worker `source`. Gloo matches it to a send by `tag`."""
+        """Start to receive a tensor from worker `source`; return the transfer, which waits for the tensor. Gloo matches
+        it to a send by `tag`."""
         payload = torch.empty(tuple(shape), dtype=dtype, pin_memory=True) if self.staged \
             else torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with one_line_errors(f"receiving from worker {source}"):
@@ -305,8 +306,8 @@ class GenerationSession:
         self._groups.close()
 
     def start_sum_over_all(self, values: Sequence[float]) -> PendingSum:
-        """Start to sum each of `values` over all members, concurrently with compute. `connect` must have been given
-        `sums`."""
+        """Start to sum each of `values` over all members, concurrently with compute; the object returned waits for the
+        sums. `connect` must have been given `sums`."""
         assert self._sums is not None
         return self._sums.start_sum(values)
 
@@ -430,8 +431,8 @@ def _measure_offset(group: Group) -> tuple[float, float]:
 
 
 def _bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES`; all workers that hold them do so
-    alike."""
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES`, which are the same on all workers
+    that hold the tensors."""
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

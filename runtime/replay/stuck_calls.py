@@ -51,7 +51,8 @@ class OpenCalls:
         return self._calls.get(thread)
 
     def abandon_threads(self, threads: Collection[int], seconds: float) -> bool:
-        """Abandon threads if each of them has been in one call for at least `seconds`; return whether that is so.
+        """Abandon threads if each of them has been in one call for at least `seconds`; return whether they were
+        abandoned.
 
         An abandoned thread gets an AbandonedError if its call ever returns.
         """

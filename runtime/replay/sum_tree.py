@@ -43,7 +43,8 @@ class SumTree:
             yield GroupSpec(_group_name(ends[1]), ends, ends.index(self._members[self._place]), self._groups.links.host)
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        """Start to sum each of `values` over all processes, which must start their sums in the same order."""
+        """Start to sum each of `values` over all processes, and return the pending sum. All processes must start their
+        sums in the same order."""
         summing = PendingSum(torch.tensor(values, dtype=torch.float64))
         self._queue.submit(partial(self._run_sum, summing))
         return summing

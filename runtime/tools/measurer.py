@@ -75,7 +75,8 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured_stages(self) -> Sequence[int]:
-        """Stages that this worker measures. Each stage is measured by some worker, and no computing worker is idle."""
+        """Indices of the stages that this worker measures. Every stage is measured by some worker; with more computing
+        workers than stages, several measure the same one."""
         if self.worker >= self.computing:
             return ()
         last = max(len(self.ranges), self.worker + 1)
@@ -83,7 +84,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredNetwork(msgspec.Struct, frozen=True):
-    """Latency and bandwidth between workers, and the effect of reductions on simultaneous compute."""
+    """Latency and bandwidth between workers, and how much reductions slow simultaneous compute."""
 
     latency: float = 0.0
     """Time to send the smallest tensor from one worker to another, in seconds."""
@@ -271,8 +272,8 @@ class _Measurer:
         return all_reduce, gather, transfer
 
     def _measure_network(self, session: GenerationSession, everyone: Sequence[Worker]) -> MeasuredNetwork:
-        """Return the latency and bandwidth between the first two workers, and the effect of reductions on simultaneous
-        compute."""
+        """Return the latency and bandwidth between the first two workers, and the fraction of a reduction's time in
+        which simultaneous compute makes no progress."""
         task = self._task
         little, much = (self._measure_median(lambda: _time_round_trip(
             session, task.worker, everyone, TensorForm((size,), torch.uint8), self._device) / 2)  # noqa: B023
@@ -376,7 +377,8 @@ class _Measurer:
         return ready if self._group is None else self._group.all_ready(ready)
 
     def _wait_for_processes(self, what: str, workers: int) -> None:
-        """Wait until all processes of the first `workers` workers have called this method with the same `what`."""
+        """Wait until all processes of the first `workers` workers have called this method with the barrier name `what`,
+        which may be used only once."""
         self._store.add(what, 1)
         while self._store.add(what, 0) < workers * self._task.ranks_per_worker:
             time.sleep(0.002)

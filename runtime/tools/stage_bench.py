@@ -98,8 +98,8 @@ class StageBench:
                 seconds["backward_input"], seconds["backward_weight"])
 
     def keep_member_part(self, members: int) -> None:
-        """Keep only the part of the stage's optimizer state that one of `members` workers stores, with its values
-        initialized again."""
+        """Keep only the share of the stage's optimizer state that one worker stores if the state is sharded over
+        `members` workers. Its values are initialized again."""
         self._holding = HeldLayers(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(count_elements(module).cut for module in self._holding.modules.values())

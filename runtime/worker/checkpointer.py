@@ -102,8 +102,9 @@ class Checkpointer:
         return tuple(sorted(found - self._damaged))
 
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-        """Return the states of some layers before an iteration, by layer and tensor; empty if they are then as built.
-        Raises CheckpointError; the iteration is then no longer among `list_iterations`."""
+        """Return the states of some layers before an iteration, by layer and tensor; empty for iteration 0, whose
+        layers must be built instead. Raises CheckpointError; the iteration is then no longer among `list_iterations`.
+        """
         try:
             if iteration == 0:
                 return {}

@@ -83,7 +83,7 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """Objects of one order for training, which the code that carries it out on this worker passes on."""
+    """Objects for carrying out one order to train on this worker: its schedule, connections and samples."""
 
     context: WorkerContext
     order: Train

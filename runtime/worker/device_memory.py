@@ -34,8 +34,8 @@ class DeviceMemory:
         self._tried: int | None = None
 
     def handle_out_of_memory(self, iteration: int, holding: HeldLayers) -> str:
-        """Record that an iteration ran out of memory, and return the reason why the order ends. Raises NoRoomError if
-        the iteration has already been run again."""
+        """Record that an iteration ran out of memory, and return the reason for which the order ends: a sentence with
+        the bytes of `holding`, the held layers. Raises NoRoomError if this iteration has run out of memory before."""
         if self._tried == iteration:
             raise NoRoomError(
                 f"worker {self._worker} ran out of memory in iteration {iteration} twice, "

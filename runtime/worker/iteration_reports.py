@@ -61,9 +61,10 @@ class IterationReports:
             steps.when_validated(lambda: self._send_validated(steps))
 
     def wait_until_acknowledged(self) -> None:
-        """Wait until the last report is acknowledged, before anything of the next iteration is passed on.
+        """Wait until the coordinator has acknowledged the last report, before this worker sends anything of the next
+        iteration to others.
 
-        A worker can step an iteration only after all others have passed on something of it. So it then knows that their
+        A worker can step an iteration only after all others have sent something of it. So it then knows that their
         reports of the iteration before have arrived, even those of workers that have died since. Raises
         OrderStoppedError if the order ends before the next iteration, and CommunicationError if no answer comes.
         """
@@ -86,7 +87,8 @@ class IterationReports:
         activity.set_activity(doing)
 
     def _wait_for_answer(self, report: IterationReport) -> Acknowledged | None:
-        """Wait for the answer to a report. Return None if the order is over. Raises CommunicationError."""
+        """Wait for the coordinator's acknowledgement of a report, and return it; None if the order is over. Raises
+        CommunicationError."""
         reporter = self._part.context.reporter
         while True:
             try:

@@ -82,7 +82,7 @@ class OrderBegins(msgspec.Struct, frozen=True, tag=True):
 
 
 class UpToDate(msgspec.Struct, frozen=True, tag=True):
-    """Message that everything queued until now has been sent."""
+    """Message that the sender has sent everything that it had queued for this receiver before."""
 
 
 Message = LayerRequest | LayerPart | PartStepped | OrderBegins | UpToDate

@@ -98,8 +98,8 @@ class LayerStore:
         self._received = [*(part for part in self._received if part.state), *received]
 
     def start_checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
-        """Start to compute the checksums of all held layers and parts, as they are after iteration `after`. Returns a
-        function that waits for them. Raises VersionError."""
+        """Start to compute the checksums of all held layers and parts, as they are after iteration `after`. Return a
+        function that waits for the checksums and returns them. Raises VersionError."""
         pending = list(self.holding.optimizer.compute_checksums(after))
 
         def read() -> tuple[Checksum, ...]:
@@ -110,7 +110,8 @@ class LayerStore:
         return read
 
     def flip_bit(self, what: str, rng: Random) -> None:
-        """Flip a random bit of the state on purpose; `what` says of which state (`PartOptimizer.flip_bit`)."""
+        """Flip a random bit of stored state, as broken memory would. `what` is "parameters", "state" (of the optimizer)
+        or "copy" (of another worker's part)."""
         self.holding.optimizer.flip_bit(what, rng)
 
     def keep_parts(self, cuts: Mapping[LayerRange, StatePartition], worker: Worker, after: int) -> None:
@@ -124,8 +125,8 @@ class LayerStore:
         self._received, self._built, self._filled = [], {}, frozenset()
 
     def list_held_state(self) -> HeldState:
-        """Return the layers and parts that are held. Layers that have come whole for an order are included, and parts
-        that have come."""
+        """Return which layers and parts this worker holds, including parts received for an order, and layers of which
+        all parts have come."""
         received = dict[int, list[Span]]()
         for part in self._received:
             if part.state:

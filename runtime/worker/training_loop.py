@@ -27,8 +27,8 @@ from slipstream.schedules.schedule import OpKind, Schedule
 
 
 class TrainingLoop:
-    """Iterations of an order, with the layers that it needs, over the connections that were made for it. It holds no
-    reference to the executor, which calls it back: both are freed as soon as the order is over."""
+    """Loop over the iterations of an order, with the layers and connections of this order. It holds no reference to the
+    executor, which calls it back: both are freed as soon as the order is over."""
 
     def __init__(self, part: OrderContext, reports: IterationReports) -> None:
         context, schedule = part.context, part.schedule

@@ -36,7 +36,8 @@ class CostError(ValueError):
 
 
 class Dealt(NamedTuple):
-    """Assignment of an iteration's samples to micro-batches, with the iteration's length before and after."""
+    """Assignment of an iteration's samples to micro-batches, and the iteration's length in ticks without and with
+    it."""
 
     sample: Ints
     """Number of the sample that each micro-batch gets, [micro-batches].

@@ -81,7 +81,8 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Slices, times, sizes and tick length of one entry of a table, if they differ from those of the basis.
+    """Slices, times, sizes and tick length of one entry of a table of schedules, if they differ from those that all
+    entries share (`Basis`).
 
     They differ if the entry has slices or finer ticks, or if a slow worker is down in it.
     """

@@ -55,19 +55,21 @@ def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
 
 
 def count_key(failures: int, slow: Worker | None = None) -> str:
-    """Return the text by which a table names its entry for a number of failures, for which the planner chose the vacant
-    roles.
+    """Return the name of the entry of a table of schedules for a number of failures, for which the planner chose the
+    roles that nobody plays.
 
-    With `slow`, it is the entry for the case that this slow worker has failed: no role is planned at its speed.
+    With `slow`, it is the entry for the case that this slow worker is among the failed ones: no role is planned at its
+    speed.
     """
     return f"count-{failures}" + ("" if slow is None else f"-with-{slow}")
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
-    """Return the text by which a table names its entry for a pattern of failures: the failed columns of each pipeline.
+    """Return the name of the entry of a table of schedules for a pattern of failures: the failed columns of each
+    pipeline.
 
     The argument `classes` has a number for each pipeline, equal for interchangeable ones (`pipeline_classes`). If
-    several numbers exist, the text also names that of each pipeline with failures.
+    several numbers exist, the name also has that of each pipeline with failures.
     """
     several = any(classes)
     return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))
@@ -75,8 +77,8 @@ def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
 
 
 def settled_key(key: str) -> str:
-    """Return the name of the table's entry with layers moved for even load, for the same failures as the entry named
-    `key`."""
+    """Return the name of the entry of a table of schedules with layers moved for even load, for the same failures as
+    the entry named `key`."""
     return f"settled-{key}"
 
 

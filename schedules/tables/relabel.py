@@ -85,7 +85,7 @@ class _MachineSpread:
             (_held_layers_key(seat), self._machine_of(seat.worker)) for seat in seats)
 
     def moved_seats(self) -> list[int]:
-        """Return the indices of the seats whose role is in another column."""
+        """Return the indices of the seats whose role is in another column than their worker."""
         return [place for place, seat in enumerate(self.seats) if seat.worker.column != seat.role.column]
 
     def swap_gain(self, one: int, other: int) -> int:
@@ -155,11 +155,13 @@ def preload_solver() -> None:
 
 def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False,
                      nodes: Nodes = ()) -> Schedule | None:
-    """Return this schedule for other failed workers, as many as it has vacant roles; None if that is impossible.
+    """Return a copy of this schedule for other failed workers, as many as it was planned for; None if that is
+    impossible.
 
-    It is impossible in two cases: a column has no live worker left to load its parameters from, unless they are
-    `held_elsewhere`, by workers of other columns that changed roles before, or in a checkpoint; or the role of a fast
-    worker would go to a slower one, or to one with less memory.
+    Pipelines are renumbered, and live workers take over the roles of failed ones. It is impossible in two cases: a
+    column has no live worker left to load its parameters from, unless they are `held_elsewhere`, by workers of other
+    columns that changed roles before, or in a checkpoint; or the role of a fast worker would go to a slower one, or to
+    one with less memory.
 
     A worker that takes over a role holds its layers. Among workers that could take over, with no more layers to load,
     those are chosen that leave the holders of a stage on different machines, if `nodes` says which workers share a
@@ -187,8 +189,8 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
 
 
 def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """Return a new number for each pipeline, by old number, such that as many vacant roles of the schedule as possible
-    become roles of the workers in `failed`. Only interchangeable pipelines swap numbers."""
+    """Return a new number for each pipeline, by old number, such that as many roles as possible that nobody plays in
+    the schedule become roles of the workers in `failed`. Only interchangeable pipelines swap numbers."""
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times, schedule.memory)):
@@ -237,10 +239,11 @@ def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lo
 
 def _assign_roles(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
         dict[Worker, Worker] | None:
-    """Return a live worker for each role whose own worker has failed, by role, such that the fewest layers are loaded.
+    """Return a live worker for each role whose own worker has failed, by role, such that the fewest layers are loaded;
+    None if there is no such assignment.
 
-    It is one whose own role the schedule leaves vacant. It is at least as fast as the role was planned for, and has at
-    least as much memory. None if there is no such assignment. `numbers` has the new number of each pipeline, by its old
+    Only workers are chosen whose own roles, `vacant`, nobody plays in the schedule. They are at least as fast as the
+    role was planned for, and have at least as much memory. `numbers` has the new number of each pipeline, by its old
     one; roles are named by the new numbers.
     """
     speed, memory = schedule.times.per_mille_of, schedule.memory
@@ -330,7 +333,8 @@ def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
 
 
 def _converted_bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
-    """Return the lower bound in ticks that is proven if `players` has the worker that plays each role.
+    """Return the schedule's lower bound in ticks, converted to the speeds of `players`, the worker that plays each
+    role.
 
     If some players are faster than planned, the bound is divided by the largest factor: a schedule of the faster job,
     with all times multiplied by that factor, is a schedule of the planned job.

@@ -67,7 +67,8 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table:
-    """Table of schedules in memory, with its digests verified."""
+    """Schedules that were planned ahead for failures of workers, as read from a folder. The digests of its files are
+    verified."""
 
     def __init__(self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, TableEntry]) -> None:
         self.folder = folder
@@ -95,7 +96,7 @@ class Table:
 
     @property
     def basis(self) -> Basis:
-        """Job and planning options that all entries share."""
+        """Values that all entries share: the job and the options of planning."""
         return self.index.basis
 
     def rows(self) -> tuple[Row, ...]:
@@ -137,7 +138,7 @@ class Table:
 
         - `roles_move`: live workers may take over roles of other stages, whose layers they load first.
         - `settled`: the schedule to reach eventually, for which any layers may move.
-        - `held_elsewhere`: if a column has no live worker left, others can get its layers, such as from a checkpoint.
+        - `held_elsewhere`: as `roles_move`, even if a column has no live worker left: its layers come from elsewhere.
         - `nodes`: the workers of each machine. If roles move, the holders of a stage are spread over machines.
         - `checked`: False skips the checker, for callers that check the result themselves.
 

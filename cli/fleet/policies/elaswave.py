@@ -36,7 +36,8 @@ class ElasWave(Rerouting):
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with layers divided for the replicas left, `down` being dead by stage."""
+        """Return the samples per second with `down` dead workers by stage, after layers have moved so that stages with
+        fewer workers have fewer layers."""
         return self._cached_rate(down, migrated=True)
 
     def _cached_rate(self, down: DownByStage, *, migrated: bool) -> float:

@@ -30,8 +30,8 @@ class Oobleck(Policy):
         """Smallest number of nodes (machines) of a pipeline: half of its stages, rounded up."""
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures, spread over pipelines or removing whole ones, if
-        better."""
+        """Return the samples per second with this many failures: the better result of spreading them over all pipelines
+        and of removing whole pipelines."""
         pipelines, stages = self.scenario.pipelines, self.scenario.stages
         if not failures:
             return self.fault_free_rate

@@ -25,7 +25,8 @@ class Template(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def find_template(layers: tuple[float, ...], nodes: int) -> Template:
-    """Return the times of the best contiguous division of `layers` (seconds each) over nodes, by Oobleck's formula.
+    """Return the template (times of a pipeline) of the best contiguous division of `layers` (seconds each) over nodes,
+    by Oobleck's formula.
 
     With c_i the time of stage i = 0..S-1 and k* the slowest stage, it minimises T = T1 + T2 + T3 where
 
@@ -74,9 +75,10 @@ def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], 
 @lru_cache(maxsize=65536)
 def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...],
                                  microbatches: int) -> float:
-    """Return the seconds of an iteration on pipelines of these lengths (`shortest_iteration`).
+    """Return the seconds of an iteration if its micro-batches are divided in the best way over pipelines of these
+    lengths, whose stages divide `layers` (seconds each) in the best way.
 
-    `lengths` are pairs (nodes, number of pipelines with so many nodes).
+    The argument `lengths` has pairs (nodes, number of pipelines with so many nodes).
     """
     pipelines: Counter[Template] = Counter()
     for nodes, count in lengths:

@@ -8,8 +8,8 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """Line to compare policies with, whose rate depends on the number of live workers and their speed. Changes take no
-    time."""
+    """Policy that no system has, drawn as a line to compare policies with: its rate depends only on the number of live
+    workers and their speed, and changes take no time."""
 
     is_reference = True
     balances_speeds = True

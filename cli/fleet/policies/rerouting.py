@@ -12,7 +12,7 @@ class StageAssignment:
     """Table of the stage that each machine runs, and of the number of machines that each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Begin with a table without machines; `lacking` has the number of machines that each stage needs."""
+        """Create a table without machines; `lacking` has the number of machines that each stage needs."""
         self.stage_of: dict[int, int] = {}
         """Stage that each machine runs; machines without one are not in it."""
         self._lacking = list(lacking)
@@ -157,8 +157,8 @@ class Rerouting(RatedByStage):
         self._stages.assign_stage(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
-        """Assign stages to the live machines again, failures spread evenly. If they are too few for that, each keeps
-        its stage, and newcomers get the first one."""
+        """Assign stages to the live machines again, with failures spread evenly over stages. If too few are alive to
+        run every stage, each keeps its stage, and newcomers get the first stage."""
         spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
@@ -194,7 +194,8 @@ class Rerouting(RatedByStage):
 
 
 class ReCycle(Rerouting):
-    """1F1B while all workers are alive; then round-robin re-routing, split backward, staggered optimizer."""
+    """ReCycle's policy: 1F1B while all workers are alive; after a failure round-robin re-routing, with backward split
+    into I and W, and a staggered optimizer: each stage steps as soon as its own gradients are summed."""
 
     name = "recycle"
     title = "ReCycle as published"

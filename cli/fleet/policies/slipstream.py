@@ -78,8 +78,8 @@ class Slipstream(Rerouting):
         return self.steady_rate(0)
 
     def rebalanced_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the planner's schedule with layers moved, `down` workers being dead by
-        stage."""
+        """Return the samples per second of the planner's schedule with layers moved. Of `down`, the dead workers by
+        stage, only the sum counts, since layers can move."""
         failures = sum(down)
         return self.throughputs.rebalanced_answer(failures)[0] if failures < self.throughputs.workers else 0.0
 
@@ -113,7 +113,8 @@ class Slipstream(Rerouting):
         return max(at_once, self._best_rebalanced_rate()) if self.moves_layers else at_once
 
     def _best_rebalanced_rate(self) -> float:
-        """Return the best samples per second with layers moved: for the slow workers, or without the slowest ones."""
+        """Return the samples per second of the better choice with layers moved: a plan that gives slow workers less
+        work, or one that leaves the slowest idle."""
         return max(self._rate_of_best_choice(self._stages, self.rebalanced_rate), self._rate_for_slow_workers())
 
     def _rate_for_slow_workers(self) -> float:
@@ -127,9 +128,10 @@ class Slipstream(Rerouting):
                                                   SlowWorkerCount(len(slow), longest))[0]
 
     def _current_rebalanced_rate(self) -> float:
-        """Return the samples per second of the last plan with layers moved, at the machines' present speeds.
+        """Return the samples per second of the last plan with layers moved, scaled to the present speeds of machines.
 
-        If an op takes f times as long, the plan takes at most f times as long.
+        They are divided by the largest factor f by which a machine is slower than planned: if each op takes at most f
+        times as long, so does the plan.
         """
         return self._planned_rate / max([1.0, *(factor / self._planned_slowness.get(machine, 1.0)
                                                 for machine, factor in self.slow.items())])
@@ -155,7 +157,8 @@ class Slipstream(Rerouting):
         return self._rate_of_best_choice(stages, self.rate)
 
     def _rate_of_best_choice(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> float:
-        """Return the samples per second with the best number of the slowest machines left idle.
+        """Return the samples per second if the best number of the slowest machines is left idle; 0 if a stage has no
+        live machine.
 
         The function `rate` maps the dead or idle workers of each stage to samples per second.
         """
@@ -228,7 +231,7 @@ class Slipstream(Rerouting):
 
 
 class SlipstreamFixed(Slipstream):
-    """Slipstream without moves: no live worker loads other parameters; a newcomer may be given any stage."""
+    """Slipstream in which live workers keep their stages and layers; a newcomer may be given any stage."""
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"

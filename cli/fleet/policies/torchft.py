@@ -112,7 +112,8 @@ class TorchFT(Policy):
 
 
 class FTHSDP(TorchFT):
-    """Policy of torchft at 100,000 GPUs, with the stall that the FT-HSDP paper reports."""
+    """Policy of torchft with the times that the FT-HSDP paper reports for 100,000 GPUs: all pause for 3 minutes at a
+    failure, and a replica restarts in 10."""
 
     name = "ft-hsdp"
     title = "FT-HSDP: a replica that failed restarts alone, with a stall of 3 minutes"

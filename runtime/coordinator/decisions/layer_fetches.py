@@ -47,8 +47,8 @@ class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the change of members or layers that is being prepared, if any; a worker that is ready after its start
-    waits for the next."""
+    """State of the change of members or layers that is being prepared, if any; a worker that has started meanwhile
+    waits for the next change."""
 
     number: int = 0
     """Number of the last fetch of layers, by which workers answer it."""

@@ -50,8 +50,8 @@ class PartitionPlanner:
     """True if the holders of a layer keep different parts; otherwise each keeps all of it."""
 
     def find_lost_layers(self, keepers: HeldStateByWorker) -> list[int]:
-        """Return the layers of which some element, or for a layer without trained elements all of it, is kept by no
-        worker. The argument `keepers` has the layers and parts of each worker that remains."""
+        """Return the layers of which no worker keeps some element; a layer without trained elements is lost if no
+        worker holds it. The argument `keepers` has the layers and parts of each worker that remains."""
         kept, held = _group_by_layer(keepers), layers_in(layers for keeper in keepers.values()
                                                          for layers in keeper.layers)
         return [layer for layer, elements in enumerate(self.elements) if (

@@ -9,7 +9,8 @@ from slipstream.schedules.schedule import Worker
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """Completed change of the workers that take part, or of the layers that they hold."""
+    """Record of one change of the workers that take part, or of the layers that they hold: its causes, and how long it
+    took."""
 
     iteration: int
     """First iteration that ran after the change."""

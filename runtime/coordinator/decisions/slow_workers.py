@@ -196,7 +196,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         """Return the state after requesting, by an effect in `to`, a decision which schedule to run, if speeds differ
         from those of the `present` schedule.
 
-        Workers whose pause has ended are no longer left out. `iteration` is the next one to be committed.
+        Workers that have been left out for long enough may take part again, and count as of usual speed. `iteration` is
+        the next one to be committed.
         """
         due = [worker for worker, at in self.left_out.items() if to.at >= at]
         new = self.with_readmitted(due)

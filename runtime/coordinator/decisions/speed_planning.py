@@ -72,8 +72,8 @@ def round_factor(factor: float) -> float:
 
 
 def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> SpeedDecision:
-    """Return the decision for workers with these speeds: the `present` schedule, a better one, or one without slow
-    workers. Exceptions of `plan` are passed on."""
+    """Return which schedule to run at the measured `speeds` of workers: the `present` one, a faster one from the
+    planner `plan`, or one without slow workers. Exceptions of `plan` are passed on."""
     factors = dict(speeds)
     before = period_at(present, factors)
     live, every = present.seat_of.keys(), tuple(present.grid.workers())
@@ -101,8 +101,8 @@ def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds
 
 
 def _try_schedule(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:
-    """Yield the schedule that the function `planned` returns for the workers in `live`, or nothing if it finds none in
-    which each worker keeps its own role."""
+    """Yield the schedule that the function `planned` returns for the `live` workers; nothing if it finds none, or if
+    workers would change roles."""
     try:
         schedule = planned(live)
     except NoScheduleError:

@@ -208,8 +208,8 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order. Raises CommitLogError if it trains on other data, or expects other times of
-    samples (by which they are dealt), than the workers before it."""
+    """Add a worker that waits for an order. Raises CommitLogError if its training data, or the times that it expects
+    samples to take, differ from those of the workers before it."""
     state, worker = step.state, report.worker
     corpus = state.corpus or (report.corpus, worker)
     if report.corpus != corpus[0]:
@@ -302,7 +302,8 @@ def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:
 
 
 def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
-    """Handle a member that has paused. If it paused because of an error, the order ends for all members."""
+    """Handle the report of a member that it has stopped, either as it was asked to or because of an error. An error
+    ends the order for all members."""
     if report.validated is not None:
         _commit_iterations(step, *step.state.log.with_factor(report.order, report.validated))
     state, worker = step.state, report.worker
@@ -317,7 +318,8 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
 
 
 def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
-    """Handle a member that has written its parameters or its part of a checkpoint. The last one ends the order."""
+    """Handle a member that has written its final parameters, or its share of a checkpoint. The last one ends the
+    order."""
     state = step.state
     if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
         return

@@ -28,8 +28,7 @@ DownWorkers = tuple[Worker, ...]
 
 
 class PrecomputedPlan(msgspec.Struct, frozen=True):
-    """Precomputed schedule, whole and divided into what each worker must know of it (its share), in the form in which
-    both are stored."""
+    """Precomputed schedule, with the share of it that each worker must know. Both are stored in this form."""
 
     schedule: Schedule
     parts: DividedSchedule
@@ -71,10 +70,10 @@ class FailurePrecomputer:
         preload_solver()
 
     def find_plan(self, down: DownWorkers) -> tuple[Schedule, DividedSchedule] | None:
-        """Return a precomputed schedule for exactly these workers being down, with what each worker must know of it
-        (its share); None if there is none.
+        """Return a precomputed schedule in which exactly the `down` workers are down, and the share of it that each
+        worker must know; None if there is none.
 
-        The plan may have been made for equivalent workers; then its pipelines are renumbered.
+        The plan may have been made for workers of equivalent pipelines; then its pipelines are renumbered.
         """
         data = self._known.get(pattern_of(down, self._classes))
         if data is None:
@@ -100,8 +99,8 @@ class FailurePrecomputer:
         self._plan_next_failure()
 
     def _likely_failures(self, schedule: Schedule) -> Iterator[tuple[DownWorkers, int]]:
-        """Yield sets of workers that may fail next under a schedule, each with the number of workers or machines that
-        could fail in this way."""
+        """Yield sets of workers that may fail next under a schedule, each with a weight: for a single worker, the
+        number of equivalent pipelines; for a failure domain, 1."""
         lost = columns_by_pipeline(schedule.failed)
         equivalent: dict[object, list[int]] = defaultdict(list)
         for pipeline, kind in enumerate(self._classes):

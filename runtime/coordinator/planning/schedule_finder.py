@@ -59,8 +59,8 @@ class Rebalancer(Protocol):
 
 
 class SchedulePlanners(NamedTuple):
-    """Planners that find schedules for a run: for failures, for failures at given speeds, and with layers moved. None:
-    the run has no such planner."""
+    """Planners of a run: for failures, for failures at given speeds, and with layers moved. A planner that the run
+    lacks is None."""
 
     scheduler: Scheduler | None
     at_speeds: SchedulerAtSpeeds | None = None
@@ -152,8 +152,8 @@ class ScheduleService:
         return PreparedSchedule(encode(schedule), self._divided(schedule))
 
     def request_schedule(self, question: ScheduleRequest) -> None:
-        """Start to answer a request, unless it or too many others are in progress; in the latter case, the caller must
-        repeat the call after another one has been answered."""
+        """Start to find the requested schedule in the background. Does nothing if this request, or too many others, are
+        in progress; in the latter case, the caller must repeat the call after another one has been answered."""
         since = time.monotonic() - STUCK_REQUEST_SECONDS
         running = sum(request.settled == question.settled and start > since for request, start in self._asked.items())
         if question in self._asked or running >= (1 if question.settled else MAX_CONCURRENT_REQUESTS):
@@ -196,8 +196,8 @@ class ScheduleService:
         self._background(work, decided, awaited=False)
 
     def _choose_speed_planner(self, question: SpeedRequest) -> SchedulerAtSpeeds:
-        """Return the planner for given speeds that leaves the layers where the current schedule has them; if the run
-        has none, a function that raises NoScheduleError."""
+        """Return the planner for given speeds that leaves all layers with their present holders; if the run has no
+        planner for speeds, a function that raises NoScheduleError."""
         present, finders = question.present, self._finders
         rebalancer = finders.rebalancer
         if finders.at_speeds is None:

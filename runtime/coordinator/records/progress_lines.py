@@ -64,7 +64,8 @@ class RunReporter:
             self._notify(f"node 0, at {address}, waits for " + describe_awaited(workers, self._run.shares, agents))
 
     def log_checkpoint(self, report: CheckpointSaved) -> None:
-        """Log that a checkpoint is complete if this report, from a worker that has saved its layers, makes it so."""
+        """Log that a checkpoint is complete, if the `report` of a worker that has saved its layers is the first to say
+        so."""
         if report.complete and report.iteration > self._checkpointed:
             self._checkpointed = report.iteration
             self._log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
@@ -96,7 +97,7 @@ class RunReporter:
                      "committed")
 
     def check_folder(self, report: Ready) -> None:
-        """Report, once in a run, if the worker that is ready writes to another folder than node 0, so that no
+        """Report, once in a run, that a worker which is ready writes to another folder than node 0, if so: then no
         checkpoint is complete."""
         if report.folder != self._folder and not self._apart:
             self._apart = True
@@ -114,10 +115,11 @@ class RunReporter:
 
 
 def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:
-    """Return a clause that names the nodes that have not connected, and the missing workers of nodes that have.
+    """Return a clause that names the missing workers: nodes that have not connected, and single workers of nodes that
+    have.
 
-    The missing workers are `awaited`, all workers of each node `shares`, and the nodes other than 0 that have connected
-    `agents`.
+    The missing workers are `awaited`. `shares` has all workers of each node, and `agents` the nodes other than 0 that
+    have connected.
     """
     nodes, workers, awaited = [], [], set(awaited)
     for node, share in enumerate(shares):

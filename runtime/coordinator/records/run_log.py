@@ -44,9 +44,9 @@ class RunLog:
     """Log that appends to the files in a run's folder.
 
     Lines that an earlier run has left are kept for iterations before `first`. Metrics are written before losses, so
-    that a process killed between the two leaves no iteration whose loss is there and whose metrics are not. `write`
-    runs the file operations and reports those that fail. Raises OSError if a file cannot be opened, but never later,
-    and ConfigError if `tensorboard` is given and its package is not installed.
+    that a process killed between the two leaves no iteration whose loss is there and whose metrics are not. The writer
+    passed as `write` runs the file operations and reports those that fail. Raises OSError if a file cannot be opened,
+    but never later, and ConfigError if `tensorboard` is given and its package is not installed.
     """
 
     def __init__(self, folder: Path, first: int = 0, write: Writer = IMMEDIATE_WRITER, *,

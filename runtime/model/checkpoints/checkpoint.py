@@ -53,11 +53,11 @@ OnEnded = Callable[["CheckpointError | None"], None]
 
 
 class CheckpointError(DocumentError):
-    """Checkpoint that cannot be written, read or used in this run. The message is one line."""
+    """Error of a checkpoint that cannot be written, read or used in this run. The message is one line."""
 
 
 class DamagedError(CheckpointError):
-    """Checkpoint whose files differ from what was written. The message is one line."""
+    """Error of a checkpoint whose files differ from what was written. The message is one line."""
 
 
 class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -339,8 +339,8 @@ def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerSt
     """Write the given layers to the folder of an unfinished checkpoint, and complete it if no layer of the model is
     missing then.
 
-    Next to the file of each layer, a JSON file is written: `manifest`, whose list of layers is empty, with this layer
-    alone. Does nothing if the checkpoint is already complete.
+    Next to the file of each layer, a JSON file is written: a copy of `manifest`, whose list of layers is empty, that
+    lists this layer. Does nothing if the checkpoint is already complete.
     """
     iteration, identity = manifest.iteration, manifest.identity
     if (folder / f"iteration-{iteration}").exists():

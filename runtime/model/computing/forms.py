@@ -155,7 +155,8 @@ def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunCon
 
 
 def _model_error(config: RunConfig, what: str) -> ConfigError:
-    """Return a ConfigError whose message has the model's key and value in the job file, then `what` is wrong."""
+    """Return a ConfigError whose message has the model's key and value in the job file, and then `what`, which says
+    what is wrong."""
     model = config.model
     values = {"hugging_face": model.hugging_face, "torchtitan": model.torchtitan, "name": model.name}
     key = next(key for key, name in values.items() if name is not None)

@@ -79,8 +79,8 @@ class Rehearsal:
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
-        """Return True if this method has not been called with this kind before: what `_kind_of` returns for the layers
-        of a slice, or the dtypes of a step."""
+        """Return True on the first call with this `kind`: the classes and parameter shapes of a slice's layers, or the
+        dtypes of a step."""
         new = kind not in self._known
         self._known.add(kind)
         return new

@@ -222,8 +222,8 @@ class WorkerSlices:
             runner.loss_scale = loss_scale
 
     def take_loss(self) -> float:
-        """Return this worker's part of the mean loss, summed over the micro-batches run since the last call; 0 if none
-        of its layers adds to the loss."""
+        """Return this worker's share of an iteration's mean loss: the sum of the losses, each times its `loss_scale`,
+        of the micro-batches run since the last call. It is 0 if none of its layers adds to the loss."""
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
     def free_microbatches(self) -> None:

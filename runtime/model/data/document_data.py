@@ -14,7 +14,8 @@ from slipstream.runtime.model.microbatch import Microbatch
 
 
 class PackedBatch(NamedTuple):
-    """Micro-batch of B samples of T tokens that contain documents: three int64 [B, T] on the CPU."""
+    """Micro-batch of B samples of T tokens that contain documents: tokens, targets and positions, each int64 [B, T] on
+    the CPU."""
 
     tokens: Tensor
     targets: Tensor

@@ -30,11 +30,11 @@ CHECKED_TOKENS = 2**25
 
 
 class BadSampleError(ConfigError):
-    """Samples that no worker can train on. It ends the run, as other workers would read the same samples."""
+    """Error in samples, on which no worker can train. It ends the run, as other workers would read the same samples."""
 
 
 class BadTokenError(BadSampleError):
-    """Token that is not in the model's vocabulary."""
+    """Error of a token that is not in the model's vocabulary."""
 
 
 class TokenData:
@@ -119,9 +119,12 @@ class TokenData:
         return numbers
 
     def _block_starts(self, limit: int) -> list[int]:
-        """Return the position of the first token of each block of `BLOCK_TOKENS` consecutive tokens to read, for a
-        check or a digest: of all blocks if these have at most `limit` tokens, else of some, spread evenly, with the
-        first and the last."""
+        """Return the position of the first token of each block of `BLOCK_TOKENS` consecutive tokens that a check or a
+        digest reads.
+
+        All blocks are read if these have at most `limit` tokens, else some of them, spread evenly, with the first and
+        the last.
+        """
         count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
         starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
         return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]

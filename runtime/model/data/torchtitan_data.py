@@ -29,7 +29,7 @@ arguments`, if given, replaces all of them."""
 
 
 class Sample(NamedTuple):
-    """Micro-batch of three tensors, each int64 [batch, context]."""
+    """Micro-batch of tokens, targets and positions, each int64 [batch, context]."""
 
     tokens: Tensor
     targets: Tensor

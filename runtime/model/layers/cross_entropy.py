@@ -66,8 +66,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradient of the logits, the softmax less 1 at the target, times `scale`, the gradient of the mean
-        loss, over the number of tokens that count."""
+        """Return the gradient of the logits: the softmax, less 1 at the target, times `scale` (the gradient of the mean
+        loss), divided by the number of tokens that count. It is 0 for tokens that do not."""
         logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         weight_N = counted_N * (scale / count)

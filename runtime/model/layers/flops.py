@@ -21,16 +21,15 @@ class ForwardFlops:
         self._counter = counter
 
     def training_flops(self, microbatches: int) -> float:
-        """Return the floating-point operations of forward and backward of `microbatches` micro-batches.
-
-        They are computed from those counted in one forward.
-        """
+        """Return the floating-point operations of forward and backward of `microbatches` micro-batches: for each, three
+        times those counted in one forward."""
         return float(self._counter.get_total_flops()) * (1 + BACKWARD_PRODUCTS) * microbatches
 
 
 @contextmanager
 def counting_flops() -> Iterator[ForwardFlops]:
-    """Count the floating-point operations of a forward within the context, also on tensors without memory."""
+    """Yield a counter of the floating-point operations of the forward that runs within the context, which may be on
+    tensors without memory."""
     with FlopCounterMode(display=False, custom_mapping={
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}) as counter:
         yield ForwardFlops(counter)

@@ -24,8 +24,8 @@ class LayerParameter(NamedTuple):
 
 
 class Sharing:
-    """Groups of parameters of different layers that are one parameter, which belongs to the layer that is first in the
-    group.
+    """Groups of parameters that layers share. Each group is one parameter, which belongs to the layer that is first in
+    the group.
 
     The number of the model's last layer is `last`; None if it is not known.
     """
@@ -36,8 +36,8 @@ class Sharing:
         self._first = {place: group[0] for group in groups for place in group}
 
     def first_of_group(self, layer: int, name: str) -> LayerParameter:
-        """Return the first of the parameters, of several layers, that are one parameter with this one (their group);
-        the parameter itself if it is not shared."""
+        """Return the first parameter of the group that this parameter is in; the parameter itself if it is not
+        shared."""
         place = LayerParameter(layer, name)
         return self._first.get(place, place)
 
@@ -46,20 +46,20 @@ class Sharing:
         return (layer, name) in self._first
 
     def copies_in(self, layer: int) -> dict[str, LayerParameter]:
-        """Return the parameters of a layer that are shared with an earlier member of their group: by name, the first
-        parameter of the group."""
+        """Return the shared parameters of a layer that belong to another layer: by name, the first parameter of the
+        group."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
-        """Yield each group of parameters that are one parameter, if it has some in `layers`: its first parameter, and
-        those in these layers."""
+        """Yield, for each group of shared parameters that has some in `layers`, its first parameter, and those in these
+        layers."""
         for group in self.groups:
             places = [place for place in group if place.layer in layers]
             if places:
                 yield group[0], places
 
     def tie_parameters(self, layers: Mapping[int, nn.Module]) -> None:
-        """Make the parameters that these layers share one tensor, in place: that of the layer which comes first in the
+        """Make the parameters that these layers share one tensor, in place: that of the first of these layers in the
         group."""
         for _, (source, *others) in self.groups_in(layers):
             parameter = layers[source.layer].get_parameter(source.name)
@@ -67,8 +67,8 @@ class Sharing:
                 replace_tensor(layers[other.layer], other.name, parameter)
 
     def without_copies(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's whole state (`part_state.assemble_state`) without the shared parameters that another layer's
-        state has (`first_of_group`), as it is saved."""
+        """Return a layer's whole state (`part_state.assemble_state`) as it is saved: without the shared parameters that
+        belong to another layer."""
         copies = self.copies_in(layer)
         return {key: tensor for key, tensor in state.items() if parameter_name(key) not in copies}
 

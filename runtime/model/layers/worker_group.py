@@ -211,7 +211,7 @@ def _reduce_options(options: Any) -> Any:
 
 
 class _ThreadGroup(threading.local):
-    """Process group of which a thread simulates a rank; None if it simulates none."""
+    """Thread-local storage of the process group of which the thread simulates a rank; None if it simulates none."""
 
     group: WorkerGroup | None = None
 

@@ -15,8 +15,8 @@ CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
 
 
 class CopyGradients:
-    """Gradient buffers, two for each part, of the parts of other workers that one worker keeps copies of, for all
-    ranges of layers whose gradients it reduces."""
+    """Gradient buffers, two for each part, of the parts of other workers whose buddy is one worker, for all ranges of
+    layers whose gradients it reduces."""
 
     def __init__(self) -> None:
         self._buffers: dict[LayerRange, dict[Span, list[Tensor]]] = {}
@@ -29,7 +29,7 @@ class CopyGradients:
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 
     def buffers_of(self, layers: LayerRange, buffer: int) -> Mapping[Span, Tensor]:
-        """Return buffer number `buffer`, of the two, of each copied part of a range of layers, by the part's span."""
+        """Return buffer number `buffer`, 0 or 1, of each copied part of a range of layers, by the part's span."""
         return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:

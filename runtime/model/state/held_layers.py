@@ -188,8 +188,8 @@ class HeldLayers:
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
 
     def start_copy_steps(self) -> None:
-        """Start the optimizer steps of copies of other workers' parts, whose iteration is committed, during
-        computation.
+        """Start the optimizer steps of copies of other workers' parts for the last iteration that is known to be
+        committed, concurrently with computation.
 
         To be called after other workers' parameters of the latest step, which may be a guess, have arrived.
         """
@@ -228,8 +228,8 @@ class HeldLayers:
                                  for first, places in self.sharing.groups_in(self.modules)}
 
     def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
-        """Give zero gradients to the parameters that are reduced with a range, without shared ones; return their flat
-        tensors."""
+        """Give zero gradients to the parameters whose gradients are summed with those of a range, without shared ones;
+        return the flat tensors that hold the gradients."""
         kind = gradient_dtype(self._config)
         ruled = [self.modules[layer].get_parameter(name) for layer in range(*layers)
                  for name in trained_parameters(self.modules[layer]) if name in step_rules(self.modules[layer])]
@@ -237,8 +237,8 @@ class HeldLayers:
                 *_flatten_gradients(self._reduced_parameters(layers, whole=True), kind), *_flatten_gradients(ruled)]
 
     def _zero_shared_gradients(self, mine: LayerParameter) -> list[Tensor]:
-        """Give a zero gradient to the shared parameter of which `mine` is a held copy, and return its flat tensor in a
-        list."""
+        """Give a zero gradient to the shared parameter of which `mine` is a held copy; return a list with the flat
+        tensor that holds the gradient."""
         return _flatten_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
 
     def flat_gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
@@ -251,8 +251,8 @@ class HeldLayers:
         return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
 
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
-        """Return the gradients of `what`, a range of layers or `LAYER.NAME` of a shared parameter, to be summed in
-        place."""
+        """Return the flat gradients, one tensor a dtype, of `what`: a range of layers, or `LAYER.NAME` of a shared
+        parameter. They are to be summed over workers in place."""
         return self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
 
     def layer_squares(self) -> dict[int, float]:
@@ -261,8 +261,8 @@ class HeldLayers:
         return self.optimizer.layer_squares()
 
     def sum_squares(self) -> float:
-        """Return the sum of squares of the gradients that this worker owns, for display: its bits depend on the
-        layout."""
+        """Return the sum of squares of the gradients of the parts that this worker owns, for display: its rounding
+        depends on the layout."""
         # Ranks of a group share some parameters, members may own parts, and parameters with rules do not count.
         if worker_group() is not None or any(one.sharded for one in self.cuts.values()) or any(
                 map(step_rules, self.modules.values())):
@@ -327,7 +327,7 @@ def build_on_meta(model: LayeredModel, layer: int) -> nn.Module:
 def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
     """Build a layer on the model's device, and mark its parameters that are not cut into parts (`mark_uncut`).
 
-    The argument `filled` is as in `build_on_device`.
+    With `filled` false, its parameters have arbitrary values, for state that is loaded later (see `build_on_device`).
     """
     module = build_on_device(model, layer, filled=filled)
     _mark_uncut(layer, module, config, sharing_of(model))
@@ -335,7 +335,7 @@ def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, fill
 
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> HeldLayers:
-    """Build a `HeldLayers` of the given layers, in their state before the first iteration."""
+    """Build a `HeldLayers` of the given layers, with their initial parameters."""
     return HeldLayers({layer: build_layer(model, layer, config) for layer in layers}, config, sharing_of(model))
 
 
@@ -387,8 +387,8 @@ def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | 
 
 
 def _flat_lengths(cuts: Mapping[LayerRange, StatePartition]) -> dict[LayerRange, tuple[int, bool]]:
-    """Return by range the padded length and whether state is sharded: flat tensors keep their memory while these are
-    equal."""
+    """Return, for each range of layers, the two values on which its flat tensors depend: the padded length, and whether
+    state is sharded."""
     return {layers: (cut.padded_length, cut.sharded) for layers, cut in cuts.items()}
 
 

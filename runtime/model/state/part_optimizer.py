@@ -130,7 +130,7 @@ class PartOptimizer(UndoableSteps):
     @property
     def last_final(self) -> int:
         """Last iteration whose step can no longer be undone, because a later step, or the step of the copies, has been
-        made; -1 otherwise."""
+        made; -1 if there is none."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 

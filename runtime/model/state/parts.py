@@ -55,7 +55,10 @@ class ElementCounts(NamedTuple):
 
 
 class StatePartition(NamedTuple):
-    """Partition of the elements of a range of layers into parts, each with an owner and perhaps a buddy."""
+    """Partition of the elements of a range of layers into parts, each with an owner and perhaps a buddy.
+
+    If state is not sharded, there is one part, which all members store and step.
+    """
 
     members: tuple[Worker, ...]
     """Workers that reduce the range, ascending."""
@@ -85,11 +88,8 @@ class StatePartition(NamedTuple):
         return (*self.own_parts(worker), *self.copied_parts(worker)) if self.sharded else self.spans
 
     def stepped_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts that a member steps within the iteration: its own, without copies; all if state is not
-        sharded.
-
-        While it trains, it sends the results to others.
-        """
+        """Return the parts that a member steps and sends to others within the iteration: its own, without its copies of
+        others; all if state is not sharded."""
         return self.own_parts(worker) if self.sharded else self.spans
 
     def after_losses(self, members: Sequence[Worker]) -> "StatePartition | None":
@@ -137,9 +137,9 @@ def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: Ori
                      domains: Domains, *, sharded: bool) -> dict[LayerRange, StatePartition]:
     """Return the partition of each range of layers over the members that hold it.
 
-    A range in `cut_for` is cut for the original members named there, and lost members' parts go to their buddies. The
-    function `elements` returns the numbers of a layer's elements. Raises ValueError if neither owner nor buddy of some
-    part remains.
+    A range in `cut_for` is cut for the original members named there, and lost members' parts go to their buddies. Owner
+    and buddy are in different `domains` (groups of workers that fail together), if possible. The function `elements`
+    returns the numbers of a layer's elements. Raises ValueError if neither owner nor buddy of some part remains.
     """
     cuts = {}
     for layers, members in ranges.items():
@@ -181,8 +181,8 @@ def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int
 def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], elements: Callable[[int], ElementCounts],
                     which: Callable[[StatePartition, Worker],
                                     tuple[Span, ...]] = StatePartition.stored_parts) -> dict[int, tuple[Span, ...]]:
-    """Return the spans of each layer that a member stores, or those that `which` selects: `StatePartition.own_parts` or
-    `StatePartition.stepped_parts`.
+    """Return, for each layer, the spans that a member stores under the partitions `cuts`, or those that `which`
+    selects: `StatePartition.own_parts` or `StatePartition.stepped_parts`.
 
     Parameters that are not cut are owned by the first member; all members store and step them.
     """

@@ -27,7 +27,8 @@ HOST = torch.device("cpu")
 class SteppedPart(UndoableSteps):
     """Received part that includes the optimizer's state, and is stepped as on the sender, with the sender's gradients.
 
-    The layer is `module`, which stays unchanged, and `device` computes the steps.
+    Its tensors are copies in host memory, and `device` computes the steps. The layer `module` gives only names, shapes
+    and step rules; it stays unchanged.
     """
 
     def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig, device: torch.device,

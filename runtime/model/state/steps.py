@@ -48,9 +48,11 @@ StartSum = Callable[[Sequence[float]], PendingSums]
 class StepState(Enum):
     """State of a worker's last optimizer step.
 
-    A step that depends on sums over all workers is WAITING, GUESSED or REFUTED until they arrive. Then it is FINAL,
-    unless a guess was wrong. After a wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID
-    until `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any state to FINAL.
+    Until the sums over all workers that it depends on arrive, a step is GUESSED (made on the guess that nothing is
+    clipped), WAITING (not made), or REFUTED (not made, because this worker's gradients show that the guess is wrong).
+    Then it is FINAL, unless a guess was wrong. After a wrong guess it is CORRECTED until all ranks of the worker
+    `validate`, and VOID until `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any
+    state to FINAL.
     """
 
     FINAL = "made or skipped for good"
@@ -105,8 +107,8 @@ class StepController:
         """Last iterations whose sums have arrived, each with its mean loss."""
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
-        """Run O: step all held layers, finally, or on the guess that nothing is clipped while the gradient norm is
-        summed.
+        """Run O: step all held layers, either conclusively or on the guess that nothing is clipped, while the gradient
+        norm is summed.
 
         A guessed step is checked later (`validate`), and made again if it was wrong. This worker's share of the mean
         loss is `loss`. `until_unread` waits until no other worker reads this worker's gradients. Raises
@@ -209,8 +211,8 @@ class StepController:
             self._when_validated.append(call)
 
     def _finish_step(self) -> None:
-        """Report that the step is final, set the gradients to zero, and make the calls that `when_validated` has
-        stored."""
+        """Call `stepped` for the iteration whose step is now final, set the gradients to zero, and make the calls that
+        `when_validated` has stored."""
         self._on_stepped(self.iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []

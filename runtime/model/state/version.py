@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class VersionError(RuntimeError):
-    """State of another version than the one needed. The message is one line."""
+    """Error for state that is not that after the expected iteration. The message is one line."""
 
 
 class Version(NamedTuple):

@@ -100,11 +100,11 @@ class DecoderLayer(nn.Module):
         return self._count_routing(features, logits[0], padding, None if isinstance(given, Tensor) else given)
 
     def _count_routing(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> RoutedFeatures:
-        """Return features with the counts of all layers before, in `given` (None if there are none), plus those of this
-        layer.
+        """Return features with the routers' counts (`RoutedFeatures`) up to this layer: those in `given`, the layer's
+        input, plus its own.
 
-        The counts are computed from the router's logits as in `load_balancing_loss_func` of transformers. Tokens where
-        `padding` is 0 do not count.
+        If `given` is None, no layer before has counts. The counts are computed from the router's logits as in
+        `load_balancing_loss_func` of transformers. Tokens where `padding` is 0 do not count.
         """
         experts, top = logits.shape[-1], self._config.num_experts_per_tok
         weights = logits.softmax(-1)

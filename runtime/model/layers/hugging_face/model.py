@@ -183,7 +183,8 @@ def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: 
                   name: str) -> dict[str, Tensor]:
     """Convert a decoder layer's tensors from their form in files, with experts separate, to that of its modules.
 
-    The model's `name` is for error messages. Raises ConfigError if the tensors do not fit.
+    The class of the whole model is `kind`; the model's `name` is for error messages. Raises ConfigError if the tensors
+    do not fit.
     """
     decoders = FAMILIES[config.model_type].decoders
     try:

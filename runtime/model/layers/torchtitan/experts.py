@@ -23,8 +23,8 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Let a layer's mixtures of experts leave the number of tokens of each expert as the gradient of the bias by which
-    tokens choose experts; return, by the bias's name, the rule that steps it.
+    """Change a layer so that its backward leaves the number of tokens of each expert as the gradient of the bias by
+    which tokens choose experts; return, by the bias's name, the rule that steps it.
 
     The layer, on the meta device, is changed in place.
     """
@@ -44,7 +44,8 @@ def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
 
 @cache
 def _counting_class(kind: Any) -> Any:
-    """Return a subclass of torchtitan's mixture that leaves its token counts as the gradient of the bias."""
+    """Return a subclass of `kind`, torchtitan's mixture of experts, whose backward leaves its token counts as the
+    gradient of the bias."""
     return type(kind.__name__, (_CountingMixin, kind), {})
 
 

@@ -129,8 +129,8 @@ class _LayerMixin(nn.Module):
         return next(iter(self.layers.values()), None)
 
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
-        """Apply the layer to tokens or features, and return features or logits; all ranks of a worker have both
-        whole."""
+        """Apply the layer to tokens or features, and return features or logits; both are whole on all ranks of a
+        worker."""
         return as_plain_tensor(self._run_decoder(as_replicated(given, self), batch))
 
     def __deepcopy__(self, _: object) -> nn.Module:

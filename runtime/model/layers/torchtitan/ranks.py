@@ -14,10 +14,11 @@ from slipstream.runtime.model.layers.worker_group import worker_group
 
 
 def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Module:
-    """Return this rank's part of a layer, made of `parts`: the same layer, built on the meta device, which is cut and
-    filled.
+    """Return this rank's part of a layer: `parts`, the same layer on the meta device, cut over the ranks in place and
+    filled from `layer`.
 
-    All ranks build the same layer, so nothing is sent. Raises ConfigError if the layer cannot be cut.
+    All ranks build the same layer, so nothing is sent. If `device` is the meta device, nothing is filled. Raises
+    ConfigError if the layer cannot be cut.
     """
     group = worker_group()
     assert group is not None

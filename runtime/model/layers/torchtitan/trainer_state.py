@@ -26,10 +26,10 @@ _CPU = torch.device("cpu")
 
 
 def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
-    """Save the state of a Trainer so that a run begins with it.
+    """Save the state of a Trainer so that a run begins with it; return the checkpoint, or None before the first step.
 
-    After `trainer.step` steps, this is a checkpoint in `folder`, which is returned. Before the first step, it is the
-    initial parameters, in the folder that `build_run_config` has set, and None is returned. Raises ConfigError and
+    After `trainer.step` steps, the state is written as a checkpoint to `folder`. Before the first step, only the
+    initial parameters are written, to the folder that `build_run_config` has set. Raises ConfigError and
     CheckpointError.
     """
     if trainer.step == 0:
