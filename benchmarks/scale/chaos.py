@@ -395,12 +395,20 @@ class World:
     # --- faults
 
     def _may_die(self, workers: list[Worker]) -> bool:
-        """Return whether a worker may die, so that each stage keeps a live member."""
-        left = Counter(worker.column for worker in self.members & self.live.keys() if worker not in set(workers))
+        """Return whether workers may die, so that each stage keeps a live member with its layers.
+
+        A process that was started again has none until an order that it is in.
+        """
+        left = Counter(worker.column for worker in self.members & self.live.keys()
+                       if worker not in set(workers) and self.live[worker].stepped is not None)
         return len(left) == self.stages
 
     def _nodes_die(self, nodes: list[int], *, silently: bool) -> bool:
         workers = [worker for node in nodes for worker in self.shares[node]]
+        is_starting = any(worker in self.live and self.live[worker].stepped is None for worker in workers)
+        is_empty = not all(any(worker in self.live for worker in self.shares[node]) for node in nodes)
+        if silently and (is_starting or is_empty) and virtual.SILENT_SECONDS > RETURN:
+            return False  # a machine with a worker that is not ready is missed once the system gives up its connections
         if not self._may_die(workers):
             return False
         for node in nodes:
