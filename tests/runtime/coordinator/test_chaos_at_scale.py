@@ -53,6 +53,6 @@ def test_one_that_forgets_what_is_committed_is_found_out(tmp_path, monkeypatch):
 def test_a_machine_gone_without_a_word_is_missed_also_where_a_worker_of_it_had_died_before(tmp_path, monkeypatch):
     """Its launcher, started again, does not wait until the system gives up the connection of the one before."""
     monkeypatch.setattr(virtual, "SILENT_SECONDS", 1e6)
-    monkeypatch.setattr(chaos, "FAULTS", {"worker": 10, "machine": 2})
-    found = chaos.chaos(WORKERS, 120, 1, tmp_path, seconds=1.0)
+    monkeypatch.setattr(chaos, "FAULTS", {"worker": 10, "machine": 4})
+    found = chaos.chaos(WORKERS, 120, 14, tmp_path, seconds=1.0)
     assert found["machine"] > 10
