@@ -51,8 +51,11 @@ class Choice(NamedTuple):
 
 
 class LayoutChoice(NamedTuple):
-    """Dispatch rule (which op a worker starts) that is tried first if a layout gives the worker of each unit;
-    `fill_wait`, the wait for the first gradient, is in durations of an F."""
+    """Dispatch rule (which op a worker starts) that is tried first if a layout gives the worker of each unit.
+
+    The fields are those of `DispatchRule`, except that `fill_wait` is in durations of an F: before a worker's first I
+    or B, the worker starts no F if an I or B is known to become ready within that time.
+    """
 
     forward_order: Literal["deepest", "oldest"]
     lookahead: float

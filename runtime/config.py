@@ -157,8 +157,11 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """Return, for each layer, the three coefficients from which the seconds of its F, I or W (`kind`) are
-        computed."""
+        """Return the three coefficients (a, b, c) of each layer for the op `kind`, which is F, I or W.
+
+        On that layer, the op takes a seconds for each sample, b for each token, and c for each square of a document's
+        length.
+        """
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
 

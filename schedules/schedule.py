@@ -314,10 +314,12 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
-        """Return the duration of an op on a physical worker, at this worker's speed.
+        """Return the duration of an op in ticks on a physical worker; compute ops take longer or shorter on a worker in
+        `slow`.
 
-        All durations of single ops are looked up here. The argument `where` is the number of the slice or, for O, the
-        column of the worker's role (see also `optimizer_ticks`).
+        The argument `where` is the number of the op's slice, for A too: stages are numbered first, then the other
+        slices of the schedule (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
+        `optimizer_ticks` for a worker whose seat lists its layers. All durations of single ops are looked up here.
         """
         if kind is OpKind.O:
             return self.optimizer[where]

@@ -212,10 +212,11 @@ class Policy(ABC):
         return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training_phase(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
-        """Return phases that equal `phases` for the first `seconds`, and then pause (`stall`) and train at `rate`
-        samples per second.
+        """Return a copy of `phases` that is cut off after `seconds`, and continues with a pause (`stall`) and training
+        at `rate` samples per second.
 
-        A phase is a span of time at one training rate. Samples that were not redone by then are redone at the new rate.
+        A phase is a span of time at one training rate. In some phases, samples that a failure lost are trained again.
+        Those that are still to be trained again at the cut are trained after the pause, at the new rate.
         """
         unchanged: list[Phase] = []
         for index, phase in enumerate(phases):

@@ -93,8 +93,11 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cost(NamedTuple):
-    """Estimate for one or several layers, on each GPU of a worker: seconds and activation bytes for one micro-batch,
-    bytes that are always held, and numbers for the optimizer step."""
+    """Estimated cost of one or several layers on each GPU of a worker.
+
+    It has seconds and activation bytes for one micro-batch, the number of parameters and the bytes that are always
+    held, and for the optimizer step, the parameters that Muon steps and the seconds of its matrix products.
+    """
 
     forward: float
     """Seconds of F. `backward_input` and `backward_weight` are in seconds, too."""

@@ -260,11 +260,12 @@ class Divider:
                    for position in range(len(replica.workers)))
 
     def _unchanged_load(self, replica: Replica, position: int, count: int) -> int:
-        """Return the ticks of worker number `position` of a replica that keeps its stages and runs `count`
-        micro-batches.
+        """Return the load, in ticks, of worker number `position` of a replica that keeps its stages, if the replica
+        runs `count` micro-batches.
 
-        They are those of its ops at its speed, of the closing ops (reductions and optimizer step), and of the least
-        idle time.
+        The load is the worker's compute ops at its speed, the all-reduces and optimizer steps of its layers, and the
+        least time that the worker must idle between its first F and its first I (`make_idle_function`; taken as 0 if
+        its layers are not consecutive).
         """
         problem, worker = self._problem, replica.workers[position]
         compute = count * sum(problem.costs.work[layer] for layer in problem.list_held_layers(worker))

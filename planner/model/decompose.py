@@ -43,7 +43,10 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_whole_piece(problem: Problem) -> Piece:
-    """Return the whole problem as a single subproblem with one copy."""
+    """Return the problem, undivided, as its only subproblem.
+
+    The one copy, the set of pipelines that run by the subproblem's solution, is all pipelines.
+    """
     return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
 
 

@@ -137,13 +137,16 @@ def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incum
 
 def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
                    params: PieceParams = DEFAULTS.pieces) -> Incumbent:
-    """Divide a problem into subproblems, and return it as a candidate without solutions.
+    """Divide a problem into subproblems, and return them as a candidate (`Incumbent`) without solutions.
 
-    If `bound` is None, the strongest proven bound is used. Unless live workers of a stage would take different times
-    for their own micro-batches, each keeps its own: choosing hosts for all of them widens the search more than it gains
-    (measured: plans of benchmarks.quality with capacity S became up to 4 % longer). With `shedding` and few
-    micro-batches, live workers of stages that have lost a worker may hand on their own. The memory of moved layers is
-    `moved`, as in `Incumbent`.
+    The candidate stores `bound`, a lower bound on its period (None: the strongest proven one), and `moved`, the memory
+    units of the layers that workers receive for it (their number if the job gives no weights).
+
+    In the subproblems, live workers run all micro-batches of their own pipelines, and only those of failed workers may
+    go to any peer: a free choice for all widens the search more than it gains (measured in benchmarks.quality, with
+    memory for as many activations as there are stages: plans became up to 4 % longer). A problem that allows a free
+    choice keeps it if live workers of a stage would otherwise take different times. With `shedding` and few
+    micro-batches, live workers of a stage that lost a worker may hand on their own, too.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
     searched = problem if problem.has_unequal_time or problem.assigned else \

@@ -465,12 +465,15 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
-    """Return the memory to reserve when an F starts, by stage, if layers are held by column.
+    """Return, by stage, the memory taken and the memory that must be free when an F starts, if layers are held by
+    column.
 
     If workers have enough memory, an F takes the peak of its stage (the larger of the activation and what W needs), and
-    needs room for the peaks of its worker's later stages, too. No I then ever waits for room. Otherwise the least with
-    which a plan exists is reserved (`min_room`). With so little room, micro-batches in opposite directions would block
-    each other, so that directions take turns.
+    the peaks of its worker's later stages must be free, too. No I then ever waits for room.
+
+    Otherwise an F takes its activation, and the least memory with which a plan exists (`min_room`) must be free. As
+    micro-batches in opposite directions of a bidirectional pipeline would then block each other, the result also says
+    that one direction must finish before the other begins (`chains_in_turn`).
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
     most = tuple(peak_memory(problem, stage) for stage in stages)

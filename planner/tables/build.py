@@ -203,7 +203,11 @@ WHOLE_TABLE = Share()
 
 
 class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a table for which other processes have not planned all of their entries yet."""
+    """Progress of a table of which other processes still have entries to plan.
+
+    It has the number of all entries (one schedule for each number or pattern of failures), of finished ones, and of
+    those that this call planned, and the seconds that the call took.
+    """
 
     entries: int
     finished: int
@@ -375,9 +379,10 @@ def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
 
 
 def _node_tasks(job: Job) -> Iterator[EntryTask]:
-    """Iterate over entries for the loss of any one or two nodes, one for each different pattern of failures.
+    """Iterate over the entries (schedules to plan for a table) for the loss of any one or two nodes.
 
-    Raises TableError if nodes are unknown or too many.
+    Sets of nodes whose loss leaves the same pattern of failures (which columns of a pipeline failed) share one entry.
+    Raises TableError if the job does not state its nodes, or if there are more than `MAX_ENTRIES` such sets.
     """
     if not job.nodes:
         raise TableError("--by-node: the job file does not say which workers share a node; add [topology] "

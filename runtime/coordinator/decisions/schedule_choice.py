@@ -72,7 +72,12 @@ def _attempt_whole_stages(step: TransitionBuilder, live: Collection[Worker]) -> 
 
 
 def _attempt_from_checkpoint(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
-    """Return a function that finds the schedule for `live` workers for which all layers are read from a checkpoint."""
+    """Return a function without arguments that requests the schedule for which `live` workers read all layers from a
+    checkpoint.
+
+    The function returns None while that schedule is being planned; a later call returns the schedule. The argument
+    `step` builds the run's next state: it has the answers so far, and collects the request.
+    """
     return lambda: _request_schedule(step, live, from_checkpoint=True)
 
 
