@@ -68,7 +68,7 @@ def job(tmp_path):
 
 
 def train(*arguments: object):
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+    return CliRunner().invoke(app, ["train", *map(str, arguments)], catch_exceptions=False)
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
