@@ -28,6 +28,11 @@ def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
     return -stash if kind is OpKind.W else -activation
 
 
+def peak_memory(activation: int, stash: int) -> int:
+    """Return the most that a micro-batch holds of a slice or layer at any time, of which it holds these amounts."""
+    return max(accumulate(memory_change(kind, activation, stash) for kind in (OpKind.F, OpKind.I, OpKind.W)))
+
+
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
     """Return how much one worker's ops hold over time, as pairs (tick, multiples of `memory.unit` from then on),
     ascending.

@@ -261,9 +261,9 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int],
 
 
 def _encode_programs(schedule: Schedule,
-                     keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
+                     store: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
     """Iterate over pairs of a worker and (numbers of the pipelines that its `WorkerProgram` names by index, digest of
-    that program). The function `keep` stores a program and returns its digest."""
+    that program). The function `store` stores a program and returns its digest."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
@@ -277,7 +277,7 @@ def _encode_programs(schedule: Schedule,
                         seat.program) for seat in group_seats)
         if layout not in known:
             crossings = _group_by_worker(_ordered_crossings(schedule, group, place))
-            known[layout] = [keep(WorkerProgram(
+            known[layout] = [store(WorkerProgram(
                 tuple(_without_time(op, place) for op in schedule.programs[seat.program]),
                 tuple(crossings[Worker(place[seat.worker.pipeline], seat.worker.column)]),
                 () if whole else tuple(_routes_of_seat(schedule, seat, place)))) for seat in group_seats]
@@ -285,11 +285,11 @@ def _encode_programs(schedule: Schedule,
             yield seat.worker, (pipelines, digest)
 
 
-def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], keep: Callable[[object], str]) -> Iterator[str]:
+def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Callable[[object], str]) -> Iterator[str]:
     """Iterate over the seats; yield for each the digest of what its worker sums: the layers that it all-reduces, with
     the workers that take part, and the groups of layers with tied parameters that it holds.
 
-    The argument `ties` has all holders of each such group. The function `keep` stores the content and returns its
+    The argument `ties` has all holders of each such group. The function `store` stores the content and returns its
     digest.
     """
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
@@ -302,7 +302,7 @@ def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], keep: Cal
     for seat in schedule.seats:
         key = seat.program, ties_of.get(seat.worker, ())
         if key not in known:
-            known[key] = keep((sums[seat.program], [tied[number] for number in key[1]]))
+            known[key] = store((sums[seat.program], [tied[number] for number in key[1]]))
         yield known[key]
 
 

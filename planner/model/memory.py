@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 from slipstream.planner.model.problem import Problem
-from slipstream.schedules.memory import memory_change, weights_of
+from slipstream.schedules.memory import memory_change, peak_memory, weights_of
 from slipstream.schedules.schedule import Worker
 
 
@@ -27,9 +27,9 @@ def memory_changes(problem: Problem, slice_: int) -> tuple[int, ...]:
                  for kind in problem.op_kinds)
 
 
-def peak_memory(problem: Problem, slice_: int) -> int:
-    """Return the most that a micro-batch holds of this slice at any time."""
-    return max(accumulate(memory_changes(problem, slice_)))
+def peak_slice_memory(problem: Problem, slice_: int) -> int:
+    """Return the most that a micro-batch holds of this slice at any time; 0 if memory is unlimited."""
+    return peak_memory(activation_memory(problem, slice_), stash_memory(problem, slice_))
 
 
 def min_room(problem: Problem, stage: int) -> int:

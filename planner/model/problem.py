@@ -10,7 +10,7 @@ import msgspec
 from slipstream.planner.model.reduce_groups import Held, ReduceGroups, find_holding_groups
 from slipstream.schedules.graph import component_roots
 from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
-from slipstream.schedules.memory import memory_change
+from slipstream.schedules.memory import peak_memory
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -89,9 +89,7 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
         """Most memory units that a micro-batch takes at each layer: its activation, or its weight stash after I."""
-        kinds = OpKind.F, OpKind.I, OpKind.W
-        return tuple(max(accumulate(memory_change(kind, *amounts) for kind in kinds))
-                     for amounts in zip(self.activation, self.weight_stash, strict=True))
+        return tuple(map(peak_memory, self.activation, self.weight_stash))
 
     @cached_property
     def prefix_sums(self) -> LayerSums:

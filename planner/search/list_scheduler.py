@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from slipstream.planner.loops import kernel_loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 from slipstream.planner.model.bounds import lower_bound, window_bound
-from slipstream.planner.model.memory import activation_memory, activation_room, min_room, peak_memory, stash_memory
+from slipstream.planner.model.memory import (
+    activation_memory,
+    activation_room,
+    min_room,
+    peak_slice_memory,
+    stash_memory,
+)
 from slipstream.planner.model.problem import UNLIMITED, Problem, Unit, choose_evenly
 from slipstream.planner.model.start_times import time_order
 from slipstream.schedules.memory import memory_change
@@ -447,7 +453,7 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
     """
     problem = arrays.problem
     slices = range(len(problem.layers_by_slice))
-    most = tuple(peak_memory(problem, number) for number in slices)
+    most = tuple(peak_slice_memory(problem, number) for number in slices)
     run: list[set[int]] = [set() for _ in arrays.workers]
     for number, row in set(zip(arrays.ops.slice.tolist(), arrays.ops.worker.tolist(), strict=True)):
         run[row].add(number)
@@ -476,7 +482,7 @@ def _reserve_by_column(problem: Problem) -> ReservedMemory:
     that one direction must finish before the other begins (`chains_in_turn`).
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
-    most = tuple(peak_memory(problem, stage) for stage in stages)
+    most = tuple(peak_slice_memory(problem, stage) for stage in stages)
     ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of_column(problem.column_of[stage])
                                     if grid.original_stage(other) > grid.original_stage(stage)) for stage in stages)
     room = [min((activation_room(problem, Worker(pipeline, column)) for pipeline in live), default=0)
