@@ -30,8 +30,6 @@ def exit_on_errors(goes_on: Callable[[], str] = str) -> Iterator[None]:
     except (JobError, ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError,
             ScheduleError) as error:
         refuse(error)
-    except ProcessLookupError:
-        raise  # no file is at fault, so the traceback is needed
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
     except (RunError, NoPlanError) as error:

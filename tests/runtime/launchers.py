@@ -1,6 +1,7 @@
 """Launchers of runs as processes of their own, which can be killed: forked, so that torch is not imported for each."""
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
@@ -42,8 +43,9 @@ class Launcher:
         return status
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and its end is not reported yet
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
