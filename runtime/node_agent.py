@@ -126,9 +126,10 @@ def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess,
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
     cards, gpus = gpu_count(setup.device), compute_gpu_share([workers * ranks for workers in setup.shares], node, local)
-    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers
+    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.processes
                                                   and not setup.config.training.share_devices)):
-        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
+        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.processes} worker processes; {setup.transport} "
+                          "needs more")
     return gpus
 
 

@@ -102,7 +102,7 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
     return RunFit(device, model, placement, shares, domains, gpus,
-                  choose_transport(training.backend, device, gpus.workers, gpu_count(device),
+                  choose_transport(training.backend, device, gpus.processes, gpu_count(device),
                                    shared=training.share_devices),
                   tuple(FormSpec.from_form(layer_forms[cut]) for cut in placement.cuts),
                   IterationWork(tokens=training.batch * config.model.context * microbatches,

@@ -1,10 +1,10 @@
 """Read files in bounded memory and write them atomically, so that neither a reader nor a crash sees half a file."""
 
+import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -49,21 +49,23 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-@contextmanager
+@contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Return a context that yields a new folder to write to, which replaces `folder` at the end unless the body raises.
 
     Raises OSError.
     """
-    draft = folder.with_name(f".{folder.name}-{os.getpid()}")
+    draft, old = (folder.with_name(f".{folder.name}-{os.getpid()}{suffix}") for suffix in ("", "-old"))
     draft.mkdir(parents=True)
     try:
         yield draft
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(old)
         draft.rename(folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _current_umask() -> int:

@@ -40,8 +40,8 @@ class GpuShare(NamedTuple):
 
     first: int
     """Index of the first GPU of this process. GPUs before it belong to the workers of other processes."""
-    workers: int
-    """Number of workers of all processes of the machine, and so of GPUs that give each worker one of its own."""
+    processes: int
+    """Number of processes of all workers on the machine, and so of GPUs that give each process one of its own."""
 
 
 def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:

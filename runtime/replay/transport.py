@@ -9,17 +9,20 @@ from slipstream.runtime.config import ConfigError
 Transport = Literal["gloo", "nccl"]
 
 
-def choose_transport(wanted: str, device: str, workers: int, cards: int, *, shared: bool) -> Transport:
-    """Return "nccl" if each of a machine's `workers` has one of its `cards` (GPUs), or may share one; else "gloo".
+def choose_transport(wanted: str, device: str, processes: int, cards: int, *, shared: bool) -> Transport:
+    """Return "nccl" if each of a machine's worker `processes` has one of its `cards` (GPUs), or may share one; else
+    "gloo".
 
     The configured backend `wanted`, if not "auto", prevails. Raises ConfigError if it is "nccl" and that cannot work:
-    by itself, NCCL refuses two workers on one GPU.
+    by itself, NCCL refuses two processes on one GPU.
     """
-    able = device == "cuda" and cards > 0 and (workers <= cards or shared)
+    able = device == "cuda" and cards > 0 and (processes <= cards or shared)
     if wanted == "nccl" and not able:
-        raise ConfigError(f"training.backend is 'nccl', which needs a GPU for each worker; there are {cards} for "
-                         f"{workers} workers" + ("; training.share_devices = true lets them share"
-                                                 if cards and device == "cuda" else ""))
+        needs = "training.backend is 'nccl', which needs a GPU for each worker process"
+        if device != "cuda":
+            raise ConfigError(f"{needs}; this run is on {device!r}; expected training.device = 'cuda', or 'gloo'")
+        raise ConfigError(f"{needs}; there are {cards} GPUs for {processes} processes"
+                          + ("; training.share_devices = true lets them share" if cards else ""))
     return "nccl" if able and wanted != "gloo" else "gloo"
 
 

@@ -47,9 +47,11 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
     checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing)
     layer_store = LayerStore(partial(build_layer, model, config=training), checkpointer.load,
                              build_holding(model, (), training), model.device)
-    injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
+    store = _connect_to_store(spec, channel)  # which may replace the setup by that of another coordinator
+    injector = Injector(channel.setup.injections,
+                        lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, group=group, channel=channel, store=_connect_to_store(spec, channel),
+        worker=spec.worker, group=group, channel=channel, store=store,
         reporter=ReportSender(spec.rank, channel.send, settings.reports),
         links=GroupCache(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),

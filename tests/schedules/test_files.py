@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from slipstream.schedules.files import read_at_most, write_atomically
+from slipstream.schedules.files import read_at_most, replace_folder, write_atomically
 from tests.patience import SECONDS
 
 
@@ -56,3 +56,27 @@ def test_a_link_is_followed_and_a_pipe_written_to(tmp_path) -> None:
     assert (tmp_path / "pipe").read_bytes() == b"through"
     writer.join(SECONDS)
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 3, "nothing is left beside it"
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path) -> None:
+    folder = tmp_path / "folder"
+    for content in ("first", "second"):
+        with replace_folder(folder) as draft:
+            (draft / content).touch()
+        assert [path.name for path in folder.iterdir()] == [content]
+    with pytest.raises(RuntimeError, match="in between"), replace_folder(folder) as draft:
+        (draft / "third").touch()
+        raise RuntimeError("in between")
+    assert [path.name for path in folder.iterdir()] == ["second"]
+    assert list(tmp_path.iterdir()) == [folder], "nothing is left next to it"
+
+
+def test_the_old_folder_is_removed_only_when_the_new_one_is_in_its_place(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "old").touch()
+    here = []
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: here.append([path.name for path in folder.iterdir()]))
+    with replace_folder(folder) as draft:
+        (draft / "new").touch()
+    assert here == [["new"]]

@@ -98,6 +98,16 @@ def test_a_process_plans_and_leaves_nothing_open():
     ours.close()
 
 
+def test_a_fork_that_fails_leaves_nothing_open(monkeypatch):
+    def refuse():
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert [answer(run_in_process, lambda: "found") for _ in range(5)] == ["found"] * 5
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_process_that_dies_has_no_answer():
     found = answer(run_in_process, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert isinstance(found, PlannerDiedError) and str(found).endswith("signal 9")

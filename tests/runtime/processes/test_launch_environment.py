@@ -96,12 +96,12 @@ def test_no_two_workers_of_a_machine_get_the_same_gpu(machines, nodes):
             share = compute_gpu_share([len(workers) for workers in shares], node,
                                       LocalProcess(rank=rank, processes=beside))
             taken += range(share.first, share.first + len(shares[node]))
-            total = share.workers
+            total = share.processes
         assert sorted(taken) == list(range(total)) and total == sum(map(len, shares[machine * beside:][:beside]))
 
 
 def test_a_process_that_launchers_told_nothing_of_takes_the_first_gpus():
-    assert compute_gpu_share([3, 3], 1, LocalProcess()) == GpuShare(first=0, workers=3)
+    assert compute_gpu_share([3, 3], 1, LocalProcess()) == GpuShare(first=0, processes=3)
 
 
 @pytest.mark.slow
