@@ -124,7 +124,8 @@ def table(request: TableRequest) -> None:
 
 
 def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[Job, str]:
-    """Return the job to plan for, and its text for the table. The file is read only once, as it may be a pipe."""
+    """Return the job to plan for, with the placement and the recomputation chosen where they are left to the planner,
+    and its text for the table, which has the placement only. The file is read only once, as it may be a pipe."""
     try:
         text = read_job_text(request.job, request.settings or ())
         job = parse_job(text, str(request.job))

@@ -49,7 +49,8 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
 
 
 def _bound_without_search(schedule: Schedule) -> Bound:
-    """Return the strongest lower bound on the period of this schedule's alternatives that is proven without CP-SAT."""
+    """Return the strongest lower bound that is proven without CP-SAT on the period of all schedules with the same live
+    workers, memory and `Schedule.scope` as this one."""
     if schedule.times.of_layers and schedule.scope in (*([] if schedule.has_overlap else [Scope.PLACE]), Scope.LAYERS):
         return _bound_over_layouts(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.PLACEMENT:
@@ -99,8 +100,11 @@ def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
 
 
 def _parts_per_stage(schedule: Schedule) -> tuple[int, ...]:
-    """Return, for each stage, the number of equal layers by which a micro-batch may be cut there. If the file does not
-    record the times of layers, a stage of several layers gets 0: only its total work counts."""
+    """Return the number of layers of each stage whose layers are equal in times and memory, so that workers may share a
+    micro-batch's ops by layers; 0 for other stages, of which only the total work counts.
+
+    If the file does not record the times of layers, each stage of several layers gets 0.
+    """
     if schedule.times.of_layers:
         return count_equal_layers(schedule.grid, _to_layer_ticks(schedule.times.of_layers))
     return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)

@@ -100,7 +100,8 @@ class Ops(NamedTuple):
 
 
 class Reductions(NamedTuple):
-    """Gradient reductions, each of layers that the same groups hold; a group is the workers that hold the same layers.
+    """Gradient reductions, one for each range of layers that the same groups hold; a group is all workers whose held
+    layers are equal.
 
     Empty if no reduction is shared by two groups. Lists of unequal length are padded with -1.
     """
@@ -442,7 +443,11 @@ def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker:
 def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
              worker: int, clock: int) -> int:
     """Remove from a worker's heaps the ready op that it should start at tick `clock`, and return its number; -1 if the
-    worker should wait."""
+    worker should wait.
+
+    The arrays `room` and `forward_wait` are those of `MemoryLimits` and `Dispatch`; `duration` has the ticks of each
+    op.
+    """
     units, kinds = slice_of.shape[0], choices.kinds
     if state[worker, SIZE + WEIGHT]:
         stuck = False

@@ -149,11 +149,10 @@ def _largest_layer(job: Job, stage: int) -> float:
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return, by layer, the times and memory in proportion to which those of stages are divided over their layers when
-    some stages recompute activations.
+    """Return the relative weights by which the values of stages are divided over layers if some stages recompute
+    activations.
 
-    The flags `chosen` say which stages recompute, `late` which of these do so in W. None if the job divides stages
-    evenly.
+    By stage, `chosen` is true if it recomputes, `late` if it does so in W. None if the job divides stages evenly.
     """
     if job.layer_values is None:
         return None

@@ -118,7 +118,7 @@ class RunRecord:
 
     @property
     def finish_event(self) -> Finished | None:
-        """End of the last start; None if it is still running or was killed."""
+        """Event that ended the run after its last start or restart; None if it is still running or was killed."""
         last = self.events[-1].event
         return last if isinstance(last, Finished) else None
 

@@ -110,10 +110,10 @@ reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or d
 def without_gpu_context() -> Iterator[None]:
     """Let fake tensors of a GPU be used within the context without initializing CUDA in this process.
 
-    For: the launcher, which computes a model's forms but must not take memory of a GPU, nor make CUDA unusable for
-    processes that are forked. The context is needed only for backwards on fake tensors.
+    For: the launcher, which computes the shapes and dtypes of a model's activations but must not take memory of a GPU,
+    nor make CUDA unusable for processes that are forked. The context is needed only for backwards on fake tensors.
 
-    Replaced by: forms found on the meta device, once autocast works there as on a GPU.
+    Replaced by: the meta device instead of fake tensors, once autocast works there as on a GPU.
     """
     saved = fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported
     fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment]

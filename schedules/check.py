@@ -424,7 +424,8 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
 def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
     """Iterate over pairs of a worker's ops of which the second may not start before the end of the first.
 
-    If reductions overlap compute (`overlaps`), these are not all neighbours in `ops`.
+    They are neighbours in `ops` or, if reductions overlap compute (`overlaps`), neighbours among all ops but A, and
+    among A and O.
     """
     if not overlaps:
         yield from pairwise(ops)

@@ -606,7 +606,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     # --- Slices, holdings and routes ----------------------------------------------------------------------------------
 
     def layers_of(self, slice: int) -> LayerRange:
-        """Return the range of layers of a slice, by its number: a stage, or one of `slices`."""
+        """Return the range of layers of a slice, by its number: stages come first, then `slices`."""
         return self.layers_by_slice[slice]
 
     @cached_property

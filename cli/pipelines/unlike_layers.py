@@ -224,7 +224,8 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base(self) -> float:
-        """Seconds of an iteration of interleaved 1F1B with uniform stages, whose memory is the limit for all."""
+        """Seconds of an iteration of interleaved 1F1B with uniform stages, whose memory is the limit for all compared
+        pipelines."""
         found = self.uniform["interleaved 1F1B"]
         assert found is not None
         return found.seconds

@@ -108,7 +108,8 @@ class RunProgress:
 
 
 def _format_count(number: float) -> str:
-    """Format a number with at least three digits, and with commas between thousands."""
+    """Format a number with commas between thousands, rounded to an integer or, below 100, to three significant
+    digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

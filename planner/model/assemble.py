@@ -173,11 +173,11 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
 
 def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
                          names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
-    """Return a worker's program with micro-batches named as in the whole problem; `names` has the pairs of
-    `_find_foreign_names` as a mapping.
+    """Return a worker's program with micro-batches named as in the whole problem.
 
-    The arguments `places` and `owners` have the indices of the compute ops in the program, and their micro-batches in
-    the subproblem.
+    The mapping `names` has, by micro-batch of the subproblem, the names that differ: (pipeline, number), where the
+    pipeline is None if it is the worker's own. The arguments `places` and `owners` have the indices of the compute ops
+    in the program, and their micro-batches in the subproblem.
     """
     if not names:
         return program

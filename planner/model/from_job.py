@@ -131,9 +131,10 @@ def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory |
 
 def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fused: bool,
                    down: bool = False) -> LayerTicks:
-    """Return these costs in ticks of `tick` seconds and memory units of `unit`, rounded up, or rounded down if `down`.
+    """Return these costs in ticks of `tick` seconds, and memory in multiples of `unit` (in the job's unit), rounded up,
+    or rounded down if `down`.
 
-    With `fused`, W runs together with I, so that no weight stash is held.
+    With `fused`, W runs together with I, so that no memory is held between them.
     """
     rounded: Rounded = math.floor if down else math.ceil
 

@@ -103,8 +103,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                                        deadlines=deadlines)
 
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
-        """Return a copy of the candidate with another solution of the subproblem at `index`, and its period in ticks,
-        or the candidate itself if the whole would be longer."""
+        """Return a copy of the candidate in which the subproblem at `index` has `solution`, whose period is `period`
+        ticks, or the candidate itself if the whole would be longer."""
         solutions, periods = list(self.solutions), list(self.periods)
         solutions[index], periods[index] = solution, period
         candidate = self.with_solutions(solutions, periods)

@@ -103,8 +103,8 @@ class Challenge:
 
 
 class ChallengeAnswer:
-    """Connecting end of a handshake, created from the greeting. It sends `hello` next. Raises AuthenticationError if
-    the greeting is not one of this protocol."""
+    """Connecting end of a handshake, created from the other end's greeting. Its caller sends `hello`, and passes the
+    answer to `verify_proof`. Raises AuthenticationError if the greeting is not one of this protocol."""
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(PROTOCOL_VERSION):
@@ -201,8 +201,8 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
 
 
 class RefusalLog:
-    """Log of refused connections that stays short: it calls `say` with a line for each of the first ten, then for one
-    of each power of ten."""
+    """Log of refused connections that stays short: it calls `say` with a line for each of the first ten, then for the
+    100th, the 1000th, and so on."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

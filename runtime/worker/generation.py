@@ -75,7 +75,7 @@ class GenerationRunner:
 
     @property
     def is_ending(self) -> bool:
-        """True if the order has ended and `Paused` has not been sent."""
+        """True if `end_order` has been called and `Paused` has not been sent."""
         return self._ended_at is not None and not self.paused
 
     @property

@@ -161,7 +161,8 @@ def leave_generation(context: WorkerContext, previous: GenerationRunner | None, 
 
 
 def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession | None:
-    """Connect the ranks of this worker, which gather their shards. Return None if the worker is one process."""
+    """Return a session that connects the ranks of this worker, which gather their shards; None if the worker is one
+    process."""
     if context.group is None:
         return None
     alone = Membership(order.order, {context.worker: 0}, context.worker, context.group)

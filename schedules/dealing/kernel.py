@@ -114,8 +114,8 @@ def improve_by_swaps(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample
     sample of each micro-batch.
 
     Returns the length of the iteration before and after, in multiples of 1 / `unit` ticks. Shapes: `costs` [samples,
-    columns], factors on op times as in `advance_block`; `pairs` [swaps, 2], micro-batches. Between iterations of equal
-    length, the lower sum of the times at which workers are free before reductions and optimizer steps decides.
+    columns], factors on op times as in `advance_block`; `pairs` [swaps, 2], micro-batches. If the length stays equal, a
+    swap must not increase the sum of the times at which workers begin reductions and optimizer steps.
     """
     tail = arrays.begin.shape[0] - 2
     ends = np.empty(arrays.worker.shape[0], np.int64)

@@ -20,7 +20,7 @@ class _Reference(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """Return the number of GPUs that count of a worker with `alive` of `whole` GPUs: all live ones."""
+        """Return the number of GPUs that a worker uses if `alive` of `whole` are alive: all of them."""
         return alive
 
     @abstractmethod

@@ -56,7 +56,8 @@ class StageAssignment:
 
 
 class Rerouting(RatedByStage):
-    """Policy that re-routes, as those of this planner, ReCycle and ElasWave: stages of machines, and what moving costs.
+    """Base class of policies that re-route (this planner, ReCycle, ElasWave): it assigns stages to machines, and counts
+    what failures and moves cost.
 
     A failure discards the iteration in progress (half of one on average), and the survivors continue after a switch. A
     new machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. If

@@ -70,8 +70,8 @@ MIN_OBSERVATIONS = 3
 
 
 class CellTime(NamedTuple):
-    """Measured and planned time of the ops of one kind (such as F) that a worker ran on the same layers in an
-    iteration, `number` of them."""
+    """Median measured time, and planned time, of an op of one kind (such as F) on the same layers, of which a worker
+    ran `number` in an iteration."""
 
     kind: OpKind
     layers: LayerRange

@@ -136,7 +136,8 @@ def _(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site
 @torch.library.custom_op("slipstream::product_input", mutates_args=())
 def product_input(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,  # noqa: ARG001
                   transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the gradient of a `product` with respect to its value. The gradient of the weight is left to W."""
+    """Return the gradient of a `product` with respect to its value, given the product's gradient and its other
+    arguments. The gradient of the weight is left to W."""
     used = weight.to(value.dtype)
     return gradient @ (used.t() if transposed else used)
 

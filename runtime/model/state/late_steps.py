@@ -71,8 +71,8 @@ class LateSteps(OptimizerSteps):
         self._buffer = (self._buffer + 1) % GRADIENT_BUFFERS
 
     def start_committed(self) -> None:
-        """Start the step of the copies for the last iteration that is known to be committed, concurrently with
-        computation; do nothing if it has been started before.
+        """Start the step of the copies of other workers' parts for the last iteration that is known to be committed,
+        concurrently with computation; do nothing if it has been started before.
 
         That iteration is the one before the iteration that was registered last (`register_step`).
         """

@@ -163,8 +163,8 @@ class StepController:
         self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
-        """Wait for the sums of squares and of the loss that are under way, if any, store the mean loss, and make the
-        step final with the clip factor that follows from the squares."""
+        """Wait for the sums over all workers, if any are under way, and conclude the step with the clip factor that
+        follows from the squares of gradients (`_conclude_step`). Stores the mean loss."""
         if self._sums is None:
             return
         *squares, loss = self._sums.wait_for_sums()
