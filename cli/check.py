@@ -72,7 +72,7 @@ def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) 
 
 
 def _describe_bound(schedule: Schedule, proven: int | None) -> str:
-    """Return a clause on whether the lower bound on the period that the file of a schedule states is proven.
+    """Return a clause that says whether the lower bound on the period in a schedule's file was proven here.
 
     `proven` is the bound in ticks that was proven here. None means that no proof was requested.
     """

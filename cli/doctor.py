@@ -133,8 +133,8 @@ def _check_compiled_search() -> Finding:
 
 
 def _run_self_test() -> Iterator[Finding]:
-    """Yield findings of the self-test: plan, check and look up here, while two other processes start and exchange a
-    tensor."""
+    """Yield findings of the self-test: make and check a plan and look up a schedule here, while two other processes
+    start and exchange a tensor."""
     try:
         with delay_interrupts():
             from slipstream.runtime.tools.self_test import SelfTest, SelfTestError

@@ -18,7 +18,7 @@ from slipstream.cli.shared.inputs import (
     write_or_refuse,
 )
 from slipstream.cli.shared.options import Failed, FailedNode, Json, OutFile
-from slipstream.cli.shared.planning import compile_planner
+from slipstream.cli.shared.planning import compile_planner, find_recomputation
 from slipstream.cli.shared.role_changes import role_change_lines
 from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.model.problem import NoPlanError
@@ -128,12 +128,15 @@ def _plan_answer(table: Table, down: tuple[Worker, ...], *, normalise: bool, set
         err.print(f"{names} down: not in the table, which covers {coverage}; planning on the spot", style="yellow",
                   soft_wrap=True)
     start_time = time.monotonic()
-    basis = table.basis
+    basis, job = table.basis, _read_job(table)
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
                           time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
     try:
         compile_planner()
-        plan = normalised(_read_job(table), down, options) if normalise else plan_only(options, _read_job(table), down)
+        recomputation = find_recomputation(table.folder / "job.toml", job, options)
+        if recomputation is not None:  # as for the table's entries
+            job = recomputation.job
+        plan = normalised(job, down, options) if normalise else plan_only(options, job, down)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:

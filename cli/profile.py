@@ -142,8 +142,8 @@ def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
 
 
 def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
-    """Return the `[layers]` table of the job file: times and memory of each layer, which `measured` has as stages of
-    one layer each.
+    """Return the `[layers]` table of the job file, with times and memory of each layer; in the profile `measured`, each
+    layer is a stage.
 
     The first stage of the job has `first` layers. It sends no gradient back, so that all of its backward counts as W.
     """
@@ -156,8 +156,8 @@ def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 
 def fit_length_costs(measured: "Profile") -> dict[str, Any]:
-    """Return the `[training.length_costs]` table: costs by document length, fitted to the times of each layer, which
-    `measured` has as stages of one layer each."""
+    """Return the `[training.length_costs]` table: costs by document length, fitted to the times of each layer. In the
+    profile `measured`, each layer is a stage."""
     table: dict[str, Any] = {}
     errors = []
     for column, name in enumerate(("forward", "backward_input", "backward_weight"), 2):
@@ -204,7 +204,7 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
                  f"{measured.transport}, within this machine.",
                  "Between machines, put in what your network takes."],
         "memory": [f"KiB. capacity: what {place}, has beyond what is held always, and gradients on their way.",
-                   *([f"CUDA, communicators and libraries take {measured.outside_bytes / 2**20:.0f} MiB of it besides."]
+                   *([f"CUDA, communicators and libraries take {measured.outside_bytes / 2**20:.0f} MiB of it as well."]
                      if measured.outside_bytes else []),
                    f"Held always, in MiB a stage: {static};",
                    f"of it the copies by which a step can be undone: {undo}."],
@@ -222,8 +222,11 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
-    """Return the layer range of each stage, given the number of layers that the job file says for each. Raises
-    ConfigError unless they are all `layers` layers of the model."""
+    """Return the layer range of each stage. The argument `counts` has the number of layers of each stage in the job
+    file; embedding and head may be left out.
+
+    Raises ConfigError unless all stages have layers and their sum is `layers`, the model's number of layers.
+    """
     from slipstream.runtime.config import ConfigError
     from slipstream.runtime.replay.placement import with_end_layers
 

@@ -55,7 +55,8 @@ _LEAST_IMPORTANT: tuple[EventGroup, ...] = ("order", "layers", "slow", "join", "
 
 
 def run_page(run: RunRecord, page: Path) -> bytes:
-    """Return the page as UTF-8. Links to the files of the run are relative to `page`, the path of the page."""
+    """Return the HTML page of a run in UTF-8. Links to the files of the run are relative to `page`, the path of the
+    page."""
     series, (events, left_out) = build_points(run), _select_events(notable_events(run))
     schedules = _read_schedules(run)
     title = f"{run.starts[-1].job}: run"
@@ -92,7 +93,7 @@ def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
 def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
     """Return the name and the schedule for each digest of a schedule in the run's events.
 
-    Schedules that cannot be read are left out, and those that exceed `MAX_OPS` ops in total.
+    Schedules that cannot be read are left out, and so are those whose ops would bring the sum above `MAX_OPS`.
     """
     by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
@@ -103,8 +104,9 @@ def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
             schedule = read(schedule_path(run, stretch))
         except ScheduleError:  # its row says that it is not there
             continue
-        remaining_ops -= sum(len(program) for program in schedule.programs)
-        if remaining_ops >= 0:
+        ops = sum(len(program) for program in schedule.programs)
+        if ops <= remaining_ops:
+            remaining_ops -= ops
             by_digest[digest] = f"{stretch.order.phase}, {stretch.order.live} workers", schedule
     return by_digest
 
@@ -226,8 +228,8 @@ def _format_optional(seconds: float | None) -> str:
 
 
 def _schedule_link(run: RunRecord, stretch: GenerationRecord, page: Path) -> str:
-    """Return an HTML link to the file of a generation's schedule. The script opens the timeline instead if the page has
-    it."""
+    """Return an HTML link to the file of a generation's schedule, or only its digest if there is no file. If the page
+    has the schedule's timeline, its script opens that instead."""
     path, digest = schedule_path(run, stretch), escape(stretch.order.schedule)
     if not path.is_file():
         return f"<code>{digest}</code> (not there)"

@@ -37,9 +37,9 @@ Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help=(
     "planned and measured periods."))]
 Html = Annotated[Path | None, typer.Option("--html", rich_help_panel=WRITTEN, metavar="FILE", help=(
     "Write an interactive page, which works offline in any browser. Several schedules, and with --measured the "
-    "measured iterations, are shown beside each other. With --run, a page of the run."))]
+    "measured iterations, are shown next to each other. With --run, a page of the run."))]
 Perfetto = Annotated[Path | None, typer.Option("--perfetto", rich_help_panel=WRITTEN, metavar="FILE", help=(
-    "Write a trace that ui.perfetto.dev opens; with --measured, the measured ops beside the planned ones."))]
+    "Write a trace that ui.perfetto.dev opens; with --measured, the measured ops next to the planned ones."))]
 Svg = Annotated[Path | None, typer.Option("--svg", rich_help_panel=WRITTEN, metavar="FILE", help="Write a picture.")]
 Measured = Annotated[Path | None, typer.Option("--measured", rich_help_panel=DRAWN, metavar="TRACE", help=(
     "When each op really ran: trace.json of `slipstream train`."))]

@@ -215,7 +215,7 @@ def _require_consistent(request: SimulateRequest) -> None:
     given = [name for name, value in {"--failed": request.failed, **drawing, "--days": request.days}.items()
              if value is not None]
     if request.trace is not None and given:
-        refuse(f"{given[0]}: not with --trace; a trace says itself who fails or is slow when, and how long it is")
+        refuse(f"{given[0]}: not with --trace; a trace has its own failures, slow workers and length")
     if request.failed and (drawn := [name for name in given if name in drawing]):
         refuse(f"{drawn[0]}: only where failures are drawn, not with --failed")
     if request.html is not None and request.seeds > 1:

@@ -57,8 +57,8 @@ class TableRequest(msgspec.Struct, frozen=True):
     jobs: Annotated[int | None, Option(rich_help_panel=options.SEARCH, metavar="N", min=1, max=1024, help=(
         "Processes to plan in. Default: one for each core."))] = None
     share: Annotated[str | None, Option(rich_help_panel=options.SEARCH, metavar="I/N", help=(
-        "Plan share I of N (0 to N - 1) of the entries, beside N - 1 such commands with the same folder, on any "
-        "machines. The last one that finishes writes the table."))] = None
+        "Plan share I of N (0 to N - 1) of the entries, at the same time as N - 1 such commands with the same folder, "
+        "on any machines. The last one that finishes writes the table."))] = None
     executor: options.ExecutorName = None
     backward: options.Backward = None
     optimizer: options.Optimizer = None
@@ -111,7 +111,7 @@ def table(request: TableRequest) -> None:
     except (NoPlanError, PoolError) as error:
         exit_negative(error)
     except KeyboardInterrupt:
-        err.print(f"interrupted; finished entries are kept in {request.out_folder}: the same command goes on from "
+        err.print(f"interrupted; finished entries are kept in {request.out_folder}: the same command continues from "
                   "there", style="yellow", soft_wrap=True)
         raise typer.Exit(130) from None
     if request.json:
@@ -124,8 +124,11 @@ def table(request: TableRequest) -> None:
 
 
 def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[Job, str]:
-    """Return the job to plan for, with the placement and the recomputation chosen where they are left to the planner,
-    and its text for the table, which has the placement only. The file is read only once, as it may be a pipe."""
+    """Return the job to plan for, with the placement and the recomputation that the planner chose where the user leaves
+    them to it, and the text of its job file for the table.
+
+    The text has the chosen placement, but not the recomputation. The file is read only once, as it may be a pipe.
+    """
     try:
         text = read_job_text(request.job, request.settings or ())
         job = parse_job(text, str(request.job))

@@ -291,7 +291,7 @@ def main() -> None:
     init_logger()
     code = 0
     try:
-        with exit_on_errors(lambda: "; the same command goes on from there"):
+        with exit_on_errors(lambda: "; the same command continues from there"):
             _run_node(*_read_setup())
     except typer.Exit as ended:
         code = ended.exit_code

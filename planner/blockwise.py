@@ -45,7 +45,8 @@ Layers stay in place, and no micro-batch is cut within a stage.
 
 
 class TooLargeError(JobError):
-    """Error for a job that cannot be planned in the given time. The message says what can."""
+    """Error for a job that cannot be planned in the given time. The message says how large a job, or how much time,
+    would do."""
 
 
 class Pace(NamedTuple):
@@ -76,8 +77,8 @@ class Speed:
     def pace_for(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
         """Return the processor seconds per compute op that planning takes on this machine.
 
-        They are measured at the first call only: a small sample of its job (`sample_of`) is planned with `plan_block`.
-        The function `ops_of` counts the compute ops to plan for a job.
+        The pace is measured at the first call only: a small sample (`sample_of`) of that call's job is planned with
+        `plan_block`. The function `ops_of` counts the compute ops to plan for a job.
         """
         if self._pace is None:
             sample = sample_of(job, ops_of, self.params.sample)
@@ -150,8 +151,8 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
 
 
 def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
-    """Measure the pace of this machine by planning `sample`, a part of the job with `ops` compute ops, with
-    `plan_block`, in seconds of this thread's processor time."""
+    """Return the pace at which this machine plans `sample`, a job of `ops` compute ops to plan, with `plan_block`, and
+    joins the plan. Seconds are this thread's processor time by `clock`."""
     if not is_plain_python():
         load_kernel()
     began = clock.thread_seconds()
@@ -216,8 +217,8 @@ def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
 
 
 def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
-    """Return, for each block of micro-batches, planned by itself, its first tick in the joined schedule, at which every
-    worker is done with the blocks before."""
+    """Return, for each block's schedule, the ticks by which it is shifted in the joined schedule, so that every worker
+    is done with the blocks before when it starts this one."""
     spans = {id(block): _worker_spans(block) for block in blocks}
     free: dict[Worker, int] = {}
     shifts = []

@@ -72,8 +72,8 @@ def _vacant_roles(schedule: Schedule) -> list[Worker]:
 def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
     """Return, by stage, the ticks of gradient reduction that cannot overlap compute: they follow a worker's last W.
 
-    The schedule's reductions overlap compute. All stages of a column get that of the column's cheapest layer; 0 if the
-    schedule file does not record the costs of layers.
+    The schedule's reductions overlap compute. In each column, one stage gets the ticks of the column's cheapest layer,
+    and all others 0. All are 0 if the schedule file does not record the costs of layers.
     """
     told = schedule.times.of_layers
     if not told:
@@ -86,7 +86,7 @@ def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
 def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
     """Return the scheduling problem that a schedule solves if no layer moves and the workers in `failed` are down.
 
-    Workers that the schedule does not use are not slow in it.
+    Slow workers that the schedule does not use have the usual speed in this problem.
     """
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(slow_worker for slow_worker in schedule.times.slow if slow_worker.worker in schedule.seat_of)

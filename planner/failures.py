@@ -45,8 +45,8 @@ class FailurePlanner:
         """Compile and load the planner, so that no failure waits for it and forked processes share it.
 
         The run began with the schedule `first`. Schedules that `table` has for failures are used instead of planning;
-        None: all are planned. A search for a rebalanced schedule takes `settled_seconds`. `progress` receives a line if
-        the planner is compiled here.
+        None: all are planned. A search for a rebalanced schedule takes `settled_seconds` (None: as `params` says).
+        `progress` receives a line if the planner is compiled here.
         """
         self._job, self._first, self._table, self._params = job, first, table, params.failures
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
@@ -74,10 +74,11 @@ class FailurePlanner:
             return moved if moved is not None and self._is_worth_its_pause(moved, in_place) else in_place
 
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return the schedule to continue with when the workers `down` have failed and others run at these `speeds`.
+        """Return the schedule to continue with when the workers `down` have failed and others are as slow as `speeds`
+        says.
 
-        A new plan competes with the run's first schedule and that of the table: the shortest period at these speeds
-        wins.
+        These are pairs of a worker and the factor by which its ops take longer. Of a new plan, the run's first schedule
+        and the table's, the one with the shortest period at these speeds is returned.
         """
         with _as_no_plan_error():
             choices = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
@@ -116,8 +117,8 @@ class FailurePlanner:
         return with_speeds(self._job, speeds) if speeds else self._job
 
     def _is_worth_its_pause(self, moved: Schedule, in_place: Schedule) -> bool:
-        """Return whether loading the layers for `moved` takes less time than its period, shorter than `in_place`'s,
-        saves.
+        """Return whether the shorter period of `moved`, compared with `in_place`, saves more time than loading its
+        layers takes.
 
         Savings count over `FailureParams.pause_pays_seconds`. If the job does not give the weights of layers, the pause
         is unknown and not worth it.
@@ -208,7 +209,8 @@ def _as_no_plan_error() -> Iterator[None]:
 
 
 def with_speeds(job: Job, speeds: Speeds) -> Job:
-    """Return a copy of the job in which its slow workers are those of `speeds`, each with its factor."""
+    """Return a copy of the job whose slow workers are those in `speeds`: pairs of a worker and the factor by which its
+    ops take longer."""
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
 
 
@@ -228,8 +230,8 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
     workers.
 
     It is planned for the number of failures, spread over the stages; which workers move is chosen last. If that gives a
-    worker more than its memory holds, it is planned again as if each column had only the least room of any worker.
-    Raises NoPlanError if that does not fit either.
+    worker more than its memory holds, it is planned again with the room of every role reduced to the least that any
+    worker would have in its column. Raises NoPlanError if that does not fit either.
     """
     memory = job.memory
     if memory is None or not memory.capacity_of:
@@ -247,8 +249,8 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
 
 
 def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return the plan in which the planner chooses which grid positions stay without a worker, as many as workers are
-    down, and live workers are assigned to all others.
+    """Return a schedule for as many failures as there are workers in `down`: the planner chooses the roles that get no
+    worker, and live workers are assigned to all others.
 
     Raises NoPlanError if no assignment of the live workers is possible.
     """
@@ -261,8 +263,9 @@ def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOpt
 
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
-    """Return the schedule with the memory of workers to which the job gives an own capacity, in the roles that they
-    play. A worker whose held layers the schedule lists keeps the room of its own column."""
+    """Return a copy of the schedule that records the memory for activations of each worker to which the job gives an
+    own capacity, in the role that it plays. A worker whose held layers the schedule lists keeps the room of its own
+    column."""
     assert job.memory is not None and schedule.memory is not None
     rooms = []
     for worker, _ in job.memory.capacity_of:
@@ -275,8 +278,8 @@ def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
 
 
 def _room_in_role(job: Job, worker: Worker, column: int) -> float:
-    """Return the memory for activations, in the job's unit, of a worker with an own capacity in a role of this
-    column."""
+    """Return the memory for activations, in the job's unit, that a worker with an own capacity has if its role is in
+    this column."""
     memory = job.memory
     assert memory is not None
     weights = memory.weights or (0.0,) * len(job.columns)

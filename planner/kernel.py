@@ -176,9 +176,9 @@ def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: I
     """Fill `start` [op] with the latest tick of each op such that workers run the ops in the sequence `order` and end
     in time.
 
-    On entry `free` [worker] has the ticks by which workers must have run their ops, on return the starts of their
-    first. `group` has the number of each worker's group (workers that hold the same layers). `begin` has the ticks at
-    which reductions begin, if they may lie between compute ops; else it is empty.
+    On entry `free` [worker] has the ticks by which workers must have run their ops; on return, the starts of their
+    first ops. `group` has the number of each worker's group (workers that hold the same layers). `begin` has the ticks
+    at which reductions begin, if they may lie between compute ops; else it is empty.
     """
     interleaved = begin.shape[0] > 0
     worker, unit, duration = ops.worker, ops.unit, ops.duration
@@ -483,7 +483,7 @@ def _initial_states(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> I
     """Return the state of each worker before its first op, [worker, column]; the columns are the constants from BUSY
     on.
 
-    Its heaps are empty, with room for all of its units, twice for arrivals.
+    The worker's heaps are empty. Each gets space for all units of the worker, ARRIVAL for twice as many.
     """
     state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
     state[:, CAPACITY] = memory.capacity
@@ -964,8 +964,8 @@ def critical_worker(random, instance, state, timing, goal):
 
 @jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
-    """Follow the critical path from `op`, and return its last op. Each op of it keeps the one before from starting
-    later; only the tick by which its worker must end compute does so for the last.
+    """Follow the critical path from `op`, and return its last op. Each op of it is kept from starting later by the next
+    one; the last op, by the tick by which its worker must end compute.
 
     Ops that only the next op of their worker keeps from starting later are stored in `path`, if their latest start is
     in the range `within` (low, high), high excluded.
@@ -1070,8 +1070,8 @@ def _latest_start(instance, state, late, op):
 
 @jit
 def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
-    """Set the deadline of each group (workers that hold the same layers), the tick by which its compute ops must end,
-    to the earliest such tick in their present orders, and the ends of the reductions accordingly.
+    """Set the deadline of each group (workers that hold the same layers), by which it must end its compute ops, to the
+    earliest tick that the state's orders of ops allow, and the ends of the reductions accordingly.
 
     Return False, and change nothing, if there is a circular wait.
     """
@@ -1141,9 +1141,9 @@ def set_deadlines_from_ends(instance: Instance, state: State) -> None:
 @jit
 def _set_begins_from_ends(instance, state):
     """Set the tick at which each reduction begins to the first end of the groups (workers that hold the same layers)
-    that share it; only if reductions take no time.
+    that share it, and the deadlines of compute ops to the ends of their groups.
 
-    The deadlines of compute ops become the ends of the groups.
+    This is right only if reductions take no time.
     """
     state.deadline[:] = state.end
     for reduction in range(instance.sharers.shape[0]):
@@ -1160,7 +1160,7 @@ def time_state(instance: Instance, state: State, sorting: Sorting, timing: Timin
     """Compute the latest starts of all ops of a state, and its busy windows, into `timing`; return its period in ticks,
     or -1 if there is a circular wait.
 
-    The period at which annealing aims is `goal`: `timing.excess` counts what windows have above it.
+    In `timing.excess`, the ticks of windows beyond `goal`, the period at which annealing aims, are added up.
     """
     if not _sort_topologically(instance, state, sorting):
         return -1
@@ -1593,7 +1593,8 @@ def propose_trade(random, instance, state, late, cycle):
 
 @jit_inlined
 def _draw_partner(random, instance, state, unit):
-    """Draw a unit of the same slice that can trade places with `unit`, from those of its worker or all; -1 for none."""
+    """Draw a unit for `unit` to trade places with, from those of its worker or from all; return -1 if the drawn unit is
+    `unit` itself or of another slice."""
     if random_below(random, 3) == 0:
         worker = state.worker[unit]
         other = instance.unit[state.sequence[worker, random_below(random, state.size[worker])]]
@@ -1604,8 +1605,8 @@ def _draw_partner(random, instance, state, unit):
 
 @jit_inlined
 def _is_unit_in_range(instance, late, cycle, unit):
-    """Return whether an op of a unit starts, by `late` [op], between the ticks `cycle.low` and `cycle.high`, within
-    which this cycle changes places."""
+    """Return whether a unit's ops, by their latest starts `late` [op], reach into the ticks from `cycle.low` to below
+    `cycle.high`, in which this cycle puts ops in other places."""
     kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
@@ -1630,8 +1631,8 @@ def propose_move(random, instance, state, late, cycle, places):
     """Move a random unit to another worker, fill `places` with the places that its ops have left, and return the
     change.
 
-    Return NEVER (a `Move` without a change) if no other worker can run the unit, or it lies outside of the ticks that
-    this cycle changes.
+    Return NEVER (a `Move` without a change) if no worker for it is drawn (`_draw_other_worker`), or it lies outside of
+    the ticks in which this cycle puts ops in other places.
     """
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     worker = _draw_other_worker(random, instance, state, unit)
@@ -1645,7 +1646,7 @@ def propose_move(random, instance, state, late, cycle, places):
 
 @jit_borrowing
 def _draw_other_worker(random, instance, state, unit):
-    """Draw a worker that may run a unit and does not run it now; -1 if the drawn one has no space for more ops."""
+    """Draw a worker that may run a unit; return -1 if the drawn one runs it already or has no space for more ops."""
     hosts = instance.hosts[instance.slice[unit]]
     count = 0
     while count < hosts.shape[0] and hosts[count] >= 0:
@@ -1737,9 +1738,9 @@ def shift_deadline(chain, cycle, before, allowance):
     """Shift the tick at which a group (workers that hold the same layers) ends by a random number of ticks so that a
     longest busy window may become shorter.
 
-    Either the group of the window ends earlier, or that at which its critical path ends may end its compute ops later.
-    The shift is undone if the cost that annealing reduces, `before` in ticks, grows by more than `allowance`. Return
-    the cost afterwards.
+    Either the group of the window's worker must end earlier, or the group at which the window's critical path ends may
+    end its compute ops later. The shift is undone if the cost that annealing reduces, `before` in ticks, grows by more
+    than `allowance`. Return the cost afterwards.
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
@@ -1793,8 +1794,8 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
     """Run steps `begin` to below `end` of a cooling cycle of simulated annealing, storing the best state in the chain.
 
     Return the step with which to continue: less than `end` if the goal is reached before. A step that increases the
-    cost by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn first: if d is at most the
-    allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor for each step.
+    cost by d is accepted with probability exp(-d / T) (Metropolis et al. 1953): if d is at most an allowance that is
+    drawn before the step, -T ln(1 - u) with u uniform. Over the cycle T falls by a constant factor for each step.
     """
     instance, state, timing, sorting, heads, queue, log, path, record, random, run, places, statistics = \
         chain.instance, chain.state, chain.timing, chain.sorting, chain.heads, chain.queue, chain.log, chain.path, \

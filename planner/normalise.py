@@ -119,8 +119,8 @@ class WindowBounds:
         return min(self.grid.pipelines - 1, len(self.possible_vacancies(column)))
 
     def best_distributions(self, failures: int) -> list[RankedDistribution]:
-        """Return the best few ways to distribute failures over columns, each ending with the number of each column,
-        best first; the first has the shortest longest busy window.
+        """Return the best few ways to distribute failures over columns, best first, as `RankedDistribution`; the first
+        has the shortest longest busy window.
 
             best[c][f] = the smallest few (`RoleParams.distributions`) of
                 { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
@@ -291,8 +291,8 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
 def _describe_plan(schedule: Schedule) -> str:
     down = [sum(role.column == column for role in schedule.failed) for column in range(schedule.grid.columns)]
     broken = len({role.pipeline for role in schedule.failed})
-    return f"{'+'.join(map(str, down))} vacant roles by stage, in {broken} pipeline{'' if broken == 1 else 's'}: " \
-           f"period {schedule.seconds(schedule.period_ticks):g} s"
+    return f"{'+'.join(map(str, down))} roles without a worker by stage, in {broken} pipeline" \
+           f"{'' if broken == 1 else 's'}: period {schedule.seconds(schedule.period_ticks):g} s"
 
 
 def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
@@ -300,9 +300,9 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     """Return the best plan for these failed workers, in which live workers take other roles if that shortens the
     period.
 
-    A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move. With
-    or without, the plan is never longer than with roles in place. What is known of the fault-free period may be passed
-    as `known`. Raises JobError for unknown workers, NoPlanError if no schedule can exist.
+    A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move.
+    Whether layers may move or not, the plan is never longer than with roles in place. What is known of the fault-free
+    period may be passed as `known`. Raises JobError for unknown workers, NoPlanError if no schedule can exist.
     """
     clock = clock or options.make_clock()
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)

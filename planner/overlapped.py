@@ -65,8 +65,8 @@ def has_overlapping_reductions(job: Job) -> bool:
 def without_reductions(job: Job, share: float = 0.0) -> Job:
     """Return a copy of the job whose gradient reductions take only this share of their time and do not overlap compute.
 
-    The time by which overlapped reductions slow down compute is added to the worker's optimizer step, wherever they
-    run.
+    The time by which overlapped reductions slow down a stage's compute, which is the same whenever they run, is added
+    to its optimizer step.
     """
     return replace(job, network=Network(), time=replace(
         job.time, all_reduce=tuple(round_to_four_digits(share * seconds) for seconds in job.time.all_reduce),
@@ -102,8 +102,8 @@ def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
 
 
 def _unit_divisor(unit: float, layer_unit: Fraction) -> int:
-    """Return the number of parts, at least 1, into which a tick or memory unit of size `unit` is divided for the costs
-    of single layers, which are multiples of `layer_unit`."""
+    """Return the number of parts, at least 1, into which to divide a tick or memory unit of size `unit`, so that a part
+    is no larger than `layer_unit`, the unit of the costs of single layers."""
     return max(1, ceil(limited_ratio(unit, float(layer_unit))))
 
 
@@ -213,11 +213,11 @@ def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Sche
 
 def _shortest_cut(schedule: Schedule, job: Job, job_layers: "_JobLayers | None", counts: Sequence[int],
                   params: OverlapParams, budget: Budget | None = None) -> Schedule:
-    """Return the shortest schedule with reductions for several numbers of last micro-batches of each worker that run
-    layer by layer: 0 and `counts`.
+    """Return the shortest schedule with reductions that is found if the last n micro-batches of each worker run in
+    ranges of layers, with n = 0 or a number from `counts`.
 
-    They are tried while the budget lasts, and at least 0. No micro-batch is cut if `job_layers` is None: the job has
-    stages without layers.
+    The numbers from `counts` are tried only while the budget lasts, and not if `job_layers` is None: the job has stages
+    without layers.
     """
     best = _OverlapBuilder(schedule, job, job_layers, 0, 1).build_schedule()
 
@@ -244,7 +244,7 @@ def _shortest_cut(schedule: Schedule, job: Job, job_layers: "_JobLayers | None",
 class _JobLayers:
     """Costs of a job's layers, and durations of the reductions of ranges of layers.
 
-    A reduction takes a minimum, and a share of each layer beyond it.
+    A reduction takes a minimum time and, beyond it, some time for each of its layers.
     """
 
     def __init__(self, job: Job) -> None:
@@ -339,9 +339,9 @@ class _OverlapBuilder:
 
         Jobs pass two machines in turn, here the W of a worker and then its link. They are all done earliest by
         Johnson's rule (Nav. Res. Logist. Q. 1, 1954): first those that take less time on the first machine, shortest
-        first; then those that take less time on the second, longest on it first. The rule ignores neighbours: of two
-        workers that share a layer, the one whose window ends first, which is the one with lower layers, waits for both.
-        In ascending order it waits least.
+        first; then those that take less time on the second, longest on it first. The rule ignores other workers: of two
+        that share a layer, the one whose window ends first, which is the one with lower layers, waits until both are
+        ready. In ascending order it waits least.
         """
         job_layers = self._job_layers
         if not self._count or job_layers is None:
@@ -440,9 +440,8 @@ def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]
                       number: Mapping[LayerRange, int]) -> Schedule:
     """Return a schedule whose compute ops have new start times, and whose workers also run reductions.
 
-    The ranges of layers that each program reduces are in `reduced`, by number of the program; `number` has the number
-    of the slice of each range. Every op starts as early as the order allows; each worker begins at the same time as
-    before.
+    By number of a program, `reduced` has the ranges of layers that it reduces; `number` maps each range to its slice
+    number. Every op starts as early as the order allows; each worker begins at the same time as before.
     """
     computed = _place_compute(schedule)
     reductions = _place_reductions(schedule, computed, reduced, number)
@@ -466,7 +465,8 @@ def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]
 
 
 def _place_compute(schedule: Schedule) -> dict[Worker, list[Op]]:
-    """Return the ops of each worker with new times, as early as the order allows."""
+    """Return the compute ops of each worker with new times, as early as the order in its program and the inputs of each
+    op allow."""
     programs, transfer = programs_of(schedule), schedule.times.transfer
     free = {worker: min((op.start_ticks for op in ops), default=0) for worker, ops in programs.items()}
     placed: dict[Worker, list[Op]] = {worker: [] for worker in programs}
@@ -497,9 +497,9 @@ def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], r
                       number: Mapping[LayerRange, int]) -> dict[Worker, list[Op]]:
     """Return the reductions of each worker with start times, given its compute ops (`computed`).
 
-    The ranges of layers that each program reduces are in `reduced`, by number of the program; `number` has the number
-    of the slice of each range. A reduction follows the last W of its layers as soon as the links of all holders are
-    free; those that can begin first come first.
+    By number of a program, `reduced` has the ranges of layers that it reduces; `number` maps each range to its slice
+    number. A reduction follows the last W of its layers as soon as the links of all holders are free; those that can
+    begin first come first.
     """
     ends: dict[LayerRange, int] = defaultdict(int)
     for op in chain.from_iterable(computed.values()):

@@ -78,8 +78,8 @@ class Periods:
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 
     def window_bounds(self, failures: int) -> WindowBounds:
-        """Return the lower bounds on the period, by column and number of vacant roles in it, for the pipelines that
-        this number of failures can affect."""
+        """Return the lower bounds on the period (`WindowBounds`), by column and number of vacant roles in it, for the
+        pipelines that this number of failures can affect."""
         job = self.affected_job(failures)
         if job.pipelines not in self._windows:
             self._windows[job.pipelines] = window_bounds_of(job, self._options)
@@ -183,7 +183,7 @@ def _plan_round_robin(problem: Problem) -> Incumbent:
     """Plan each subproblem with micro-batches of failed workers given to peers in turn, and return the candidate with
     its solutions.
 
-    Each is the best of some list schedules or, with fused backwards, of 1F1B with its memory.
+    Each solution is the best of some list schedules or, with fused backwards, the schedule of 1F1B.
     """
     return order_pieces(problem, decompose(problem), _best_round_robin)
 

@@ -65,7 +65,8 @@ RECOMPUTED_SHARES = (0.0, 0.5, 1.0)
 
 
 class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Placement and division of a job's layers for which the search has found a plan, with its periods."""
+    """Placement and division of a job's layers for which the search has found plans, with their periods without and
+    with failures."""
 
     arrangement: Arrangement
     job: Job

@@ -87,16 +87,15 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.period <= self.bound * (1 + CLOSE)
 
     def merged_with(self, other: "FaultFree | None") -> "FaultFree":
-        """Return a copy with the shorter period and the larger bound of two results for the same job."""
+        """Return a copy with the shorter period and the larger bound of this result and `other`, one for the same job
+        (None: there is none)."""
         if other is None:
             return self
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def capped_at(self, period: float) -> "FaultFree":
-        """Return a copy in which period and bound are at most `period`, that of a plan with fewer workers alive.
-
-        All workers together could do as well.
-        """
+        """Return a copy in which period and bound are at most `period`, that of a plan with fewer workers alive: all
+        workers together could do as well."""
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 
@@ -131,9 +130,10 @@ def reference_key(options: PlanOptions, job: Job) -> str:
 
 def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
                      problem: Problem | None) -> CandidateSource:
-    """Return the candidates of a search for a job and its failures: the problem in place, and layouts if allowed.
+    """Return the candidates of a search for a job and its failures: `problem`, in which layers stay in place, and
+    layouts if allowed.
 
-    `problem` is the one in place, or None if it has no plan. It is the only candidate if no layout can be better.
+    `problem` is None if it has no plan. Otherwise it is the only candidate if no layout can be better.
     """
     alone = options.method not in ("cp-sat", "greedy") \
         or not (options.layers == "move" or _can_layouts_gain(options, problem))
@@ -262,8 +262,7 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
               progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Plan a schedule for a job with failed workers, with the given options, and the fault-free period to compare it
-    with.
+    """Plan a schedule for a job with failed workers, and find the fault-free period to compare it with.
 
     If an earlier search has found a fault-free period and bound, `known`, less is searched. If this plan is part of a
     larger search, `clock` is that of the search.
@@ -296,7 +295,7 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
 
 class _ReferenceSearch:
     """Search for the fault-free period with which plans are compared. With counted steps it has its own clock, so that
-    plans do not depend on how much of it is known."""
+    plans do not depend on whether an earlier search has found this period."""
 
     def __init__(self, options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget, speed: Speed) -> None:
         clock = options.make_clock()
@@ -346,8 +345,9 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
     """Return the best plan found within the budget, never longer than that of a simpler search.
 
     If layers may move, a search limited by the clock begins with a quick one by list schedules alone. With counted
-    steps, the plan is never longer than one with layers in place or whole micro-batches only: if such a plan may be
-    shorter, it is searched, too, with as many steps again. `speed` measures how many ops can be planned in the time.
+    steps, a second search with as many steps follows, which leaves layers in place or, if they are anyway,
+    micro-batches whole; it is left out if its lower bound shows that it cannot find a shorter plan. `speed` measures
+    how many ops can be planned in the time.
     """
     seconds_given = budget.seconds_left
     quick_plan = None

@@ -90,7 +90,8 @@ def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict
 def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: Clock) -> float | None:
     """Return the period, in seconds, of the plan of a job with these options, which are for list schedules.
 
-    Return None if none fits or is found in time, or if the lower bound is not less than `shortest` seconds.
+    Return None if no plan fits or is found in time, or if the lower bound is not less than `shortest` seconds (None: no
+    limit).
     """
     try:
         problem = options.make_problem(job)

@@ -119,7 +119,7 @@ def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: P
     """Iterate over other ways to handle the same failures, planning each by list schedules within `seconds` in all.
 
     They are compared with `plan`, which was made with these options; `normalise` is True if live workers could take
-    other roles in it. With no worker down, they are more memory and another division of layers only.
+    other roles in it. With no worker down, the only other ways are more memory, recomputation and moved layers.
     """
     if plan.fault_free is None or options.method in BASELINES:
         return
@@ -254,7 +254,8 @@ def placement_report(found: FoundPlacement) -> dict[str, object]:
 
 
 def shared_ticks(schedule: Schedule) -> Fraction:
-    """Return the number of ticks in which all live workers together, each at its speed, do the work of an iteration."""
+    """Return the number of ticks that an iteration's compute ops would take if all live workers, each at its speed,
+    shared them without idling."""
     grid, times = schedule.grid, schedule.times
     stages = range(grid.depth)  # those of the other chains are copies
     work = sum(times.forward[stage] + times.backward_input[stage] + times.backward_weight[stage] for stage in stages)

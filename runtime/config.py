@@ -389,7 +389,7 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     if source is not None:
         others = model.keys() - {source, "context", "options"}
         if others:
-            raise ConfigError(f"model.{min(others)} is given beside model.{source}, whose config defines "
+            raise ConfigError(f"model.{min(others)} is given together with model.{source}, whose config defines "
                               "the model; use [model.options] to change keys of that config")
         if source == "hugging_face":
             model = _with_vocabulary_size(model)

@@ -60,8 +60,8 @@ def find_domains(grid: Grid, shares: Sequence[Sequence[Worker]], beside: int,
     """Return the failure domains of a job's workers, by `topology` if given, else by the nodes' workers (`shares`).
 
     The argument `beside` is the number of nodes that share node 0's machine; the other machines are assumed to have as
-    many. A worker that is absent at the start counts to node 0, where it would be started. Raises PlacementError if
-    `topology` does not name each worker of the grid once.
+    many. A worker that is absent at the start counts as one of node 0's, where it would be started. Raises
+    PlacementError if `topology` does not name each worker of the grid once.
     """
     if not topology:
         present = {worker for share in shares for worker in share}

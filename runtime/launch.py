@@ -171,8 +171,8 @@ class _ForkServerHolder:
         """True if the server may have workers of an earlier coordinator."""
 
     def get_server(self, found: ForkServer | None) -> ForkServer:
-        """Return the fork server of this node: the one already held, else `found`, else the one that the caller of the
-        run gave, else a new one."""
+        """Return the fork server of this node: the one already held, else `found`, else the one passed to `run`, else a
+        new one."""
         if self.server is None:
             self.server = found or self._given or self._stack.enter_context(ForkServer())
         self.adopted = True
@@ -255,8 +255,8 @@ class _RunLeader:
                       progress=self.progress or (lambda *_: None))
 
     def _write_results(self, events: EventLoop) -> None:
-        """Write the measured trace of a complete run to its folder and, if it is a model of transformers, the model in
-        that format. Raises RunStopped if a signal has ended the run early."""
+        """Write the measured trace of a complete run to its folder and, for a model of transformers, the model in their
+        format. Raises RunStopped if a signal has ended the run early."""
         if events.has_stopped_early:
             signal_received = self.stop.received or signal.SIGTERM
             raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (
@@ -266,7 +266,8 @@ class _RunLeader:
             self._export_hugging_face()
 
     def _export_hugging_face(self) -> None:
-        """Write the model in the format of transformers. If that fails, notify; the layers' own files remain."""
+        """Write the model in the format of transformers. If that fails, tell the users; the layers' own files
+        remain."""
         from slipstream.runtime.model.checkpoints.hugging_face_export import export_model
         from slipstream.runtime.model.layers.hugging_face.configuration import read_config, weights_folder
 

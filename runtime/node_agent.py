@@ -72,10 +72,10 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
              notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    Their logs, and the parameters of layers that they write, go into `out`. Their GPUs follow from `local`, this
-    process's rank on its machine. If `fork_server` is None, a new one starts them. `notify` is called with a line of
-    text while node 0 is waited for. After SIGTERM or Ctrl-C they leave the run at the next iteration, or are killed
-    after `grace_seconds`; the other nodes continue.
+    The workers' logs, and the parameters of layers that they write, go into `out`. Their GPUs follow from `local`, this
+    process's rank on its machine. The workers are started by `fork_server`; None: a new one. `notify` is called with a
+    line of text while node 0 is waited for. After SIGTERM or Ctrl-C the workers leave the run at the next iteration, or
+    are killed after `grace_seconds`; the other nodes continue.
 
     Raises RendezvousError if node 0 cannot be reached or has another secret, ConfigError if its job or this machine
     does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and
@@ -121,7 +121,8 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
 def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
     """Return the GPUs of the workers of node number `node` of `nodes`, each worker having `ranks` processes.
 
-    Raises ConfigError if node 0 has another number of nodes, or this machine has too few GPUs.
+    The answer of node 0 is `setup`; `local` is this process's rank on its machine. Raises ConfigError if node 0 has
+    another number of nodes, or this machine has too few GPUs.
     """
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
@@ -180,8 +181,9 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
     """Connect to the coordinator as node `node`, and return the connection and the answer, which names the workers to
     start.
 
-    Asks again, after a line of text to `notify`, while the coordinator has not noticed that this node's last process is
-    gone. If node 0 disappears before it answers, waits for it as long as during a run. Raises RendezvousError.
+    Waits up to `timeout_seconds` for node 0. Asks again, after a line of text to `notify`, while the coordinator has
+    not noticed that this node's last process is gone. If node 0 disappears before it answers, waits for it as long as
+    during a run, within the same limit. Raises RendezvousError.
     """
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
     notified = False

@@ -62,9 +62,9 @@ class RunFit:
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
-    """Return from which iteration on, and from how many samples read before, this run counts samples.
+    """Return the iteration from which this run counts samples, and the number of samples read before it.
 
-    These are the iteration and samples of the checkpoint `resume`. They are 0 (`NOTHING_READ`) if it is None or of an
+    These are the iteration and samples of the checkpoint `resume`. Both are 0 (`NOTHING_READ`) if it is None or of an
     earlier version, which does not store samples, or if it has read as many samples in each iteration as this run with
     its `microbatches` of each pipeline.
     """

@@ -84,7 +84,7 @@ def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
 
 
 def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
-    """Write the record that a new node 0 needs; only this user can read it. Raises OSError."""
+    """Write the record from which a new node 0 takes over the run; only this user can read it. Raises OSError."""
     write_atomically(out / _TAKEOVER_RECORD, msgspec.json.encode(left))
 
 
@@ -98,7 +98,8 @@ def read_takeover_record(out: Path) -> TakeoverRecord | None:
 
 
 def remove_takeover_record(out: Path) -> None:
-    """Remove the record for a new node 0, when the run ends or no worker of the last run is alive."""
+    """Remove the record from which a new node 0 would take over, if there is one. Called when the run ends or none of
+    its workers is alive."""
     (out / _TAKEOVER_RECORD).unlink(missing_ok=True)
 
 
@@ -192,8 +193,8 @@ def _is_in_folder(checkpoint: Checkpoint, out: Path) -> bool:
 
 
 def _suggest_remedy(out: Path, config: RunConfig) -> str:
-    """Return the first remedy of an error message: to resume this job from the newest checkpoint in the folder, or why
-    that is impossible; empty if there is no checkpoint."""
+    """Return the beginning of an error message's advice: to resume from the newest checkpoint in the folder, or why the
+    job of `config` cannot; empty if there is no checkpoint."""
     newest = open_latest(out / CHECKPOINTS)
     if newest is None:
         return ""

@@ -67,7 +67,7 @@ class CommittedIteration:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRecord:
-    """One generation: the time from an order to the next one, or to the end of that start of the run."""
+    """One generation: the time from an order to the next one, or until the run ended or was restarted."""
 
     begin: float
     """Time of the order, in run seconds: seconds of all starts of the run so far, without the time between them."""
@@ -79,13 +79,13 @@ class GenerationRecord:
     @property
     def measured_period(self) -> float | None:
         """Median seconds, over the iterations of this generation, of the longest busy window of any worker; None if
-        unknown. The first iteration is left out, because it warms up."""
+        unknown. The first iteration, which warms up, is left out unless it is the only one."""
         return _median_or_none([line.period for line in self._without_first if line.period is not None])
 
     @property
     def iteration_seconds(self) -> float | None:
-        """Median seconds from one commit to the next in this generation, without the first, which includes the change
-        of members; None if unknown."""
+        """Median seconds from one commit to the next in this generation; None if unknown. The first iteration, which
+        includes the change of members, is left out unless it is the only one."""
         return _median_or_none([line.took for line in self._without_first])
 
     @property

@@ -52,7 +52,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 class Group(Protocol):
     """Type, for type checkers, of torch's gloo and NCCL process groups: the methods of their Backend class that torch's
-    stubs leave out."""
+    stubs leave out. Each returns torch's `Work`, except `abort`."""
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
         """Start to send tensors to a rank."""
@@ -67,7 +67,8 @@ class Group(Protocol):
         """Start to copy the tensor of rank `root` to all ranks."""
 
     def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
-        """Start to gather equal parts of all ranks into one tensor, in the order of the ranks."""
+        """Start to gather equally long tensors, `input` of each rank, into the tensor `output`, in the order of the
+        ranks."""
 
     def abort(self) -> None:
         """End all transfers of the group with an error. A gloo group does so only when the last reference to it is
@@ -78,7 +79,7 @@ GlooDevice = ProcessGroupGloo.Device
 
 
 def open_gloo_devices() -> list[GlooDevice]:
-    """Open a gloo device for each network interface: a listening socket, and a thread for all of its connections.
+    """Return a new gloo device for each network interface: a listening socket, and a thread for all of its connections.
 
     They listen where torch's process groups listen by default: on the interfaces of GLOO_SOCKET_IFNAME, or at the
     machine's name. Raises RuntimeError if there is no such interface.
@@ -170,7 +171,7 @@ def without_process_groups() -> Iterator[None]:
 
 
 def create_gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
-    """Create a gloo process group, without torch.distributed's global state.
+    """Create a gloo process group that connects over `devices`, without torch.distributed's global state.
 
     For: groups that come and go with generations, several of them in a process, in any thread.
 
@@ -272,7 +273,8 @@ class NcclGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def connect(self) -> None:
-        """Connect the communicator. A blocking call returns when all members have connected, or one has died."""
+        """Connect the communicator. In NCCL's blocking mode, return when all members have connected, or one has
+        died."""
         torch.cuda.set_device(self.device)  # the current device belongs to a thread
         cast(Any, self.group).eager_connect_single_device(self.device)
 

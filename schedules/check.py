@@ -424,8 +424,8 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
 def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
     """Iterate over pairs of a worker's ops of which the second may not start before the end of the first.
 
-    They are neighbours in `ops` or, if reductions overlap compute (`overlaps`), neighbours among all ops but A, and
-    among A and O.
+    They are consecutive in `ops` or, if reductions overlap compute (`overlaps`), consecutive in `ops` without A, or in
+    the A and O of `ops`.
     """
     if not overlaps:
         yield from pairwise(ops)
@@ -472,7 +472,7 @@ def check_weight_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) -> Violation:
-    """Return the violation of `rule` by `op`, which starts before the result of `before`, for which it waits, has
+    """Return the violation of `rule` by an op that starts before the result of `before`, which it needs, has
     arrived."""
     hop = case.transfer_ticks(before, op)
     arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
@@ -498,7 +498,7 @@ def check_memory(case: CheckContext) -> Iterator[Violation]:
         for tick, held in memory_profile(sizes, ops):
             if held > free:
                 op = next((op for op in ops if tick in (op.start_ticks, op.end_ticks)), None)
-                remark = "" if seat.holds is None else f" beside {ranges_text(seat.holds)}"
+                remark = "" if seat.holds is None else f" with {ranges_text(seat.holds)} held"
                 yield Violation("memory", f"worker {worker} holds {held * sizes.unit:g} at {case.time_text(tick)}; its "
                                 f"capacity is {free * sizes.unit:g}{remark}", op, worker)
                 break
@@ -582,9 +582,9 @@ def check_deadlock(case: CheckContext) -> Iterator[Violation]:
     takes.
 
     The rules that `check` has verified before imply that an op starts no earlier than what it waits for, and strictly
-    later if that takes any time. A circle can therefore only consist of ops without duration, and of As, which may take
-    time on only some of their workers. If there is no circle of ops, `schedules.graph.order_transfers` finds an order
-    of transfers that adds none.
+    later if that takes any time. A circle can therefore only consist of ops without duration, and of all-reduces, which
+    may take time on only some of their workers. If there is no circle of ops, `schedules.graph.order_transfers` finds
+    an order of transfers that adds none.
     """
     instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks] for worker, ops in case.programs.items()}
     if not any(instant.values()):

@@ -122,8 +122,8 @@ def _require_version_1(schedule: Schedule) -> None:
 
 
 def validate(schedule: Schedule) -> None:
-    """Check all lengths and indices of a schedule, as `decode` does; the rules of a valid schedule are those of
-    `schedules.check`.
+    """Check all lengths and indices of a schedule, as `decode` does; `schedules.check` checks the rules of a valid
+    schedule.
 
     Ranges of single numbers are checked by msgspec. Raises ValueError, which names the key and the value.
     """

@@ -54,7 +54,11 @@ class DocumentKind(Generic[T]):
         object.__setattr__(self, "_decoder", msgspec.json.Decoder(self.content))
 
     def decode(self, data: bytes, source: str) -> T:
-        """Decode a document. `source` names it in errors. Raises `error` or `damaged` with a message of one line."""
+        """Decode a document. `source` names it in errors, whose messages have one line.
+
+        Raises `error` if the document is too large or of another kind or version, and `damaged` (or `error` if that is
+        None) if it is malformed.
+        """
         if len(data) > self.max_bytes:
             raise self.error(f"{source}: more than {self.max_bytes} bytes{self._size_remark}")
         try:

@@ -47,8 +47,8 @@ def _makespan_and_period(ops: Iterable[Op]) -> tuple[int, int]:
 def _list_schedule(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
     """Return the forwards `planned` with new times, sorted by start, as a list scheduler orders them.
 
-    Of the forwards whose input has arrived, a worker starts the one with most layers to go, of equals the first
-    micro-batch.
+    Of the forwards whose input has arrived, a free worker starts the one with the most layers to go; ties go to the
+    lowest micro-batch number.
     """
     after = _successors_on_route(schedule, planned)
     begins = set(range(len(planned))) - set(after.values())

@@ -60,10 +60,10 @@ Node = Op | Transfer | Collective
 def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
     """Return the tensors that are sent between workers, in an order that all workers can follow without deadlock.
 
-    The argument `programs` has the ops of each worker. Transfers are ordered like their producing ops in a topological
-    order of the op graph. If each transfer is inserted right after its producer, this order extends to all nodes: all
-    edges point forward, also those between successive transfers of a pair of workers. Raises ValueError if the ops
-    alone already wait for each other in a circle.
+    The argument `programs` has the ops of each worker. Transfers are ordered like the ops that make them in a
+    topological order of the op graph. With each transfer inserted right after its op, this order remains topological,
+    even if transfers between the same two workers wait for each other in turn. Raises ValueError if the ops alone
+    already wait for each other in a circle.
     """
     by_key = _ops_by_key(programs)
     ordered = []
@@ -117,8 +117,9 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
 def dependency_edges(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
     """Iterate over pairs (before, after) of ops and all-reduces, of which the second waits for the first.
 
-    They are the order of each worker's ops, then data dependencies. The argument `programs` has the ops of the workers
-    to look at: all workers, or those of pipelines that share no micro-batch with the rest.
+    The pairs that follow from the order of each worker's ops come first, then data dependencies. The argument
+    `programs` has the ops of the workers to look at: all workers, or those of pipelines that share no micro-batch with
+    the rest.
     """
     for ops in programs.values():
         if schedule.has_overlap:

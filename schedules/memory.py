@@ -29,13 +29,14 @@ def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
 
 
 def peak_memory(activation: int, stash: int) -> int:
-    """Return the most that a micro-batch holds of a slice or layer at any time, of which it holds these amounts."""
+    """Return the most memory that a micro-batch takes at any time at a slice or layer: `activation` is held from F to
+    I, and `stash` from I to W."""
     return max(accumulate(memory_change(kind, activation, stash) for kind in (OpKind.F, OpKind.I, OpKind.W)))
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
-    """Return how much one worker's ops hold over time, as pairs (tick, multiples of `memory.unit` from then on),
-    ascending.
+    """Return the memory that micro-batches take on one worker over time, as pairs (tick, multiples of `memory.unit`
+    from then on), ascending. The argument `ops` has the worker's ops.
 
     Intervals are half-open, so releases at a tick come before acquisitions. The memory held after all changes of a tick
     is therefore also the maximum at that tick.
@@ -50,13 +51,14 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
 
 
 def weights_of(memory: Memory | None, held: Iterable[LayerRange]) -> int:
-    """Return the memory that parameters, gradients and optimizer state of some layers take; 0 if it is not known."""
+    """Return the memory that parameters, gradients and optimizer state of some layers take, in multiples of
+    `memory.unit`; 0 if it is not known."""
     return sum_over_ranges(memory.weights_before, held) if memory and memory.weights else 0
 
 
 def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
-    """Return the memory of a worker for weights and activations together: its capacity for activations plus the weights
-    of its own column's layers."""
+    """Return the memory of a worker for weights and activations together, in multiples of `memory.unit`: its capacity
+    for activations plus the weights of its own column's layers."""
     return memory.capacity_for(worker, worker.column) + weights_of(memory, grid.held_layers_by_column[worker.column])
 
 
@@ -76,7 +78,7 @@ def activation_room(schedule: Schedule, seat: Seat) -> int | None:
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
-    """Return the most that each live worker ever holds, in multiples of `schedule.memory.unit`.
+    """Return the peak memory that micro-batches take on each live worker, in multiples of `schedule.memory.unit`.
 
     Empty if the schedule has no memory limits. A re-routed micro-batch counts for the worker that runs it.
     """

@@ -212,8 +212,8 @@ COMPUTE_KINDS = frozenset({OpKind.F, OpKind.I, OpKind.W, OpKind.B})
 class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
     """Op as a program stores it: `[kind, slice, microbatch, start_ticks]`, then the pipeline if it is not the role's.
 
-    The fields `slice` and `microbatch` are None if they do not apply: `slice`, an index for `Schedule.layers_of`, for
-    O; `microbatch` for A and O. If `pipeline` is None, it is the pipeline of the role that runs the op.
+    The field `slice` is an index for `Schedule.layers_of`, None for O; `microbatch` is None for A and O. If `pipeline`
+    is None, it is the pipeline of the role that runs the op.
     """
 
     kind: OpKind
@@ -396,7 +396,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Scope(StrEnum):
-    """Set of schedules that a lower bound covers, by what they may change. None of them is shorter than the bound.
+    """Set of schedules of which none is shorter than a lower bound. Scopes differ in what workers may hold and run.
 
     The scopes `OWN` to `LAYERS` are ordered from the narrowest to the widest: a bound for a wider one also holds for a
     narrower one. `PLACEMENT` is outside of this order: of the others, its bounds hold for `OWN` only.
@@ -518,7 +518,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Seats whose worker plays a role other than its own, whose layers it must load."""
+        """Seats whose worker plays a role other than its own. For a role of another column, the worker must load
+        layers."""
         return tuple(seat for seat in self.seats if seat.worker != seat.role)
 
     @cached_property
@@ -698,8 +699,8 @@ def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
 
 
 def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
-    """Return a copy of a program in which re-routed micro-batches have new pipeline numbers, or itself if none
-    changes."""
+    """Return a copy of a program in which re-routed micro-batches have new pipeline numbers (`numbers`, by old number),
+    or the program itself if none changes."""
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
     return tuple(op if op.pipeline is None else

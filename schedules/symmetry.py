@@ -16,7 +16,7 @@ Behaviour = tuple[int, tuple[RoleProgram, ...]]
 
 
 def find_equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return all pipelines, in sets that behave identically, each ascending.
+    """Return all pipelines, divided into sets of pipelines that behave identically; each set is ascending.
 
     Pipelines are in one set if `find_equal_groups` finds them equal and they share no micro-batch with others. A
     pipeline that shares micro-batches is a set of its own.
@@ -29,7 +29,7 @@ def find_equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """Return sets of groups of pipelines that behave identically; a group is pipelines that share micro-batches.
+    """Return all groups of pipelines that share micro-batches, divided into sets of groups that behave identically.
 
     Two groups are equal if their pipelines, each in ascending order, have as many micro-batches and run the same
     programs at the same speed and with the same memory for activations. Re-routed micro-batches are compared by the
@@ -67,11 +67,12 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 
 
 def _canonical_number(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """Return the number of the first known program that is equal to `program`, if both number pipelines by their
-    position in their group.
+    """Return the number of the first program in `known` that equals `program` once its pipelines are numbered by
+    position.
 
-    The mapping `number_of` has these positions, and `number` is the number of `program`. `known` has the programs found
-    before, and is extended. A program that runs only micro-batches of its own pipeline keeps its number.
+    The mapping `number_of` has the position of each pipeline in its group, and `known` the number of each program found
+    before. If none is equal, `program` is added to `known` with its own `number`, which is returned. A program that
+    runs only micro-batches of its own pipeline keeps its number.
     """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number

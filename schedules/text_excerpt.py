@@ -40,8 +40,8 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
 
 
 def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
-    """Return the workers to draw around an op: those nearest to `worker` in its pipelines, sorted; for A also its
-    peers."""
+    """Return at most MAX_ROWS workers to draw around an op, sorted: `worker` and those nearest to it in its own and the
+    op's pipeline; for A also its peers."""
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
     together = op is not None and op.kind is OpKind.A

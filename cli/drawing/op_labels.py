@@ -11,7 +11,7 @@ def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
     """Return candidate labels of an op, most informative first.
 
     Examples are `F3`, re-routed `f1.3`, shed `F1.3`, and `F3:4-6` for a slice that is no whole stage. `prime` is
-    appended to the number of the micro-batch; it marks the further stages of a worker that holds several.
+    appended to the number of the micro-batch, as a mark of stages after the first if a worker holds several.
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]

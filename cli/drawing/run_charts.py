@@ -43,7 +43,8 @@ class Point:
 
 
 def build_points(run: RunRecord) -> list[Point]:
-    """Return the points of a run: about `MAX_POINTS` at most, and more only if it has so many generations."""
+    """Return the points of a run, in order of time: at most about `MAX_POINTS`, and at least one for each generation
+    with iterations."""
     size = max(1, math.ceil(len(run.committed) / MAX_POINTS))
     samples = run.starts[-1].samples
     result = []
@@ -117,7 +118,8 @@ def _draw_phases(run: RunRecord) -> str:
     parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
              f'height="{HEIGHT}"><title>{escape(describe_generation(one))}</title></rect>' for one in run.stretches]
     parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
-              "<title>settling: layers move while training goes on</title></rect>" for begin, end in find_settling(run)]
+              "<title>settling: layers move while training continues</title></rect>"
+              for begin, end in find_settling(run)]
     return f'<div class="chart phases"><b>phase</b>{_svg(run, "".join(parts))}</div>'
 
 

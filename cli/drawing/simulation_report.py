@@ -97,8 +97,8 @@ def _initially_shown(result: Comparison) -> set[str]:
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return one line that compares the throughput of the policy listed first with each other one, without reference
-    lines (limits to compare policies with)."""
+    """Return one line with the throughput of the policy listed first, and its ratio to that of every other policy
+    except reference lines (limits to compare policies with)."""
     real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
         return "only reference lines were asked for"
@@ -121,9 +121,10 @@ def describe_trace(trace: AvailabilityTrace) -> str:
 
 
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
-    """Return the tokens trained per hour and GPU of the live workers, including idle ones.
+    """Return the tokens trained in `run` per hour and GPU of the live workers, including idle ones.
 
-    The argument `tokens` is the number of tokens in a sample. None if that or the number of GPUs is unknown.
+    The argument `tokens` is the number of tokens in a sample. The result is None if that or the number of GPUs is
+    unknown.
     """
     gpus = result.trace.mean_live_machines * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
@@ -136,7 +137,7 @@ def policy_colour(policy: str) -> str:
 
 
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
-    """Return the hours of live workers per 1,000 samples, or None if no sample was trained."""
+    """Return the hours of live workers per 1,000 samples trained in `run`, or None if no sample was trained."""
     return result.trace.mean_live_machines / run.throughput / 3.6 if run.throughput else None
 
 
@@ -158,7 +159,7 @@ def _throughput_table(result: Comparison, tokens: int | None) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format a number with three digits, without an exponent."""
+    """Format a number with three significant digits, or as an integer from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -63,7 +63,7 @@ def _max_rows(height: int | None) -> int:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """Scale from ticks to columns of characters: tick t lies in column t * `up` // `down`, of `columns`."""
+    """Scale from ticks to columns of characters, numbered below `columns`: tick t lies in column t * `up` // `down`."""
 
     up: int
     down: int
@@ -146,8 +146,8 @@ def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
 
 
 def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the sets of pipelines to draw, ordered by number; a set is drawn once, for all of its pipelines, and all
-    fit into `rows` lines (at least one is returned).
+    """Return the sets of pipelines to draw, each as a tuple of pipeline numbers, in ascending order. Each set is drawn
+    as one pipeline. As many are returned as fit into `rows` lines, but at least one.
 
     The pipelines of a set in `equal_sets` run the same programs. Pipelines with dead or moved workers are taken out of
     these sets, each as a set of its own, and are preferred if there is no room for all.

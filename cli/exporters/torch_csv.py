@@ -25,7 +25,8 @@ def export_schedule(schedule: Schedule, *, pipeline: int, communication: bool, o
     """Write the order of one pipeline's ops, as CSV for torch, to the file `out`, or to stdout if it is None. Raises
     ExportError.
 
-    With `communication` as in `write_order`. With `json`, an object with the CSV and its format is printed to stdout.
+    The argument `communication` is that of `write_order`. With `json`, an object with the CSV and its format is printed
+    to stdout.
     """
     text = write_order(schedule, pipeline, communication=communication)
     if out is not None:

@@ -230,8 +230,8 @@ def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]
 
 
 def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return, for each node, the numbers (pipeline x stages + column) by which a trace that is fitted to the job names
-    the node's workers."""
+    """Return the places of each node's workers: the numbers (pipeline x stages + column) that they have in a trace
+    fitted to the job."""
     return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
 
 

@@ -28,8 +28,8 @@ BYTES_PER_SECOND = 10e9
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a job loses when a policy (a way to react to failures) restarts, switches, or loads layers, and
-    related shares. Equal actions of policies cost the same."""
+    """Costs of policies (ways to react to failures): seconds to restart, to switch, to load layers or to write a
+    checkpoint, and two shares that describe Bamboo. Equal actions of policies cost the same."""
 
     parameters: float
     """Number of parameters of the model."""

@@ -57,4 +57,4 @@ def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) ->
             f"stay away",
             f"each plan is searched for as many counted steps as {PLAN_SECONDS:g} s of a processor have",
             f"costs of changes for {PARAMETERS:.3g} parameters",
-            *(["reductions go on beside compute: [network] overlap = true"] * overlap)))
+            *(["reductions run concurrently with compute: [network] overlap = true"] * overlap)))

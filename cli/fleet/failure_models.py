@@ -223,7 +223,7 @@ def _build_llama_3_domains() -> FailureModel:
                                 "transient"))
     return msgspec.structs.replace(
         _build_llama_3(), name="llama-3-domains", kinds=(*_build_llama_3().kinds, *above), repairs_at_once=8,
-        source=LLAMA_3_SOURCE + "; power feeds and pods besides, and 8 repairs at a time (assumed)")
+        source=LLAMA_3_SOURCE + "; also power feeds and pods, and 8 repairs at a time (assumed)")
 
 
 FAILURE_MODELS: Mapping[str, FailureModel] = {model.name: model for model in (

@@ -72,7 +72,7 @@ class Loads:
 
     @cached_property
     def layer_seconds(self) -> tuple[float, ...]:
-        """Seconds of each layer, forward and backward: equal parts of its stage."""
+        """Seconds of F, I and W of each layer, together: an equal part of its stage's seconds."""
         job, times, depth = self._job, self._job.time, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
         if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
@@ -87,7 +87,8 @@ class Loads:
         return max(map(sum, zip(self._job.time.all_reduce, self._job.time.optimizer, strict=True)))
 
     def work_conserving_seconds(self, live: float) -> float:
-        """Return a lower bound on the seconds of an iteration: the work spread evenly, then one step.
+        """Return a lower bound on the seconds of an iteration: the work spread evenly over `live` workers, then the
+        shortest all-reduce and optimizer step of any stage.
 
         A worker at half speed counts half in `live`.
         """

@@ -108,7 +108,10 @@ class Scenario(NamedTuple):
 
 
 class Policy(ABC):
-    """Way in which a job reacts to failures, in a simulation. Each object simulates one run."""
+    """Base class of policies, ways in which a job reacts to failures, in a simulation. Each object simulates one run.
+
+    Subclasses define `start`, `on_change` and `steady_rate`.
+    """
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -275,13 +278,14 @@ class Policy(ABC):
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
-        """Return whether only the checkpoint holds the parameters, because the job is waiting or restarting: the cause
-        of `remaining[0]`, the current phase."""
+        """Return whether only the checkpoint holds the parameters, because the cause of the current phase,
+        `remaining[0]`, is that the job waits or restarts."""
         return remaining[0].cause in STATELESS_CAUSES
 
 
 class RatedByStage(Policy):
-    """A policy whose throughput depends on the number of dead workers of each stage."""
+    """Base class of policies whose throughput depends on the number of dead workers of each stage. Subclasses define
+    `rate`."""
 
     @abstractmethod
     def rate(self, down: DownByStage) -> float:

@@ -37,7 +37,7 @@ MIN_GROUP_PIPELINES = 8
 
 
 class RebalancedPlan(NamedTuple):
-    """Period of a plan with layers moved, and the amount of layers that moves."""
+    """Period of a plan with layers moved, and how many layers the busiest receiver gets."""
 
     period: float
     """Period in seconds."""
@@ -49,7 +49,7 @@ class RebalancedPlan(NamedTuple):
 
 
 class SlowWorkerCount(NamedTuple):
-    """Number of slow live workers, all assumed to be as slow as the slowest."""
+    """Number of slow live workers, and the slowdown factor of the slowest, which is assumed for all."""
 
     workers: int
     factor: float
@@ -100,8 +100,8 @@ class RebalancedPlans:
         return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule with layers moved for this many failures, or for exactly the workers `dead` given
-        to `__init__` if they are as many; None if it has none."""
+        """Return the table's schedule with layers moved for this many failures; None if it has none. If `dead`, given
+        to `__init__`, has exactly so many workers, it is the schedule for these."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):
@@ -129,8 +129,8 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether a plan for this many pipelines and failures is one of the whole job with exactly the workers
-        `dead` down that were given to `__init__`."""
+        """Return whether a plan for this many pipelines and failures is for the whole job with exactly the workers down
+        that `__init__` got as `dead`."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:

@@ -75,8 +75,8 @@ class Throughputs:
         """Return the samples per second of the best schedule with layers in place and `down` workers dead, one number
         per stage.
 
-        It is Slipstream's, or 1F1B on the whole pipelines if that is faster. The result is at most the throughput with
-        all workers alive: chance improvements of the search for fewer workers are not counted.
+        It is Slipstream's, or 1F1B on the pipelines without dead workers if that is faster. The result is at most the
+        throughput with all workers alive, even if the search found a faster schedule for fewer workers by chance.
         """
         return self.compute_once(("in place", down), lambda: self._compute_in_place_rate(down))
 
@@ -106,11 +106,11 @@ class Throughputs:
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
-        """Return the number of dead workers of each stage with which Slipstream's schedule after this many failures is
-        fastest.
+        """Return how many workers of each stage are dead in the fastest schedule that Slipstream has after this many
+        failures.
 
-        Failure normalisation chooses it, by which live workers take over roles of dead ones. Returns None if a stage
-        would have no live worker.
+        Live workers may take over roles of dead ones (failure normalisation), so that any workers may have failed.
+        Returns None if a stage would have no live worker.
         """
         return self.compute_once(("normal form", failures), lambda: self._find_best_distribution(failures))
 
@@ -162,9 +162,9 @@ class Throughputs:
         """Return the samples per second of a large job in which each failure is planned by itself, in pipelines of its
         own.
 
-        The slowest of these plans counts, or that without failures; `rate` gives the samples per second for numbers of
-        dead workers by stage. Returns 0.0 for a small job, for fewer than two failures, and if there are too few
-        pipelines.
+        It is the least of the rates of these plans and of the plan without failures. The function `rate` returns the
+        samples per second, given the number of dead workers of each stage. Returns 0.0 for a small job, for fewer than
+        two failures, and if there are too few pipelines.
         """
         job, failures, periods = self.job, sum(down), self._periods
         if failures < 2 or not periods.is_large or periods.affected_job(failures).pipelines == job.pipelines:
@@ -195,7 +195,8 @@ class Throughputs:
 
     def round_robin_rate(self, down: DownByStage, backward: BackwardMode = "split",
                          optimizer: OptimizerMode = "staggered") -> float:
-        """Return the samples per second of the best of some list schedules with round-robin re-routing.
+        """Return the samples per second of the best of some list schedules with round-robin re-routing and `down`
+        workers dead, one number per stage.
 
         With a fused backward, it is the schedule of 1F1B with re-routing.
         """

@@ -94,7 +94,8 @@ class _OpSequence:
         self._offset = offset or {}
 
     def add(self, kinds: str, stage: int) -> None:
-        """Append the next op of each kind in `kinds`, such as `FB`, at a virtual stage. B is the next I and W."""
+        """Append one op for each kind in `kinds`, such as `FB`, at a virtual stage, with the next micro-batch of that
+        kind. B counts as one I and one W, whose next micro-batch must be the same."""
         for kind in kinds:
             parts = "IW" if kind == "B" else kind
             numbers = [self._next.get((part, stage), self._offset.get(stage, 0)) for part in parts]
@@ -103,7 +104,8 @@ class _OpSequence:
             self._next |= {(part, stage): numbers[0] + 1 for part in parts}
 
     def count_ops(self, kind: str, stage: int) -> int:
-        """Return the number of ops of a kind at a virtual stage."""
+        """Return the number of ops of a kind (F, I or W) that were appended at a virtual stage; a B counts as I and as
+        W."""
         return self._next.get((kind, stage), self._offset.get(stage, 0)) - self._offset.get(stage, 0)
 
 
@@ -247,8 +249,11 @@ def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
 
 
 def _earliest_start(op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts) -> float | None:
-    """Return the time at which the inputs of an op are available, transfers included, or None if the ops that make them
-    have not run yet."""
+    """Return the time at which the inputs of an op are available, transfers included; None if the ops that make them
+    have not run yet.
+
+    The argument `ends` has the end of each op that has run, and `worker_of` the worker of each virtual stage.
+    """
     place = op.stage % costs.depth
     if op.kind == "W":
         return ends.get(op._replace(kind="I"))

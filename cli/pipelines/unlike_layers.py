@@ -314,8 +314,8 @@ def _table_row(model: MeasuredModel, one: ModelResult) -> tuple[str, ...]:
 
 
 def _published_findings(model: MeasuredModel, one: ModelResult) -> dict[str, float]:
-    """Return, by description, the iteration times in milliseconds that others publish for a model and the one computed
-    for 1F1B; empty if none are published."""
+    """Return the published iteration times of a model and the time computed for 1F1B, in milliseconds, by description;
+    empty if there are none to compare."""
     plain = one.uniform["1F1B"]
     if model.name not in OCTOPIPE or plain is None:
         return {}

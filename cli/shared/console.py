@@ -63,7 +63,8 @@ class _StdoutConsole(_WrappingConsole):
         return super().options if self._is_folded else super().options.update(width=UNFOLDED_COLUMNS)
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """Print as `rich.console.Console.print` does, and crop only if lines are folded."""
+        """Print as `rich.console.Console.print` does, but do not crop lines in a file or pipe, unless COLUMNS is
+        set."""
         super().print(*objects, **{"crop": self._is_folded, **how})
 
     def rule(self, title: Any = "", **how: Any) -> None:
@@ -100,7 +101,7 @@ def print_json(answer: Mapping[str, object]) -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with control characters escaped, which file names and file contents may contain."""
+    """Return the text with its control characters escaped; file names and file contents may contain them."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
 
 
@@ -146,6 +147,6 @@ def complete_from(*words: str) -> Callable[[str], list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with four digits for a reader: `30 s`, `29.7 ms`, `850 us`."""
+    """Format a time with at most four significant digits for a reader: `30 s`, `29.7 ms`, `850 us`."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
     return f"{seconds / unit:.4g} {name}" if seconds else "0 s"

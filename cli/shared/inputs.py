@@ -129,14 +129,14 @@ def read_schedules(path: Path) -> Iterator[ScheduleInFile]:
 
 
 def refusal_text(path: Path, error: ValueError) -> str:
-    """Return the message for a file that is no schedule, which reading it reported as `error`, with a hint if it is a
-    job file."""
+    """Return the message for a file that is no schedule: the text of `error`, which reading it raised, with a hint if
+    it is a job file."""
     is_job = path.suffix == ".toml" and may_exist(path)
     return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
 
 
 def may_exist(path: Path) -> bool:
-    """Return whether the path exists, and True if that cannot be found out, so that opening it gives the reason."""
+    """Return whether the path exists, or True if that cannot be found out: opening the file then gives the reason."""
     try:
         return path.exists()
     except OSError:
@@ -144,7 +144,8 @@ def may_exist(path: Path) -> bool:
 
 
 def require_writable(path: Path | None) -> None:
-    """Exit 2 if no file can be written to a path, before the work whose result it will hold. None: nothing is checked.
+    """Exit 2 if no file can be written to a path, before work is done whose result could not be saved. None: nothing is
+    checked.
 
     This function creates a temporary file in the folder of the path, or in its nearest existing parent.
     """

@@ -91,7 +91,7 @@ def placement_lines(found: FoundPlacement | None) -> list[str]:
              *(f"  {key} = {value!r}".replace("'", '"') for key, value in found.arrangement.placement_table.items())]
     if found.with_failures:
         periods = ", ".join(f"{count} down {duration(period)}" for count, period in enumerate(found.with_failures, 1))
-        lines.append(f"with roles vacant: {periods}; {duration(found.mean_period)} is the period of the mean "
+        lines.append(f"with failed workers: {periods}; {duration(found.mean_period)} is the period of the mean "
                      "throughput")
     return lines
 

@@ -93,9 +93,10 @@ def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0
     """Return the best number of virtual stages, with the worker and the layers of each, for the job file in `text`;
     show progress on stderr.
 
-    Candidates are compared by their mean throughput with 0 to `failures` workers down, if on average a share `down` of
-    the workers is. The limit of the search is measured by `clock`; None: by a new clock, as the options say. Messages
-    name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits into memory.
+    Candidates are compared by their mean throughput with 0 to `failures` workers down, weighted by probability if each
+    worker is down for a share `down` of the time. The limit of the search is measured by `clock`; None: by a new clock,
+    as the options say. Messages name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits into
+    memory.
     """
     try:
         with show_planning("ends it, and nothing is written") as progress:

@@ -22,8 +22,8 @@ _NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
 
 
 class _Rehearsal(NamedTuple):
-    """Kill, return or slowdown on purpose of a worker, or of all workers of a node, as one option of the command line
-    asks for it."""
+    """Kill, return or slowdown of a worker, or of all workers of a node, that one option of the command line asks
+    for."""
 
     option: str
     name: str

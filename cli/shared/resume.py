@@ -147,8 +147,11 @@ def require_usable(request: TrainRequest, resume: Checkpoint | None, config: Run
 
 
 def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> bool:
-    """Warn if a checkpoint has seen all `iterations`; return True if the parameters have been written, too. Then
-    nothing is left to do; with --json, the run's answer is printed."""
+    """Warn if a checkpoint has seen all `iterations`, and return whether nothing is left to do: True if its parameters
+    are written, too.
+
+    If nothing is left and --json is given, the run's answer is printed.
+    """
     if resume.iteration < iterations:
         return False
     answer = answer_if_done(request.folder, resume, iterations)
@@ -171,8 +174,8 @@ def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
 
 
 def is_run_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
-    """Return whether the run in a folder has done all iterations and written its parameters, so that its newest
-    checkpoint is `resume`. Raises CheckpointError."""
+    """Return whether the run in a folder has done all iterations and written its parameters, and has `resume` as its
+    newest checkpoint. Raises CheckpointError."""
     newest = open_latest(folder / CHECKPOINTS)
     return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
             and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))

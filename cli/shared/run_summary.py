@@ -64,7 +64,7 @@ def stretch_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
 def state(run: RunRecord) -> str:
     """Describe in a few words whether the run has finished, ended early, or may still be running."""
     if run.finish_event is None:
-        return "goes on, or was killed"
+        return "still running, or was killed"
     return "finished" if run.finish_event.error is None else "ended early"
 
 

@@ -77,7 +77,7 @@ class TrainRequest(msgspec.Struct, frozen=True):
         "Start a worker again that crashes, each time after a longer pause, until it has more than N faults within an "
         "hour, or its node twice as many. 0, and always with --kill: dead workers stay out."))] = FAULTS_PER_HOUR
     verify_every: Annotated[int, Option(rich_help_panel=FAILURES, metavar="N", min=0, max=MAX_ITERATIONS, help=(
-        "Compare the copies of parameters and optimizer state that workers hold every N iterations, besides after each "
+        "Compare the copies of parameters and optimizer state that workers hold every N iterations, also after each "
         "failure and with each checkpoint. If they differ, give up workers known to be wrong, and go back to a "
         "checkpoint if results may depend on them. 0: only after failures and with checkpoints."))] = VERIFY_EVERY
     heartbeat_timeout: Annotated[float, Option(rich_help_panel=WAITING, metavar="SEC", min=0.1, max=3600, help=(
@@ -99,8 +99,8 @@ class TrainRequest(msgspec.Struct, frozen=True):
         "soon makes up for its pause; move: while training continues, they move so that all live workers have equal "
         "work, when that is expected to pay."))] = "fixed"
     mtbf: Annotated[float | None, Option(rich_help_panel=FAILURES, metavar="SEC", min=1.0, max=1e9, help=(
-        "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an hour "
-        "besides."))] = None
+        "With --layers move: mean time between failures in the whole cluster. Default: as observed, with one "
+        "more failure in an hour before the run assumed."))] = None
     tensorboard: Annotated[Path | None, Option(rich_help_panel=FILES, metavar="DIR", help=(
         "Write the metrics of each iteration there for TensorBoard, too (pip install -e '.[tensorboard]')."))] = None
     json: options.Json = False

@@ -210,7 +210,8 @@ def is_first_stage_input_free(costs: ExactLayerCosts, first: int) -> bool:
 
 
 def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction, ...]:
-    """Return the seconds of I of each layer if it is in a later stage; for layers below `first` they are estimated."""
+    """Return the seconds of I that each layer takes in a stage other than the first; for layers below `first` they are
+    estimated."""
     known = {(forward, one + other): one for forward, one, other in list(zip(
         costs.forward, costs.backward_input, costs.backward_weight, strict=True))[first:]}
     one, other = sum(costs.backward_input[first:]), sum(costs.backward_weight[first:])

@@ -118,8 +118,8 @@ class _Cost(NamedTuple):
 
 
 def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the tables of a job file for a model that is distributed as `layout` says, on the GPUs of its data sheet,
-    and lines of comments above each table that say how values were estimated.
+    """Return the tables of a job file for a model that is distributed as `layout` says, with values estimated from the
+    GPU's data sheet; and, by table, lines of comments that say how they were estimated.
 
     Raises ValueError with a message of one line if there are more stages than layers, or the model does not fit.
     """
@@ -234,10 +234,10 @@ def _memory_sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
 def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
     """Return lines of comments for an estimated job file, by the name of the table that they stand above."""
     gpu = layout.gpu
-    held = [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
+    held = [f"MB on each GPU. capacity: what remains after {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
             "which a step can be undone."]
     if layout.shard_optimizer:
-        held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes_per_parameter:.3g} bytes per "
+        held = [f"MB on each GPU. capacity: what remains after {layout.held_bytes_per_parameter:.3g} bytes per "
                 f"parameter: optimizer",
                 f"state and its undo copies are sharded over {layout.pipelines} workers. state: all of a stage's, of "
                 "which each has more when some are down."]

@@ -154,8 +154,9 @@ def _read_attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool |
                     output_bias: bool | None = None) -> LayerShape:
     """Read the shape of an attention layer from the key names that most models use; `hidden` is the model's width.
 
-    If `bias` is None, the file decides whether there are biases. The argument `tokens` is the result of
-    `attended_tokens`, and with `head_norms` queries and keys are normalized.
+    If `bias` is None, the file decides whether there are biases; if `output_bias` is None, the output matrix follows
+    the others. The argument `tokens` is the result of `attended_tokens`, and with `head_norms` queries and keys are
+    normalized.
     """
     heads = keys.read_count("num_attention_heads")
     kv_heads, width = keys.read_count("num_key_value_heads", heads), keys.read_count("head_dim",

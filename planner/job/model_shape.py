@@ -137,7 +137,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def by_layer(self) -> ModelLayers:
         """Return the shapes of the decoder layers; embedding and head are merged into the first and the last one.
 
-        Raises ValueError with a message of one line if the number of heads does not divide the width.
+        Raises ValueError with a message of one line unless the number of heads divides the width, and that of key-value
+        heads the number of heads.
         """
         if self.hidden % self.heads or self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"hidden size {self.hidden}, {self.heads} heads, {self.kv_heads or self.heads} heads of "

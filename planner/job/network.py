@@ -45,9 +45,9 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured: Sequence[str]) -> Network:
     """Read a `[network]` table. Raises JobError.
 
-    There are `virtual` virtual stages in each of `chains` directions of micro-batches; messages call a stage `per`. The
-    argument `measured` has the keys given in `[time]`: a time that is given there must not follow from bytes and
-    bandwidth, too.
+    There are `virtual` virtual stages in each of `chains` directions of micro-batches; `per` is the word for a stage in
+    messages. The argument `measured` has the keys given in `[time]`: a time that is given there must not follow from
+    bytes and bandwidth, too.
     """
     overlap = table.take_value("overlap", False)
     if not isinstance(overlap, bool):

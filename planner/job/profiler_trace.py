@@ -46,7 +46,7 @@ _OBJECT = msgspec.json.Decoder(_ChromeTrace)
 
 
 class OpRange(NamedTuple):
-    """Event of a trace in which an op of one micro-batch ran once."""
+    """One run of an op of a micro-batch, as a trace records it."""
 
     kind: OpKind
     stage: int
@@ -111,8 +111,8 @@ def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[
 
 def job_tables(name: str, times: Mapping[str, Sequence[float]], *, pipelines: int, microbatches: int,
                transfer: float) -> dict[str, Any]:
-    """Return the tables of a job file with these times of each stage, one stage per column. `transfer` is in
-    seconds."""
+    """Return the tables of a job file with one stage per column. The mapping `times` has the seconds of all stages by
+    key of `[time]`, such as `forward`; `transfer` is in seconds."""
     return {"name": name, "pipelines": pipelines, "stages": len(times["forward"]), "microbatches": microbatches,
             "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer}}
 
@@ -135,8 +135,8 @@ def _read_events(path: Path) -> list[_Event]:
 
 
 def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
-    """Return the op that a trace event records if its name matches `wanted` and it is an op of a micro-batch, else
-    None."""
+    """Return the op of a micro-batch that a trace event records; None if its name neither matches `wanted` nor is that
+    of an op in Slipstream's own traces."""
     if not isinstance(event.name, str):
         return None
     seconds = event.dur / 1e6

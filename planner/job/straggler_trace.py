@@ -80,7 +80,8 @@ class StragglerTrace(NamedTuple):
 
 
 def read_straggler_trace(path: Path) -> StragglerTrace:
-    """Read a parquet file of StragglerAnalysis. Raises ProfilerTraceError, also if pyarrow is not installed."""
+    """Read the op times of a job from a parquet file of ByteDance's StragglerAnalysis. Raises ProfilerTraceError, also
+    if pyarrow is not installed."""
     column = read_columns(path, COLUMNS)
     kinds = column["optype"]
     computing = np.isin(kinds, KINDS)

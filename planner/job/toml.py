@@ -168,7 +168,8 @@ def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -
 
 
 def table_comments(text: str) -> dict[str, list[str]]:
-    """Return the comment lines of a job file by the name of the table above or in which they stand ("" for the top)."""
+    """Return the comment lines of a job file by the name of their table ("" for the top). A comment directly above a
+    table's header belongs to that table."""
     comments: dict[str, list[str]] = {"": []}
     table, above = "", list[str]()
     for line in map(str.strip, text.splitlines()):

@@ -55,7 +55,7 @@ def make_idle_function(problem: Problem, worker: Worker, hops: int) -> Callable[
     The function's arguments are the first layer that the worker holds, the end of these layers, and the number of
     micro-batches that it runs. Each micro-batch has `hops` transfers to the end of the replica. The I of the first one
     starts after F of the held layers, F and I of all layers after them, and the transfers of both ways. Until then the
-    worker runs only F, for lack of memory or of micro-batches: of as many as it has, and as it has room for.
+    worker runs only F, of at most the micro-batches that it has and that its memory has room for.
     """
     sums = problem.costs.prefix_sums
     forward, backward, weights, most = sums.forward, sums.backward_input, sums.weights, sums.peak_memory
@@ -79,8 +79,8 @@ def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence
 
     No worker gets more than `limit` ticks, which count its work and the least idle time for lack of memory
     (`make_idle_function`). In order of layers, each worker takes as much work as fits; None if there are too few
-    workers. If not `floating`, workers take whole layers only. With `staggered`, a worker also loses the time between
-    the reductions of the first and the last stage of its layers, as between their first F.
+    workers. If not `floating`, workers take whole layers only. With `staggered`, the limit also counts F and a transfer
+    for each of a worker's stages but the last: by that much the last one's reductions come after the first one's.
     """
     workloads: list[Workload] = []
     sums, work = problem.costs.prefix_sums, problem.costs.work

@@ -14,7 +14,8 @@ from slipstream.schedules.schedule import Worker
 
 
 def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) -> Layout:
-    """Return the layout for the layers that workers hold now whose busiest worker has the least load, with few slices.
+    """Return, for the layers that workers hold now, the layout whose busiest worker has the least load, with few
+    slices.
 
     With `sliced`, a micro-batch may be cut between any two layers; otherwise, one worker runs all consecutive layers
     that the same workers hold. The load may exceed the least one by the share `within` of it; then fewer micro-batches

@@ -132,7 +132,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def hosts(self) -> Mapping[Unit, Worker]:
-        """Worker that runs each unit."""
+        """Mapping of each unit to the worker that runs it."""
         return self.arrays.hosts
 
     @cached_property

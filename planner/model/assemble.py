@@ -28,10 +28,10 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
                  deadlines: Sequence[int] | None = None) -> list[Solution]:
     """Return the solutions of all subproblems shifted onto one clock, on which the first op of all starts at tick 0.
 
-    With a staggered optimizer and several subproblems, each op then starts as late as the common ends of groups allow
-    (workers that hold the same layers), so that busy windows are as short as the orders permit. The common ends are
-    `deadlines`, if given, those of the longest subproblem, or the latest of all when each begins at 0, whichever gives
-    the shortest period.
+    With a staggered optimizer and several subproblems, each op then starts as late as the common end of its worker's
+    group (workers that hold the same layers) allows, so that busy windows are as short as the orders permit. The common
+    ends are `deadlines`, if given, those of the longest subproblem, or the latest of all when each begins at 0,
+    whichever gives the shortest period.
     """
     at_0 = [solution.with_starts(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":
@@ -134,11 +134,12 @@ def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]
 
 
 def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> ForeignNames:
-    """Return pairs (micro-batch in the subproblem, its name in the whole problem) for micro-batches whose name changes.
+    """Return pairs (micro-batch in the subproblem, its name in the whole problem) for those micro-batches of `ran`
+    whose name changes.
 
-    Only micro-batches that run on workers of `pipeline` of the subproblem are in `ran`; `copy` has the numbers of the
-    subproblem's pipelines in the whole problem. A name is (pipeline, number), where the pipeline is None if it is the
-    worker's own.
+    The argument `ran` has the micro-batches that run on a worker of `pipeline`, a number in the subproblem; `copy` has
+    the numbers of the subproblem's pipelines in the whole problem. A name is (pipeline, number), where the pipeline is
+    None if it is the worker's own.
     """
     names = []
     for batch in sorted(ran):

@@ -311,9 +311,9 @@ def _scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
     workers.
 
     It is 0 if micro-batches may be cut or workers differ. The I that come first on the n holders are of n
-    micro-batches. At a stage with k < n holders at most k of these have the first F of their worker; the others get it
-    at least one F later, and n - k holders idle that much longer. If fewer holders are in use, fewer idle longer, but
-    those in use do not run more than with all.
+    micro-batches. At a stage with k < n holders, at most k of these n are the first that their worker runs; the others
+    start their F there at least one F later, and n - k holders idle that much longer. If fewer holders are in use,
+    fewer idle longer, but those in use do not run more than with all.
     """
     kinds = _count_holder_kinds(problem, stage)
     if problem.can_cut_stages or len(kinds) > 1:
@@ -513,8 +513,8 @@ def _period_without_fill(problem: Problem, stage: int, shares: StageShares, coun
 
 
 def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
-    """Return whether every stage can start its first I, after those of later stages, without idling longer before than
-    its ticks in `idle`, by stage. `fills` has a `StageFill` for each stage."""
+    """Return whether every stage can start its first I, after those of later stages, and idle before it for at most the
+    ticks that `idle` has for the stage. `fills` has a `StageFill` for each stage."""
     wait = 0
     for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back

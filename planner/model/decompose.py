@@ -120,7 +120,8 @@ def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) 
 
 
 def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list[list[int]]:
-    """Divide broken pipelines into `count` sets: few that differ, and each of pipelines with different dead columns.
+    """Divide broken pipelines into `count` sets, each of pipelines with different dead columns, such that many sets
+    have the same dead columns.
 
     If this is impossible, they are dealt out in turn. Pipelines with the same dead columns are neighbours in `broken`,
     so that they also come to different sets.

@@ -114,8 +114,8 @@ def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fracti
 
 
 def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory | None:
-    """Return the memory of the stages in units of `unit`, rounded such that a plan fits, or to the other side if
-    `down`."""
+    """Return the memory of the stages in units of `unit`, capacities rounded down and needs rounded up, or the reverse
+    if `down`; None if the job has no limits of memory."""
     if job.memory is None:
         return None
     memory = job.memory
@@ -157,8 +157,8 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
 
     With `sharing`, any live holder of a stage may run any micro-batch; else only those of failed workers change
     workers. The default is True if sharing can shorten a plan: if workers are down, slow or have different memory, or
-    pipelines read different numbers of micro-batches. If `sliced` is set with `sharing`, the bound also holds for
-    micro-batches that are cut.
+    pipelines read different numbers of micro-batches. If `sliced` is set with `sharing`, lower bounds of the problem
+    also hold for micro-batches that are cut.
 
     Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
     """
@@ -248,7 +248,8 @@ def _number_slices(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) ->
     """Return the number of each range of layers that is a stage, is in a route of the layout, or is in `reduced`, by
     range.
 
-    It is that of the first stage with the same layers, or one after those of the stages.
+    The range of a stage has the number of the first stage with these layers; other ranges get numbers after those of
+    the stages.
     """
     number: dict[LayerRange, int] = {}
     for stage, layers in enumerate(grid.layers_by_stage):

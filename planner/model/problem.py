@@ -382,7 +382,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(count != 1 for count in self.parts)
 
     def count_parts(self, stage: int) -> int:
-        """Return the number of equal layers to cut a micro-batch into at a stage; 0 if its layers differ."""
+        """Return the number of equal layers into which a micro-batch may be cut at a stage: 1 if none is cut, 0 if its
+        layers differ."""
         return self.parts[stage] if self.parts else 1
 
     @cached_property

@@ -223,8 +223,8 @@ class AnnealingChain:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
     def _begin_cycle(self) -> None:
-        """Begin the next cooling cycle, or restart the present one because the best plan or the deadlines have changed:
-        the ticks by which workers must end compute."""
+        """Begin the next cooling cycle, or restart the present one because the best plan or the deadlines (ticks by
+        which workers must end compute) have changed."""
         self._cycle = self._make_cycle()
         measure_best(self._chain, self._cycle)
 
@@ -312,8 +312,8 @@ class AnnealingChain:
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
     def shorten_cycle(self, rounds: float) -> None:
-        """Let the present cooling cycle end within `rounds` more rounds of steps, so that time does not run out while
-        it is hot: it would have found little."""
+        """Let the present cooling cycle end within `rounds` more rounds of steps: if the search ended while the cycle
+        is hot, the cycle would have found little."""
         end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)
@@ -530,8 +530,8 @@ class _JointAnnealing:
         return max(piece.period for piece in self._pieces)
 
     def choose_chains(self, goal: int) -> list[AnnealingChain]:
-        """Return the runs of annealing (chains) to continue next: several of the longest subproblem, or one of each of
-        the longest if another one is about as long.
+        """Return the runs of annealing (chains) to continue next: several of the longest subproblem or, if another one
+        is about as long, one of each of the longest subproblems.
 
         The argument `goal` is the period, in ticks, at which annealing ends.
         """
@@ -558,9 +558,10 @@ class _JointAnnealing:
             self._fix_deadlines(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
 
     def shorten_cycles(self, rounds: float) -> None:
-        """Let the present cooling cycles end within about `rounds` more rounds of steps.
+        """Let the present cooling cycles of the annealed subproblems end within about `rounds` more rounds of steps in
+        all.
 
-        Each subproblem gets the share of these rounds that it has had so far.
+        Of these rounds, each subproblem gets the share that it had of all rounds so far.
         """
         for piece in self._annealed:
             for chain in piece.chains:

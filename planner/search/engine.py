@@ -106,10 +106,11 @@ class _Engine:
             ran=", ".join(budget.tally.techniques))
 
     def _find_search_end(self, best: Incumbent, budget: Budget) -> SearchEnd:
-        """Return the reason why the search ended.
+        """Return the reason why the search has ended with the candidate `best`: the bound, an interrupt, the limit, or
+        that nothing better was found for long (`STALE`).
 
-        List schedules without annealing end early if random steps find nothing better for long. Annealing continues
-        while any candidate may improve.
+        A search by list schedules alone counts as ended by the limit if little time is left (`MIN_SHARE_LEFT`), one
+        with annealing also if any candidate may still improve.
         """
         needs = MIN_SHARE_LEFT * (budget.deadline - self._began) if self._greedy else 0.0
         goes_on = not self._greedy and self._rank_promising()
@@ -162,7 +163,8 @@ class _Engine:
     # --- Improve the promising ---
 
     def _improve_small(self, budget: Budget) -> None:
-        """Improve candidates with layers in place that CP-SAT may prove optimal, each as if it were the only one.
+        """Improve candidates with layers in place that CP-SAT may prove optimal, each with the whole budget, as if
+        there were no other.
 
         A search with layers in place has only such a candidate, and a search over more layouts must not return a worse
         plan.

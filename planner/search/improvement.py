@@ -18,8 +18,8 @@ def improve_by_list_schedules(known: Incumbent, budget: Budget, params: ListPara
     """Try many list schedules of each subproblem of a candidate, and return the candidate with the best ones.
 
     At most `steps` dispatch rules of a subproblem are drawn at random. The search for a subproblem ends when its period
-    is at most that of the longest subproblem. If there are several, only the final period of the whole is reported as
-    progress.
+    is at most the longest one found for another. If there are several subproblems, only the final period of the whole
+    is reported as progress.
     """
     candidate = _search_each_piece(known, budget, params, params.most_steps if steps is None else steps)
     if len(known.pieces) > 1:
@@ -115,10 +115,10 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
 
 
 def _proof_problem(known: Incumbent, index: int, params: CpSatParams) -> Problem:
-    """Return the problem that CP-SAT is to solve in place of the subproblem at `index` of a candidate.
+    """Return the problem that CP-SAT is to solve for the subproblem at `index` of a candidate.
 
-    It is that subproblem. If this is the whole problem and small enough, any worker that the whole problem allows may
-    run a unit.
+    It is that subproblem. If the candidate has no other, and the problem stays small enough, CP-SAT may also choose
+    among all workers that the whole problem allows for a unit.
     """
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)

@@ -73,8 +73,9 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
 def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
     """Distribute each stage's micro-batches over its live workers to minimise the longest load.
 
-    A worker keeps its own micro-batches up to its count. The others, evenly spaced over the iteration, go to workers
-    with a higher count, first to pipelines that run the fewest micro-batches of others so far.
+    A worker keeps its own micro-batches up to the number that balances the loads. The others, evenly spaced over the
+    iteration, go to workers that should run more than their own, first to pipelines that run the fewest micro-batches
+    of others so far.
     """
     hosts: dict[Unit, Worker] = {}
     foreign: Counter[int] = Counter()
@@ -325,7 +326,7 @@ class ListScheduler:
         """Return the ticks that an F waits under a rule if an I or B is about to be ready: before the worker's first I
         or B, and after it, shape [2, slices].
 
-        They follow the usual time of an F, which may be exceeded on a slow worker.
+        Waits that the rule gives in durations of an F are multiples of its usual time, which a slow worker exceeds.
         """
         key = rule.forward_lookahead, rule.fill_wait
         if key not in self._waits:

@@ -221,7 +221,7 @@ class _SearchState:
 
     @property
     def share_spent(self) -> float:
-        """Share of the time for the search that has passed; 0 before there is a plan."""
+        """Share of the search's time that has passed; 0 before there is a plan."""
         return 0.0 if self.period is None else (self._clock.now() - self._began) / (self._deadline - self._began)
 
     @property
@@ -331,16 +331,16 @@ def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random
 
 
 def _can_exchange(problem: Problem) -> bool:
-    """Return whether re-routed units are worth assigning otherwise: with one broken pipeline, assignments hardly
-    differ."""
+    """Return whether it is worth exchanging the workers of re-routed units: with one broken pipeline, assignments
+    hardly differ."""
     return not problem.assigned and len({worker.pipeline for worker in problem.failed}) > 1
 
 
 def _exchange_hosts(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
-    """Return the arrays with workers of re-routed units exchanged at random, at one stage or at all.
+    """Return the arrays with workers of re-routed units exchanged at random, at one stage or at all stages.
 
-    All workers keep their load. The exchange is over the whole iteration, which finds other pairs of pipelines, or
-    between neighbours, which finds a better order.
+    All workers keep their load. Units exchange over the whole iteration, which finds other pairs of pipelines, or only
+    with the next unit in the order of pipelines and micro-batches, which finds a better order.
     """
     slices = arrays.ops.slice
     rerouted: dict[int, list[int]] = {}

@@ -298,10 +298,11 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
 def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share,
                    *, max_failures: int, exact: bool, settled: bool) -> Index:
     """Write the table of all entries (`tasks`) from their files, and return its index. Entries first take over shorter
-    plans of others, as `improve_parts` finds them; the other arguments are those of `build_share`.
+    plans of others, as `improve_parts` finds them.
 
-    Several processes that end together may write at once: all write the same bytes, and one that finds files removed
-    finds the table published.
+    By key, `nodes` has the sets of nodes whose loss an entry is for; the arguments from `job_text` on are those of
+    `build_share`. Several processes that end together may write at once: all write the same bytes, and one that finds
+    files removed finds the table published.
     """
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
     try:
@@ -451,10 +452,10 @@ class EntryPlanner:
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
-        """Return a copy of the job in which this failed slow worker has the usual speed, and the lower bounds
-        (`WindowBounds`) for it. None: no slow worker has failed; the job is unchanged.
+        """Return a copy of the job in which the failed worker `slow` has the usual speed, and the lower bounds
+        (`WindowBounds`) for this copy. None: no slow worker has failed; the job is unchanged.
 
-        Otherwise the worker's role would be reserved for a worker of its speed.
+        The role of a worker that is slow in the job cannot be vacant.
         """
         if slow not in self._alive:
             job = slow_while_alive(self._job, [slow] if slow else [])

@@ -182,7 +182,7 @@ class TableFolder:
 
     def __init__(self, path: Path, basis: Basis) -> None:
         """Open the folder of a table of this job and these options (`basis`). Raises TableError if it holds a table of
-        others, or a damaged one."""
+        another job or other options, or a damaged one."""
         self._path = path
         self._basis = basis
         self._table: Table | None = None
@@ -192,8 +192,8 @@ class TableFolder:
         self._finished = {self._read_part(part).entry.key for part in self._part_paths()}
 
     def published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return the table's index if it is finished and has exactly these entries, for the loss of these nodes; else
-        None."""
+        """Return the table's index if it is finished and has exactly the entries with these keys, each for the loss of
+        the sets of nodes that `nodes` has for its key; else None."""
         wanted = [(key, nodes.get(key, ())) for key in keys]
         if self._table is None or [(row.key, row.nodes) for row in self._table.rows()] != wanted:
             return None
@@ -244,8 +244,8 @@ class TableFolder:
                 settled: bool = False, nodes: NodesOfEntry = NO_NODES) -> Index:
         """Write the table with the entries of these keys, in this order, and return its index.
 
-        All are finished, and the first one is fault-free. The index is written last: until then the folder holds no
-        table for a reader. Raises OSError or TableError.
+        All are finished, and the first one is fault-free. By key, `nodes` has the sets of nodes whose loss an entry is
+        for. The index is written last: until then the folder holds no table for a reader. Raises OSError or TableError.
         """
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}

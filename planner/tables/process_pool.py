@@ -66,7 +66,8 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
 def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
     """Iterate over (task, result) as the futures in `running` finish.
 
-    Raises what a task refused with, and PoolError for tasks that failed or whose process died.
+    Raises the exception of a refused task (`refusals` of `run_all`), and PoolError for tasks that failed or whose
+    process died.
     """
     for future in as_completed(running):
         try:
@@ -86,7 +87,8 @@ def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Return a context, meant for a few milliseconds, in which Ctrl-C is ignored; only a main thread can."""
+    """Return a context, meant for a few milliseconds, in which Ctrl-C is ignored; in a thread other than the main one,
+    it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

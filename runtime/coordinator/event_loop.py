@@ -161,7 +161,7 @@ class EventLoop:
             with stop.call_at_first_signal(partial(loop.call_soon_threadsafe, self._handle_stop_signal)):
                 while not self._has_ended and not self.out_of_time:
                     (await self._events.get())()
-            error = "node 0 was told to end the run" if self.has_stopped_early else None
+            error = "node 0 was asked to end the run" if self.has_stopped_early else None
         except NoLiveWorkerError as reason:
             error, anew = str(reason), True
             raise
@@ -186,8 +186,8 @@ class EventLoop:
         """Handle a signal to end: the run stops at the next iteration boundary. After half of the grace time
         (`grace_seconds`) it stops in the middle of an iteration, and after all of it `serve` returns."""
         loop, grace = asyncio.get_running_loop(), self._run.options.grace_seconds
-        self._notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends it at "
-                     "once")
+        self._notify(f"asked to end: the run ends at the next iteration, within {grace:g} s; a second signal ends it "
+                     "at once")
         self._enqueue(partial(self._apply_event, StopRequested()))
         loop.call_later(grace / 2, self._enqueue, partial(self._apply_event, AbortIteration()))
         loop.call_later(grace, self._enqueue, self._mark_out_of_time)
@@ -316,8 +316,8 @@ class EventLoop:
                 self._handle_worker_message(peer, combined)
 
     def _handle_worker_message(self, worker: Worker, message: ToCoordinator) -> None:
-        """Handle a message that all processes of a worker have completed: report it to users, or apply it to the state
-        as an event.
+        """Handle a message that all processes of a worker have sent: report it to users, or apply it to the state as an
+        event.
 
         Raises CommitLogError if workers disagree, and RunError if a worker reports an error that all workers would
         meet.
@@ -403,8 +403,8 @@ class EventLoop:
     def _handle_lost_worker(self, worker: Worker, reason: str, since: float) -> None:
         """Apply the loss of a worker to the state.
 
-        The loss is dated to `since`, or to a later failure that was injected into the worker during this order; it is
-        dated to now if there is neither. The argument `since` is a time of `time.monotonic`, or 0 if it is unknown.
+        The loss is dated to `since`, or to a later failure that was injected into the worker after the last order; it
+        is dated to now if there is neither. The argument `since` is a time of `time.monotonic`, or 0 if it is unknown.
         """
         if not self._has_ended:
             injections, ordered = self._run.resilience.injections, self.state.recovery.ordered_at

@@ -55,7 +55,8 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def decode_tensors(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors in safetensors bytes, on the CPU, copied once. Raises TensorError if there are none."""
+    """Return the tensors in safetensors bytes, on the CPU, copied once. Raises TensorError if the bytes are not in that
+    format."""
     try:
         return load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:

@@ -37,8 +37,8 @@ class KillAll(msgspec.Struct, frozen=True, tag=True):
 
 
 class HoldProcesses(msgspec.Struct, frozen=True, tag=True):
-    """Request to keep the processes alive if the launcher dies. The server then waits for another launcher to connect
-    to a socket of this name, and sends it the text `note`."""
+    """Request to keep the processes alive for `seconds` if the launcher dies. The server then waits for another
+    launcher to connect to the socket `name`, and sends it the text `note`."""
 
     name: str
     seconds: float

@@ -45,7 +45,8 @@ class GpuShare(NamedTuple):
 
 
 def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
-    """Return the GPUs that the workers of a node use; `shares` is the number of workers' processes on each node.
+    """Return the GPUs that the workers of a node use; `shares` is the number of workers' processes on each node, and
+    `local` the node's rank on its machine.
 
     Assumes that the processes of a machine have consecutive ranks, as torchrun, srun and mpirun start them by default.
     """
@@ -112,7 +113,8 @@ def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo 
 
 
 def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
-    """Return `here` for the node that is formed by `ranks` consecutive processes, started for the ranks of one worker.
+    """Return the launch values of the node that is formed by `ranks` consecutive processes, started for the ranks of
+    one worker; `here` has those of this process.
 
     The first of these processes is the node, and starts all ranks of the worker. Returns None for the others, which
     have nothing to do. Raises ValueError unless all ranks of each worker are on one machine.

@@ -188,8 +188,8 @@ class ProcessManager:
         self._dead.difference_update(self.get_node_workers(node))
 
     def record_node_adopted(self, node: int, alive: Collection[Worker]) -> None:
-        """Record that a node has joined which followed a previous coordinator, with `alive` of its workers. Its other
-        workers count as crashed: the previous coordinator may have been about to start them again."""
+        """Record that a node which followed a previous coordinator has joined, and that only its workers `alive` live.
+        The others count as crashed: the previous coordinator may have been about to start them again."""
         workers = set(self.get_node_workers(node))
         missing = workers - set(alive)
         self._dead = (self._dead - workers) | missing
@@ -268,8 +268,8 @@ class ProcessManager:
 
 
 def find_complete_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """Return the workers in a fork server `adopted` from a dead launcher that are complete: all their `ranks` processes
-    live. The processes of other workers are killed. Raises ForkServerError."""
+    """Return the workers of which all `ranks` processes live in `adopted`, the fork server of a dead launcher. The
+    processes of other workers are killed. Raises ForkServerError."""
     ranks_alive: dict[Worker, list[str]] = {}
     for name in adopted.list_alive():
         ranks_alive.setdefault(parse_process_name(name), []).append(name)

@@ -25,7 +25,7 @@ NODE_FAULT_FACTOR = 2
 
 
 class RestartDecision(NamedTuple):
-    """Decision about a worker that has crashed."""
+    """Decision whether and when a crashed worker is started again."""
 
     pause_seconds: float | None
     """Time until the worker is started again. None: the worker stays out."""

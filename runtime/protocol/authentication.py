@@ -79,7 +79,7 @@ class ConnectionKeys(NamedTuple):
 
 
 class Challenge:
-    """Accepting end of a handshake. It sends `greeting` first."""
+    """Accepting end of a handshake. Its caller first sends `greeting`, and passes the reply to `verify_hello`."""
 
     def __init__(self, secret: Secret, purpose: Purpose) -> None:
         self._secret = secret
@@ -104,7 +104,7 @@ class Challenge:
 
 class ChallengeAnswer:
     """Connecting end of a handshake, created from the other end's greeting. Its caller sends `hello`, and passes the
-    answer to `verify_proof`. Raises AuthenticationError if the greeting is not one of this protocol."""
+    reply to `verify_proof`. Raises AuthenticationError if the greeting is not one of this protocol."""
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(PROTOCOL_VERSION):
@@ -126,7 +126,8 @@ class ChallengeAnswer:
 
 def authenticate_connection(connection: socket.socket, secret: Secret, purpose: Purpose,
                             first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
-    """Perform the connecting end's part of a handshake for a `purpose` on a blocking socket, and return the keys.
+    """Perform the connecting end's part of a handshake on a blocking socket, and return the keys. The `purpose` must be
+    that of the other end.
 
     The function `first` is called with the generator of authentication tags for sending, and returns the bytes of the
     first message with its tag. Raises AuthenticationError, and OSError if the other end is gone or takes longer than

@@ -43,9 +43,9 @@ class FormSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to `JoinWorker`: settings of a worker besides the schedule. It prepares, and then sends `Ready`.
+    """Answer to `JoinWorker`: settings of a worker besides the schedule. The worker prepares, and then sends `Ready`.
 
-    It names no code and no paths: those are in the `NodeSettings` that the worker's own launcher has given it.
+    The answer names no code and no paths: those are in the `NodeSettings` that the worker's own launcher has given it.
     """
 
     epoch: int = 0

@@ -59,7 +59,7 @@ class AssignedShare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Order to run iterations by a schedule, until the last one or until a message ends it.
+    """Order to run iterations by a schedule, until the last iteration or until a message stops the members.
 
     It is sent to all members and to all workers that want to join, when all are ready for the first time and whenever
     members change. A member has already received its work (`AssignedShare`), and starts a generation
@@ -120,8 +120,8 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndOrder(msgspec.Struct, frozen=True, tag=True):
-    """Message that the order ends, because a member is lost or has stopped with an error, or copies of state differ:
-    break all connections, and send `Paused`."""
+    """Message that ends the generation of an order, because a member is lost or has stopped with an error, or copies of
+    state differ: break all connections, and send `Paused`."""
 
     order: int
     doubted: bool = False

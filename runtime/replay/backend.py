@@ -27,7 +27,7 @@ class GroupRendezvous(NamedTuple):
 
 
 class Backend(Protocol):
-    """Creator of one process's groups of one kind, gloo or NCCL, in all generations."""
+    """Interface to gloo or NCCL, by which one process creates its groups of that kind in all generations."""
 
     ordered: bool
     """True if transfers are matched by their order instead of a tag. Then each pair of workers has one group for each

@@ -211,7 +211,7 @@ class DealtSamples:
 
 
 def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """Return the kinds of work, of F, I and W, that an op of some kind on some layers contains.
+    """Return which of the kinds of work F, I and W an op of some kind on some layers contains.
 
     A B contains I and W. On layers that begin with layer 0, W contains the whole backward, and I contains no work.
     """
@@ -232,6 +232,5 @@ def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coe
 
 
 def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """Return three lists of three coefficients (as `op_coefficients` does): those of the times of F, I and W on some
-    layers."""
+    """Return the coefficients of the times of F, I and W on some layers, three for each (see `op_coefficients`)."""
     return [op_coefficients(known, kind, layers) for kind in COSTS]

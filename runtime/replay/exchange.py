@@ -59,7 +59,7 @@ class Exchange:
     Parameters
     ----------
     forms
-        Forms of the inputs of each layer of the schedule, followed by the form of the output of the last one.
+        Shapes and dtypes of the inputs of each layer of the schedule, followed by those of the output of the last one.
     """
 
     def __init__(self, schedule: Schedule, session: GenerationSession, forms: Sequence[Form],
@@ -139,8 +139,8 @@ class Exchange:
             tensors.clear()
 
     def _free_arrived(self, number: int) -> None:
-        """Free tensors that were sent to a worker and must have arrived there: transfer number `number`, which that
-        worker has sent since, has arrived here.
+        """Free the sent tensors that must have arrived at a worker, because transfer number `number`, which it has sent
+        since, has arrived here.
 
         The worker took those tensors before it computed what it sent. Transfers are numbered over all runs of the
         schedule.

@@ -211,7 +211,7 @@ class Executor:
         """Run an O: sum the gradients of shared parameters, step, and gather parameters.
 
         Shared gradients are summed first, and parameters gathered last: all workers that hold them are then at their O,
-        and owe no other worker an output before it.
+        and have passed on all outputs of earlier ops.
         """
         self._before_exchange()
         self._session.wait_for_reductions()
@@ -279,8 +279,8 @@ def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
 
 
 def _mark_gathered(holding: HeldLayers, steps: StepController, iteration: int) -> None:
-    """Mark the gathered parameters as those after `iteration`, unless its optimizer step, now known to be right or
-    wrong, was guessed wrong."""
+    """Mark the gathered parameters as those after `iteration`, unless its optimizer step, now validated, was guessed
+    wrong."""
     if steps.state is StepState.FINAL:
         holding.mark_gathered(iteration)
 

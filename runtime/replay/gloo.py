@@ -176,7 +176,7 @@ class GlooGroup:
         self._torch_group_slot.clear()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
-        """Return the method of torch's group of this name, such as `send`; the waits of its work can be ended
+        """Return the method `name` of torch's group, such as `send`. Waits for the work that it starts can be ended
         (`InterruptibleCalls`)."""
         begin = getattr(self._open_group, name)
         return lambda *arguments: self._as_interruptible(begin(*arguments))

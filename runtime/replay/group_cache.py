@@ -49,7 +49,7 @@ class GroupSpec(NamedTuple):
 
 
 class _CachedGroup(NamedTuple):
-    """A process group that has been created, and what it was created from."""
+    """A process group that has been created, with its specification, order and keys."""
 
     spec: GroupSpec
     order: int

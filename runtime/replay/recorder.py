@@ -131,8 +131,8 @@ def _relative_deviation(seconds: Sequence[float]) -> float:
 
 
 def _elapsed_seconds(start: Stamp, end: Stamp) -> float:
-    """Return the seconds between two recorded times: of the host's clock on a CPU, events in the stream on a GPU, which
-    must have passed both."""
+    """Return the seconds between two recorded times: readings of the host's clock on a CPU; on a GPU, events that its
+    stream must have passed."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start

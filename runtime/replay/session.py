@@ -411,8 +411,8 @@ class GenerationSession:
 
 @contextmanager
 def _registered_wait(what: str) -> Iterator[None]:
-    """Register that this thread waits for another one within this context. If that one is stuck in a process group,
-    both threads are abandoned."""
+    """Register, within the context, that this thread waits for another thread; `what` describes the wait. If the other
+    thread is stuck in a process group, both are abandoned."""
     OPEN_CALLS.enter_call(what)
     try:
         yield
@@ -421,8 +421,8 @@ def _registered_wait(what: str) -> Iterator[None]:
 
 
 def _measure_offset(group: Group) -> tuple[float, float]:
-    """Return the seconds of one round trip to the group's first member, and those to add to this clock to get that
-    member's."""
+    """Return the duration of one round trip to the group's first member, and the offset to add to this process's clock
+    to get that member's, both in seconds."""
     asked, answer = time.perf_counter(), torch.empty(1, dtype=torch.float64)
     group.send([torch.zeros(1, dtype=torch.float64)], 0, 0).wait()
     group.recv([answer], 0, 0).wait()

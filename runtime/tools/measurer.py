@@ -154,8 +154,8 @@ class _Measurer:
         return Measurement(stages, all_reduce, gather, transfer, network, waiting, outside)
 
     def _measure_outside_bytes(self) -> int:
-        """Return the bytes that this process uses of its GPU besides torch's tensors; 0 without a GPU. All processes
-        that share a GPU are assumed to use the same amount."""
+        """Return the bytes of GPU memory that this process uses in addition to torch's tensors; 0 without a GPU. All
+        processes that share a GPU are assumed to use the same amount."""
         task = self._task
         if self._device.type == "cpu":
             return 0
@@ -226,10 +226,10 @@ class _Measurer:
         return bench
 
     def _measure_recomputed(self, index: int) -> dict[str, int]:
-        """Return, by the name `recomputed_bytes`, the bytes of a micro-batch in stage `index` if all its layers are
-        recomputed.
+        """Return a dict of one item: `recomputed_bytes`, the bytes that a micro-batch takes in stage `index` if all
+        layers are recomputed.
 
-        The result is empty unless the planner may choose recomputation.
+        The dict is empty unless the planner may choose recomputation.
         """
         if self._task.config.training.recompute != "auto":
             return {}
@@ -247,11 +247,11 @@ class _Measurer:
 
     def _measure_communication(self, session: GenerationSession, everyone: Sequence[Worker]
                                ) -> tuple[list[float], list[float], float]:
-        """Measure collectives and transfers, together with all other processes.
+        """Measure collectives and transfers between the workers `everyone`, together with all other processes.
 
-        Returns the seconds of each stage's all-reduce, of gathering each stage's parameters if the optimizer's state is
-        sharded (else 0), and of a transfer of the largest activation. All ranks of a worker measure at the same time,
-        each with the ranks of its own index.
+        Returns three results: the seconds of each stage's all-reduce, the seconds to gather each stage's parameters (0
+        unless the optimizer's state is sharded), and the seconds to transfer the largest activation. All ranks of a
+        worker measure at the same time, each with the ranks of its own index.
         """
         task = self._task
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
@@ -386,8 +386,8 @@ class _Measurer:
 
 def _time_round_trip(session: GenerationSession, worker: int, everyone: Sequence[Worker], form: TensorForm,
                      device: torch.device) -> float:
-    """Return the seconds that a tensor of shape and dtype `form` takes from the first worker to the second and back.
-    This process is of worker number `worker`; the result is 0 unless that is one of the two."""
+    """Return the seconds that a tensor of shape and dtype `form` takes from the first worker of `everyone` to the
+    second and back. This process is of worker number `worker`; the result is 0 unless that is one of the two."""
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)

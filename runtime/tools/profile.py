@@ -69,13 +69,14 @@ _ANSWER = msgspec.json.Decoder(Measurement)
 def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int,
                    microbatches: int,
                    rounds: int = 7, fork_server: ForkServer | None = None, by_lengths: bool = False) -> Profile:
-    """Measure the ops, memory and transfers of the stages that hold these ranges of the model's layers.
+    """Measure the ops, memory and transfers of stages, each of which holds one of `ranges`, ranges of the model's
+    layers.
 
     The number of `workers` of the whole job and the number of `copies` of each stage determine how many workers measure
-    at a time; `microbatches`, the number of all pipelines, determines the scale of the loss. Times are medians of
-    `rounds` measurements. With `by_lengths`, ops are measured also with samples of several documents and of half the
-    length. A `fork_server` may serve several profiles, one after the other; None: start one. Raises ConfigError and
-    ProfileError.
+    at a time. The number of `microbatches` of all pipelines together determines the scale of the loss. Times are
+    medians of `rounds` measurements. With `by_lengths`, ops are measured also with samples of several documents and of
+    half the length. A `fork_server` may serve several profiles, one after the other; None: start one. Raises
+    ConfigError and ProfileError.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)

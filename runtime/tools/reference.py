@@ -150,7 +150,8 @@ class PlainSteps(OptimizerSteps):
                 parameter.copy_(stepped)
 
     def get_master_weights(self) -> dict[str, Tensor]:
-        """Return the stepped weights by "layer.name": the float32 master weights of bfloat16 parameters."""
+        """Return the weights that the optimizer steps, by "layer.name": float32 master weights if there are any, else
+        the parameters."""
         return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 

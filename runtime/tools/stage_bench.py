@@ -122,10 +122,8 @@ class StageBench:
         }
 
     def measure_memory(self) -> dict[str, int]:
-        """Return the bytes of a micro-batch from F to I and from I to W, and those that the stage always takes.
-
-        They are named as in `StageProfile`.
-        """
+        """Return sizes in bytes, by the names of `StageProfile`: of a micro-batch from F to I and from I to W, of the
+        memory that the stage always takes, of its undo copies, and of its optimizer state if that is sharded."""
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives))
         living = LiveStorages([*self._holding.parameters_by_name().values(), *self._holding.flat_gradients()])

@@ -55,10 +55,10 @@ class Checkpointer:
         self._damaged: set[int] = set()
 
     def is_due(self, iteration: int, asked: int | None) -> bool:
-        """Return whether the state before an iteration is to be saved: before iterations at the configured interval.
+        """Return whether to save the state before an iteration, by the configured interval.
 
-        Without an interval, it is saved before iteration `asked`, for which node 0 has asked all members; None: for no
-        iteration yet.
+        Without an interval, it is saved before iteration `asked`, which node 0 has requested of all members (None: none
+        yet).
         """
         if self._every is None:
             return iteration == asked
@@ -80,7 +80,7 @@ class Checkpointer:
                                         partial(self._report_saved, iteration, time.monotonic() - began))
 
     def save_last(self, order: Finish, copied: CopyLayers) -> None:
-        """Save the layers that `copied` returns, in the final state of an order to finish, and wait until they are
+        """Save the layers that `copied` returns, in the state with which `order` ends training, and wait until they are
         written."""
         self.save(order.first_iteration, copied)
         if self._saving is not None:
@@ -119,7 +119,8 @@ class Checkpointer:
             raise
 
     def _open_initial_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint that the run began from; None if there is none, or a newer one is in its place."""
+        """Return the checkpoint that the run began from; None if there is none, if it cannot be read, or if its place
+        now has one of another iteration."""
         if self._resume is None:
             return None
         try:
@@ -131,8 +132,8 @@ class Checkpointer:
     def _report_saved(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
         """Report to the coordinator that saving has succeeded, or failed with `error`. Called in the thread that wrote.
 
-        The reported time is the most that training can have lost: the wait, `held_up` seconds, and what that thread has
-        computed.
+        The reported seconds are the most that training can have lost: the wait of `held_up` seconds, and the CPU time
+        of that thread.
         """
         if error is not None:
             self._tell(Note(self._worker, str(error)))

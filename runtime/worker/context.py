@@ -77,7 +77,7 @@ class WorkerContext:
         return 0 if self.group is None else self.group.rank()
 
     def list_lasting_sockets(self) -> Sockets:
-        """Return the sockets that outlive an order: those of layers that are sent or received."""
+        """Return the sockets that outlive an order: those over which layers are sent or received."""
         return self.layer_sender.list_sockets() | self.layer_receiver.list_sockets()
 
 

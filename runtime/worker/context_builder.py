@@ -68,7 +68,8 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
 
 
 def _connect_to_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
-    """Connect to node 0's store; to that of another node 0 if the first has died. Raises RendezvousError."""
+    """Return a connection to node 0's store, or to the store of a new node 0 if the first has died. Raises
+    RendezvousError."""
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     hello = JoinWorker(spec.worker, link.setup.epoch, spec.rank)
     while True:

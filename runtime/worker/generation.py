@@ -92,7 +92,8 @@ class GenerationRunner:
         self._reports.cancel_wait()
 
     def build_recovery_report(self) -> RecoveryReport:
-        """Return the report of this order for a new coordinator. The generation must have paused."""
+        """Return a report for a new coordinator: how far this worker got in the order, and the layers it holds. The
+        generation must have paused."""
         assert self.paused
         begins, reached = self._order.first_iteration, self._reports.reached
         validated = self._validated_factor or self._order.factor
@@ -180,8 +181,8 @@ class GenerationRunner:
         trim_host_memory()
 
     def return_to_committed(self, order: Order) -> None:
-        """Return to the last committed iteration, the one before `order`, the next order, begins. Raises VersionError
-        if it cannot.
+        """Return to the last committed iteration, which is the one before the first iteration of the next order,
+        `order`. Raises VersionError if this is impossible.
 
         That order came after `Paused`, so `run` changes nothing any more. It still closes connections: gloo takes 10 ms
         and more for that.

@@ -46,10 +46,12 @@ class IterationReports:
 
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
                     evaluation: float | None, checksums: tuple[Checksum, ...]) -> None:
-        """Report to the coordinator that this worker has stepped an iteration.
+        """Report to the coordinator that this worker has stepped an iteration, with its op times (`recorder`) and sum
+        of squared gradients (`steps`).
 
-        The values `loss` and `evaluation` are this worker's parts; without an evaluation, that is None. The first
-        member also reports the factor by which all members scaled the gradients, as soon as it is known.
+        The values `loss` and `evaluation` are this worker's parts of the losses; `evaluation` is None without an
+        evaluation. The first member also reports the factor by which all members scaled the gradients, as soon as it is
+        known.
         """
         context, number = self._part.context, self._part.order.order
         self.reached = iteration

@@ -66,8 +66,8 @@ class LayerPart(msgspec.Struct, frozen=True, tag=True):
 
 
 class PartStepped(msgspec.Struct, frozen=True, tag=True):
-    """Message that a part was stepped in an iteration, with the gradients of the step. For a part without optimizer
-    state: with the parameters after it."""
+    """Message that a part was stepped in an iteration, with the gradients of the step; for a part without optimizer
+    state, with its parameters after the step."""
 
     part: PartRange
     iteration: _Number

@@ -101,9 +101,9 @@ class LayerReceiver:
     Parameters
     ----------
     module
-        Function that returns a layer of which parts will come. Its values do not matter.
+        Function that returns the module of a layer of which parts will come. Its values do not matter.
     follow
-        Function that returns the `ReceivedPart` of a part with optimizer state, which then makes the sender's steps.
+        Function that returns a `ReceivedPart` for a part with optimizer state. This object repeats the sender's steps.
     secret
         Secret of the run, which senders must know.
     """
@@ -127,7 +127,8 @@ class LayerReceiver:
                 self._transfers[key] = self._begin(fetch)
 
     def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """Wait until all senders of the parts for an order have begun it, and return the parts as they are then.
+        """Wait until all senders have begun order number `order`, and return the parts that were fetched for it, as
+        they are then.
 
         These are the parts of the fetch with number `fetch`, made during training, and those fetched while all workers
         wait. All other parts of fetches that this order ends are dropped. The function `require` is called meanwhile,
@@ -146,7 +147,7 @@ class LayerReceiver:
         return states
 
     def drop_fetches(self, order: int) -> None:
-        """Drop all parts that were fetched for order number `order` or earlier ones, as it begins without this
+        """Drop all parts that were fetched up to order number `order`, because that order begins without this
         worker."""
         for transfer in self._pop_until(order):
             transfer.close()

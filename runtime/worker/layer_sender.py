@@ -90,8 +90,8 @@ class LayerSender:
         """Send layers for order number `order` while all workers wait; return when `receivers` receivers have got all
         they asked for.
 
-        The layers are those after the last committed iteration, `committed`. `require` is called meanwhile, and may
-        raise.
+        The layers are sent as they are after iteration `committed`, the last committed one. `require` is called
+        meanwhile, and may raise.
         """
         answered: list[ReceiverConnection] = []
         while len(answered) < receivers or any(one.has_pending for one in answered):

@@ -182,7 +182,8 @@ class LayerServer:
             self._wake_up.send(b"\0")
 
     def _register_events(self, selector: selectors.BaseSelector) -> float:
-        """Register the events to wait for at each connection. Return the seconds after which to check again."""
+        """Register with `selector` the events to wait for at each connection. Return the seconds after which to call
+        this again."""
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
             pending, held_back = receiver.has_pending, receiver.not_before > now

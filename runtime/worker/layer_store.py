@@ -34,8 +34,8 @@ class BuildLayer(Protocol):
     """Function that builds a layer of the model, with or without initial values."""
 
     def __call__(self, layer: int, *, filled: bool) -> nn.Module:
-        """Build a layer as it is before iteration 0. Unless `filled`, its state is to be loaded afterwards:
-        `runtime.model.state.held_layers.build_layer`."""
+        """Build a layer as it is before iteration 0, by `runtime.model.state.held_layers.build_layer`. Unless `filled`,
+        its parameters have arbitrary values, to be loaded afterwards."""
 
 
 RestoreLayers = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
@@ -166,7 +166,7 @@ class LayerStore:
                      and received.start <= part.start and part.stop <= received.stop), None)
 
     def set_parameters(self, received: Sequence[PartState], after: int) -> None:
-        """Set the parameters that this worker does not keep up to date to received ones.
+        """Copy received parameters into the held layers, for the parts that this worker does not step itself.
 
         Raises VersionError unless the received ones are the state after iteration `after`.
         """
@@ -207,7 +207,8 @@ class LayerStore:
         return count_elements(self.get_module(layer))
 
     def _get_device_modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
-        """Return the layers of some ranges: those that are held, and new ones, which are moved to the device."""
+        """Return the modules of all layers in some ranges, by layer: those that are held, and new ones, which are moved
+        to the device."""
         held = self.holding.modules
         return {layer: held[layer] if layer in held else move_uninitialized(self.get_module(layer), self._device)
                 for layers in cuts for layer in range(*layers)}

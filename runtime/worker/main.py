@@ -67,8 +67,8 @@ def main(task: bytes) -> int:
 
 
 def _join_run(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToWorker], WorkerSetup]:
-    """Connect to node 0, and return the connection and its answer. Raises RendezvousError. If node 0 dies before it has
-    answered, this tries again, to reach another node 0."""
+    """Connect to node 0 by calling `connect`, and return the connection and node 0's answer. Raises RendezvousError. If
+    node 0 dies before it has answered, this tries again, to reach another node 0."""
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     while True:
         channel = connect(JoinWorker(spec.worker, rank=spec.rank), CONNECT_SECONDS)

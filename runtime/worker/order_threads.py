@@ -26,8 +26,8 @@ from slipstream.runtime.worker.layer_transition import move_layers
 
 
 class OrderThreads:
-    """Threads for a worker's part in orders. An error in one of them is passed to `failed`. In all methods, `previous`
-    is the generation of the order before, if this worker took part in that."""
+    """Threads for a worker's part in orders. An error in one of them is passed to the function `failed`. In all
+    methods, `previous` is the worker's part in the order before; None if it took no part in that."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed

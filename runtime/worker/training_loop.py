@@ -163,8 +163,8 @@ class TrainingLoop:
         return evaluate
 
     def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
-        """Stop if the order is over, and inject failures that are due. Called before op number `place` of the
-        program."""
+        """Raise GenerationEndedError if the order is over, and inject failures that are due. Called before op number
+        `place` of the program."""
         context = self._part.context
         self._part.activity.set_activity((iteration, place))
         self._session.raise_if_ended()
@@ -173,8 +173,8 @@ class TrainingLoop:
             context.injector.fail_if_due(iteration, "A" if kind is OpKind.A else "O")
 
     def _before_step(self, iteration: int) -> None:
-        """Copy the state that a step overwrites, if a checkpoint or another worker needs it, and start its checksums if
-        due. The step before must be committed."""
+        """Save or send the state that a step overwrites, if a checkpoint is due or another worker has requested it, and
+        start to compute its checksums if due. The step before must be committed."""
         context, activity, require = self._part.context, self._part.activity, self._session.raise_if_ended
         if saves := context.checkpointer.is_due(iteration, self._reports.save_before):
             doing = activity.doing

@@ -154,8 +154,8 @@ class Dealer:
         return int(before)
 
     def _work_by_column(self) -> Ints:
-        """Return the planned ticks of all ops of an iteration, summed by kind of op and slice: a column of
-        `_integer_costs`."""
+        """Return the planned ticks of an iteration's ops, summed for each column of `_integer_costs`: a kind of op at a
+        slice."""
         arrays = self._arrays
         computing = arrays.column >= 0
         return np.bincount(arrays.column[computing], arrays.ticks[computing],

@@ -29,8 +29,8 @@ def fit_coefficients(tokens: Sequence[float], squares: Sequence[float], seconds:
     """Return non-negative coefficients of an op's seconds with the least sum of squared relative errors.
 
     The arguments have the tokens, the sum of squares of documents' lengths, and the seconds of each measured sample.
-    With three coefficients, the best of all subsets whose least-squares solution has no negative one is the exact
-    solution of non-negative least squares (Lawson and Hanson, Solving Least Squares Problems, 1974).
+    Plain least squares is solved for each subset of the three coefficients. Of the solutions without a negative
+    coefficient, the best is the exact one (Lawson and Hanson, Solving Least Squares Problems, 1974).
     """
     measured = np.asarray(seconds, np.float64)
     rows = np.stack((np.ones_like(measured), np.asarray(tokens, np.float64), np.asarray(squares, np.float64)), axis=1)
@@ -39,8 +39,8 @@ def fit_coefficients(tokens: Sequence[float], squares: Sequence[float], seconds:
 
 
 def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
-    """Return the non-negative coefficients of least squares for `targets` from `rows`, and the sum of squared
-    residuals."""
+    """Return the three non-negative coefficients x for which the sum of squares of `rows @ x - targets` is least, and
+    this sum."""
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(3), float((targets**2).sum())
@@ -56,7 +56,8 @@ def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
 
 
 def sample_sizes(samples: Sequence[Sequence[int]]) -> Rows:
-    """Return 1, the tokens and the sum of squares of documents' lengths of each sample, [samples, 3]; all are integers.
+    """Return three integers for each sample, [samples, 3]: 1, its tokens, and the sum of squares of its documents'
+    lengths.
 
     A sample is given as the lengths of its documents.
     """

@@ -62,7 +62,7 @@ def _jit(function: Function) -> Function:
 
 @_jit
 def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
-    """Replay one block: steps number begin[block] to below begin[block + 1], of which each is an op or a whole
+    """Replay one block: the steps from `arrays.begin[block]` to before `arrays.begin[block + 1]`, each an op or a whole
     all-reduce.
 
     Update `free`, the time at which each worker is free, and `ends`, the end of each step, both in multiples of 1 /

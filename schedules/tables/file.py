@@ -229,7 +229,7 @@ def read_index(folder: Path) -> Index:
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
     """Return the bytes of a table's file of at most `limit` bytes.
 
-    Raises TableError if it cannot be read or its digest is not `sha256`.
+    Raises TableError if it cannot be read, or if its digest is not `sha256`; None is no file's digest.
     """
     data = read_at_most(path, limit, TableError)
     if sha256_digest(data) != sha256:

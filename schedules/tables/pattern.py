@@ -68,8 +68,8 @@ def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
     """Return the name of the entry of a table of schedules for a pattern of failures: the failed columns of each
     pipeline.
 
-    The argument `classes` has a number for each pipeline, equal for interchangeable ones (`pipeline_classes`). If
-    several numbers exist, the name also has that of each pipeline with failures.
+    The argument `classes` has a class number for each pipeline, equal for interchangeable ones (`pipeline_classes`). If
+    there are several classes, the class number comes before the columns of each pipeline.
     """
     several = any(classes)
     return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))

@@ -59,8 +59,9 @@ def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -
     """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker. The
     argument `nodes` has the workers of each machine.
 
-    Each swap is the one that most reduces the number of pairs of holders on one machine, until none reduces it. Only
-    seats of which one already plays a role of another column swap; if there is none, nothing changes.
+    Each swap is the one that most reduces the number of pairs of holders on one machine, until none reduces it. Two
+    seats can swap only if the role of one of them is of another column than its worker; if there is no such seat,
+    nothing changes.
     """
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
     places = _MachineSpread(schedule, list(seats), node)
@@ -170,7 +171,8 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
-        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} vacant roles")
+        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} roles without a "
+                         "worker")
     if any(seat.worker != seat.role for seat in schedule.seats):
         raise ValueError("a schedule with moved workers cannot be relabelled again")
     live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}

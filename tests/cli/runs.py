@@ -90,7 +90,7 @@ def settled_run(folder):
     run.order("settled", 3, 1.25, run.broken)
     run.commit(*[2.5] * 8)
     run.tell(CheckpointWritten(checkpoint=run.iteration, took=1.0))
-    run.tell(Finished(error="node 0 was told to end the run"))
+    run.tell(Finished(error="node 0 was asked to end the run"))
     run.start()
     run.now = 2.0
     run.order("whole", 4, 1.0, run.whole)

@@ -225,4 +225,4 @@ def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):
             one.wait(60)
     lead, other = ((tmp_path / f"{node}.log").read_text() for node in (0, 1))
     assert "interrupted by SIGTERM; the workers of node 1 have left" in other and "Traceback" not in lead + other
-    assert "worker 1.0 has left, as it was told to" in lead and "runs on 2 workers" in lead
+    assert "worker 1.0 has left, as it was asked to" in lead and "runs on 2 workers" in lead

@@ -97,6 +97,36 @@ def test_what_is_not_in_the_table_is_planned_on_the_spot(table, tmp_path):
     assert check(read(out)) == [] and len(read(out).failed) == 3
 
 
+def test_what_is_planned_on_the_spot_recomputes_what_the_entries_of_the_table_recompute(tmp_path):
+    """Room for less than 2 of 4 micro-batches: the first stage runs its forward again."""
+    (tmp_path / "job.toml").write_text(JOB.replace("microbatches = 3", "microbatches = 4") + """
+[placement]
+layers = [2, 2]
+[memory]
+capacity = 1.4
+activation = 1
+weight_stash = 0.1
+recomputed = 0.05
+[model]
+blocks = 2
+[training]
+recompute = "auto"
+""")
+    out = tmp_path / "table"
+    result = slipstream("table", tmp_path / "job.toml", "--max-failures", "0", "--method", "greedy", "--jobs", "1",
+                        "--out", out)
+    assert result.exit_code == 0, result.output
+    schedules = []
+    for failed in ([], ["--failed", "0.0"]):
+        result = slipstream("lookup", out, *failed, "--out", tmp_path / "schedule.json", "--json")
+        assert result.exit_code == 0, result.output
+        schedules.append(read(tmp_path / "schedule.json"))
+    entry, planned = schedules
+    assert entry.times == planned.times and entry.memory == planned.memory
+    first, second = planned.times.backward_input
+    assert first == second + planned.times.forward[0]
+
+
 def test_lost_nodes_are_looked_up_by_number(tmp_path):
     (tmp_path / "job.toml").write_text(JOB + "[topology]\nworkers_per_node = 2\n")
     out = tmp_path / "table"

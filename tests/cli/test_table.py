@@ -131,7 +131,7 @@ def test_interrupting_keeps_what_is_finished(tmp_path):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 130 and "Traceback" not in stderr
-    assert "finished entries are kept in table: the same command goes on from there" in stderr.replace("\n", " ")
+    assert "finished entries are kept in table: the same command continues from there" in stderr.replace("\n", " ")
     assert list(tmp_path.glob("table/parts/*.gz")) and not list(tmp_path.glob("table/index.json"))
 
 

@@ -18,7 +18,6 @@ from slipstream.planner.job.presets import preset_text
 from slipstream.runtime import launch
 from slipstream.runtime.coordinator.records.run_log import read_losses
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
-from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.schedules import codec
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
@@ -27,7 +26,7 @@ from tests.jobs import grid
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import Launcher
 from tests.runtime.pacing import Pauses, after_each_iteration
-from tests.runtime.running import below, judge_of_text, schedule_for, wait_until_gone
+from tests.runtime.running import below, children, free_port, judge_of_text, schedule_for, wait_until_gone
 from tests.runtime.test_going_back import saved
 
 JOB = """
@@ -104,7 +103,7 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
 
 def test_a_node_that_dies_is_one_recovery_by_the_schedule_of_a_table_by_node(job, tmp_path):
     """All of its workers are killed on one machine, as [topology] has them: two of stage 0, in place."""
-    text = JOB.replace("pipelines = 2", "pipelines = 3").replace("iterations = 4", "iterations = 6\ndtype = 'float64'")
+    text = JOB.replace("pipelines = 2", "pipelines = 3").replace("iterations = 4", "iterations = 30\ndtype = 'float64'")
     job.write_text(text + '[topology]\nnode = [["0.1", "1.1"], ["0.0", "1.0"], ["2.0", "2.1"]]\n')
     made = CliRunner().invoke(app, ["table", str(job), "--max-failures", "0", "--by-node", "--method", "greedy",
                                     "--time-limit", "0.1", "--jobs", "1", "--out", str(tmp_path / "table")])
@@ -115,7 +114,7 @@ def test_a_node_that_dies_is_one_recovery_by_the_schedule_of_a_table_by_node(job
     (recovery,) = answer["recoveries"]
     assert (sorted(recovery["dead"]), recovery["nodes"], recovery["live"]) == (["0.0", "1.0"], [1], 4)
     # An iteration is short: the next may have begun before its processes are killed.
-    assert re.search(r"so that node 1 is lost: iteration [2-5] runs on 4 workers", done.stderr), done.stderr
+    assert re.search(r"so that node 1 is lost: iteration \d+ runs on 4 workers", done.stderr), done.stderr
     assert answer["losses"] == pytest.approx(judge_of_text(text).losses, abs=1e-9)
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     orders = [event["schedule"] for event in events if event["event"] == "order_given"]
@@ -227,18 +226,20 @@ def test_what_leads_is_started_again_where_the_system_has_killed_it_and_goes_on_
     running, out = start(job, "--iterations", 60, "--dtype", "float64", "--method", "greedy", "--json", "--out",
                          tmp_path / "out"), tmp_path / "out"
     try:
-        workers = list[int]()
+        workers, killed = list[int](), list[int]()
         for count in (2, 6):
             wait_for(lambda count=count: len(read_losses(out, 0) or ()) >= count)
-            (leads,) = map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split())
+            wait_for(lambda: (leads := children(running.pid)) and leads[0] not in killed)
+            (leads,) = children(running.pid)
             workers = workers or below(leads)
             os.kill(leads, signal.SIGKILL)
+            killed.append(leads)
         output, told = running.communicate(timeout=240)
     finally:
         running.kill()
     assert running.returncode == 0 and "Traceback" not in told, told
     assert told.count("node 0 was killed by SIGKILL, and is restarted; its workers are alive") == 2
-    assert told.count("node 0 goes on with the 4 workers that it has found") == 2
+    assert told.count("node 0 continues with the 4 workers that it has found") == 2
     wanted = judge_of_text(JOB.replace("iterations = 4", "iterations = 60\ndtype = 'float64'")).losses
     assert read_losses(out, 0) == pytest.approx(wanted, abs=1e-9)
     assert json.loads(output)["parameter_digest"]
@@ -284,9 +285,8 @@ def test_ctrl_c_while_it_plans_ends_the_search_and_training_starts(job, tmp_path
 
 
 def test_one_command_a_node(job, tmp_path):
-    store, meeting = host_store()
-    del store
-    common = ("train", job, "--nodes", 2, "--rendezvous", meeting, "--method", "greedy", "--json", "--out")
+    common = ("train", job, "--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}", "--method",
+              "greedy", "--json", "--out")
     said = [tmp_path / f"said-by-{node}" for node in (0, 1)]
     nodes = [Launcher("tests.runtime.launchers:command", *common, tmp_path / str(node), "--node", node, log=said[node])
              for node in (1, 0)]

@@ -85,7 +85,7 @@ def test_the_run_goes_on_when_tasks_are_killed_and_when_a_machine_is_lost(run):
     run.wait_for("gone with node 2")
     run.wait_for("is back: iteration")
     os.kill(run.cluster.task(0), signal.SIGKILL)
-    run.wait_for("node 0 goes on with")
+    run.wait_for("node 0 continues with")
     run.trains_on()
     run.cluster.lose_node(2)
     run.trains_on()

@@ -9,13 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_target
+from slipstream.runtime.processes.fork_server_messages import (
+    ProcessEnded,
+    ProcessSpec,
+    ProcessStarted,
+    decode_report,
+    load_target,
+)
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 
 NUMBERS = itertools.count()
@@ -51,11 +57,25 @@ class Launcher:
         self.send_signal(signal.SIGKILL)
 
 
+class LauncherServer(ForkServer):
+    """One that also knows the process ids of those that have ended."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, int] = {}
+        super().__init__()
+
+    def _apply_reports(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
+        reports = list(lines)
+        self.started.update((news.name, news.pid) for line in reports
+                            if isinstance(news := decode_report(line), ProcessStarted))
+        return super()._apply_reports(reports)
+
+
 class Servant:
     """The fork server of launchers, and the ends that it has reported."""
 
     def __init__(self) -> None:
-        self._server, self._status = ForkServer(), dict[str, int]()
+        self._server, self._status = LauncherServer(), dict[str, int]()
 
     def start(self, name: str, target: str, words: Sequence[object], log: Path | str, imports: Sequence[str]) -> int:
         task = msgspec.json.encode([target, *map(str, words)]).decode()
@@ -63,10 +83,10 @@ class Servant:
         self._server.start_process(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True,
                                                imports=("tests.runtime.warm", module, *imports)))  # once for all
         deadline = time.monotonic() + START_SECONDS
-        while name not in self._server.pids:
-            assert time.monotonic() < deadline and name not in self._status
+        while name not in self._server.started:
+            assert time.monotonic() < deadline
             self._poll(1.0)
-        return self._server.pids[name]
+        return self._server.started[name]
 
     def status(self, name: str) -> int | None:
         if name not in self._status:

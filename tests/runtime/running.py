@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from slipstream.runtime.launch import RunResult
 from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
-from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
@@ -146,11 +146,18 @@ def assert_same_evaluations(out: Path, reference: ReferenceResult, tolerance: fl
         assert abs(ours[iteration] - theirs) <= tolerance
 
 
+_HELD_PORTS: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    store, opened = host_store()
-    del store
-    return opened.port
+    """A port of this machine that nobody listens on, and that the system gives to nobody else while this process lives:
+    it stays bound, in a way that still lets one listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _HELD_PORTS.append(held)
+    port: int = held.getsockname()[1]
+    return port
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:

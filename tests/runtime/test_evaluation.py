@@ -48,7 +48,8 @@ def test_failures_before_in_and_after_evaluations(modes, clip, files, fork_serve
     result = run(scheduler(()), config, iterations=6, out=tmp_path, fork_server=fork_server, resilience=half)
     assert dead(result) == ["1.0", "0.1"]
     resumed = run(scheduler(()), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-        scheduler=scheduler, resume=open_latest(tmp_path / "checkpoints"), injections=(at("0.0", 9, "evaluating"),)))
+        scheduler=scheduler, resume=open_latest(tmp_path / "checkpoints"), injections=(at("0.0", 9, "evaluating"),),
+        heartbeat_timeout_seconds=TIMEOUT_SECONDS))
     assert dead(resumed) == ["0.0"]
     reference = judge(config, JOB.microbatches, 10)
     assert [*result.losses, *resumed.losses] == pytest.approx(reference.losses, rel=0, abs=1e-9)

@@ -87,7 +87,8 @@ def test_what_happened_is_told_in_its_order(folder):
     assert [(line["phase"], line["live"]) for line in orders] == [("whole", 4), ("at once", 3), ("whole", 4),
                                                                  ("whole", 4)]
     failed = told[kinds.index("failed")]
-    assert failed["worker"] == list(LOST) and failed["iteration"] == 5 and "SIGKILL" in failed["reason"]
+    # Iteration 4 where a peer had not yet reported it when the lost worker, which ran ahead, died.
+    assert failed["worker"] == list(LOST) and failed["iteration"] in (4, 5) and "SIGKILL" in failed["reason"]
     assert [line["iteration"] for line in told if line["event"] == "started"] == [0, 40]
     assert [line["iteration"] for line in told if line["event"] == "finished"] == [40, 43]
     answers = [line for line in lines(folder) if line["event"] == "plan_answered"]
@@ -105,7 +106,8 @@ def test_times_grow_and_agree_with_those_of_the_iterations(folder):
         start = events[max(one for one in starts if one <= index)]
         assert abs(line["time"] - start["time"] - line["seconds"]) < 0.002
     failed = next(line for line in events if line["event"] == "failed")
-    assert iterations[4]["time"] <= failed["time"] <= iterations[5]["time"]
+    at = failed["iteration"]
+    assert iterations[at - 1]["time"] <= failed["time"] <= iterations[at]["time"]
     assert all(0 < line["period"] < 60 for line in iterations)
 
 
@@ -113,7 +115,8 @@ def test_metrics_are_told_of_each_iteration(folder):
     told = metrics_in(folder)
     assert [one.time for one in told] == [line["time"] for line in lines(folder, "losses.jsonl")]
     assert {(one.phase, one.live) for one in told} == {("whole", 4), ("at once", 3)}
-    assert [told[at].recoveries for at in (4, 5, 39, 42)] == [0, 1, 2, 2]
+    at = next(line["iteration"] for line in lines(folder) if line["event"] == "failed")
+    assert [told[iteration].recoveries for iteration in (at - 1, at, 39, 42)] == [0, 1, 2, 2]
     assert all(one.gradient_norm > 0 and one.tokens_per_second > 0 and one.mfu is None for one in told)
     assert {one.learning_rate for one in told} == {tiny().training.learning_rate}
     seconds = told[20].time - told[19].time

@@ -368,7 +368,7 @@ def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_
                                    hello.hello + encode_frame(JoinWorker(Worker(0, 0))).with_tag(hello.keys.sending)))
         time.sleep(0.05)
     told = log.read_text()
-    assert second.poll() == 0 and "node 0 goes on with the 4 workers" in told and "Traceback" not in told, told
+    assert second.poll() == 0 and "node 0 continues with the 4 workers" in told and "Traceback" not in told, told
     assert heard and all(map(is_greeting, heard)) and "it does not know the secret of this run" in told
     assert losses_in(out)[:len(before)] == before and "Traceback" not in log_of(out)
     assert_right(out)

@@ -117,7 +117,7 @@ def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tm
     config = configured(folder)
     result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
         scheduler=lambda down: schedule_for(JOB, list(map(str, down))), injections=(at("1.1", 5, 3),),
-        returns=(Return(Worker(1, 1), 6),)))
+        returns=(Return(Worker(1, 1), 6),), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
     losses, alone = train_alone(folder, config, 20)
     assert dead(result) == ["1.1"]
     assert result.losses == pytest.approx(losses, rel=0, abs=1e-9)
@@ -389,7 +389,7 @@ def test_refusals(tmp_path, pretrained):
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "model.blocks is given beside model.hugging_face" in told({"blocks": 2})
+    assert "model.blocks is given together with model.hugging_face" in told({"blocks": 2})
     assert "its model_type is 'bert'; expected one of 'llama', 'mistral'" in told(document={"model_type": "bert"})
     assert "cannot be read: No such file" in told(path=tmp_path / "nowhere")
     assert "model.context is 128; the model of model.hugging_face has 32 positions" in told()

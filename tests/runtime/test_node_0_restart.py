@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import JOB, against
 from tests.runtime.forked import fork_server_of_launcher
 from tests.runtime.launchers import Launcher
+from tests.runtime.pacing import hold_at
 from tests.runtime.running import (
     below,
     free_port,
@@ -36,6 +38,7 @@ from tests.runtime.speaking import SECRET, own_job
 
 pytestmark = pytest.mark.timeout(900)
 ITERATIONS = 40
+SEEN = "processes-seen"
 LEAD, FOLLOW = (f"tests.runtime.test_node_0_restart:{function}" for function in ("lead", "follow"))
 
 
@@ -44,6 +47,8 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     """Node 0. It is killed right before, right after, or some time after the losses of some iteration are written, as
     `dies` says; or while it does not know yet how all have stepped that one, and they have stepped the next.
 
+    One that is to be killed waits after its first iteration until the test has seen its processes (`SEEN`).
+
     With `secret`, and where there are other nodes, it is given one. "anew" looks for other workers for a moment, and
     begins anew where there are none.
     """
@@ -51,6 +56,8 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     from tests.runtime.test_going_back import on_the_spot
 
     place, _, at = dies.partition("@")
+    if at:
+        hold_at(0, Path(out).with_name(SEEN))
     config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None, tensor_parallel=int(ranks))
 
     def die() -> None:
@@ -121,6 +128,7 @@ def led_until_killed(out: Path, log: Path, *how: object) -> list[int]:
     first = Launcher(LEAD, out, *how, log=log)
     started(out, first, log)
     held = below(first.pid)
+    out.with_name(SEEN).touch()
     killed(first, log)
     return held
 
@@ -146,7 +154,7 @@ def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
     second = Launcher(LEAD, out, 0, 1, "", clip, 240, "", ranks, log=log)
     assert second.wait(240) == 0, log.read_text()
     told = log.read_text()
-    assert "node 0 goes on with the" in told and "Traceback" not in told, told
+    assert "node 0 continues with the" in told and "Traceback" not in told, told
     assert_right(out, float(clip) if clip else None)
     wait_until_gone(pids)
     assert read_takeover_record(out) is None and not list(out.glob(".*"))
@@ -160,7 +168,7 @@ def test_a_port_that_another_has_for_a_moment_is_waited_for(tmp_path):
         second = Launcher(LEAD, out, 0, 1, "", "", log=log)
         time.sleep(1.0)
     assert second.wait(240) == 0, log.read_text()
-    assert "node 0 goes on with the 4 workers" in log.read_text(), log.read_text()
+    assert "node 0 continues with the 4 workers" in log.read_text(), log.read_text()
     assert_right(out)
 
 
@@ -171,7 +179,7 @@ def test_one_after_the_other_is_killed(tmp_path):
     for dies in ("training@9", "committed@20"):
         killed(Launcher(LEAD, out, 0, 1, dies, "", log=log), log)
     assert Launcher(LEAD, out, 0, 1, "", "", log=log).wait(240) == 0, log.read_text()
-    assert log.read_text().count("node 0 goes on with the 4 workers") == 3, log.read_text()
+    assert log.read_text().count("node 0 continues with the 4 workers") == 3, log.read_text()
     assert_right(out)
     wait_until_gone(pids)
 
@@ -181,7 +189,7 @@ def test_failures_on_purpose_that_only_the_dead_one_knew_of_do_not_happen(tmp_pa
     out, log = tmp_path / "out", tmp_path / "log"
     led_until_killed(out, log, 0, 1, "failing later@4", "")
     assert Launcher(LEAD, out, 0, 1, "", "", log=log).wait(240) == 0, log.read_text()
-    assert "node 0 goes on with the 4 workers" in log.read_text() and "exit status" not in log.read_text()
+    assert "node 0 continues with the 4 workers" in log.read_text() and "exit status" not in log.read_text()
     assert_right(out)
 
 
@@ -193,12 +201,13 @@ def test_on_two_nodes_the_others_hold_still(machine, tmp_path):
     node = Launcher(FOLLOW, out, port, "", log=other)
     held = led_until_killed(out, log, port, 2, "training@5", "")
     if machine:
-        for pid in held:
-            os.kill(pid, signal.SIGKILL)
+        for pid in held:  # the workers die with their fork server, which is the first
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     second = Launcher(LEAD, out, port, 2, "", "", log=log)
     assert second.wait(240) == 0 and node.wait(240) == 0, log.read_text() + other.read_text()
     told = log.read_text()
-    assert f"node 0 goes on with the {2 if machine else 4} workers" in told, told
+    assert f"node 0 continues with the {2 if machine else 4} workers" in told, told
     assert "Traceback" not in told + other.read_text(), told + other.read_text()
     assert_right(out)
     wait_until_gone(held)
@@ -212,7 +221,8 @@ def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_aga
     first = Launcher(LEAD, out, port, 2, "", "", log=log)
     started(out, first, log)
     for pid in (node.pid, first.pid, *below(node.pid), *below(first.pid)):  # who starts workers sees nobody else die
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     killed(node, other)
     killed(first, log)
     node = Launcher(FOLLOW, out, port, "", log=other)
@@ -229,6 +239,7 @@ def test_where_nobody_comes_all_end(tmp_path):
     first = Launcher(LEAD, out, port, 2, "training@5", "", 3.0, log=log)
     started(out, first, log)
     pids = [*below(first.pid), *below(node.pid)]
+    out.with_name(SEEN).touch()
     killed(first, log)
     assert node.wait(240) == 1
     assert "no other node 0 came within 3 s" in other.read_text(), other.read_text()

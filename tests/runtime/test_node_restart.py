@@ -27,6 +27,7 @@ from tests.runtime.running import (
     below,
     children,
     free_port,
+    joined,
     judge,
     losses_in,
     schedule_for,
@@ -145,8 +146,7 @@ def test_a_worker_comes_back_as_often_as_it_is_told_to(fork_server, tmp_path):
 
     def progress(iteration, _):
         # Once it has come back, it is killed again, some time after.
-        if len(kills) < 2 and str(back) in fork_server.pids and fork_server.pids[str(back)] not in kills \
-                and iteration > 10 * (len(kills) + 1):
+        if len(kills) < 2 and len(joined(tmp_path)) == len(kills) and iteration > 10 * (len(kills) + 1):
             kills.append(fork_server.pids[str(back)])
             os.kill(kills[-1], signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""After a failure layers move while training goes on; whatever fails meanwhile, numbers stay those of one process."""
+"""After a failure layers move while training continues; whatever fails meanwhile, numbers stay those of one process."""
 
 import pytest
 

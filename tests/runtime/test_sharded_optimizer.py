@@ -112,7 +112,8 @@ def test_a_whole_machine_loses_nothing(fork_server, tmp_path):
     machines = [[Worker(0, 0), Worker(1, 0)], [Worker(2, 0), Worker(3, 0)]]
     result = run(schedule_for(FOUR), sharded(), out=tmp_path, fork_server=fork_server,
                  options=RunOptions(topology=machines),
-                 resilience=Resilience(scheduler=planned(FOUR), injections=(at("0.0", 2, "A"), at("1.0", 2, "O"))))
+                 resilience=Resilience(scheduler=planned(FOUR), injections=(at("0.0", 2, "A"), at("1.0", 2, "O")),
+                                       heartbeat_timeout_seconds=TIMEOUT_SECONDS))
     assert sorted(dead(result)) == ["0.0", "1.0"] and all(one.went_back_to is None for one in result.recoveries)
     assert_same_numbers(result, judge(sharded(), FOUR.microbatches, 6))
 
@@ -167,7 +168,8 @@ def test_bf16_parameters_with_float32_masters(training, share, fork_server, tmp_
     """
     config = tiny(iterations=6, dtype="bf16", master_weights=True, **training)
     result = run(schedule_for(WIDE), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-        scheduler=planned(WIDE), checkpoint_every=3, injections=(at("0.0", 2, "O"),)))
+        scheduler=planned(WIDE), checkpoint_every=3, injections=(at("0.0", 2, "O"),),
+        heartbeat_timeout_seconds=TIMEOUT_SECONDS))
     assert dead(result) == ["0.0"]
     assert_same_masters(result, config, WIDE.microbatches, 6, share=share)
 

@@ -96,9 +96,9 @@ class Bamboo(Policy):
         return bool(died), stage_lost
 
     def _should_form_pipelines(self) -> bool:
-        """Return whether to form new pipelines. This is so if spare machines suffice for one more pipeline, if too many
-        stages are run by the predecessor, or if spares in place of these make up for the pause before the next failure,
-        on average."""
+        """Return whether to form new pipelines. This is so if spare machines suffice for one more pipeline, or too many
+        stages are run by the predecessor, or if replacing dead machines by spares gains more until the next failure, on
+        average, than the pause costs."""
         covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
         more = len(self._pipelines) < self.scenario.pipelines and len(self._spares) >= self.scenario.stages
         dead = covered - self._formed_covered

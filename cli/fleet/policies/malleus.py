@@ -30,12 +30,13 @@ Pipelines = Mapping[tuple[float, ...], int]
 
 
 class Malleus(Policy):
-    """Policy in which every pipeline is divided anew over its live workers."""
+    """Policy in which the layers of every pipeline are divided again over its live workers, and the micro-batches over
+    the pipelines."""
 
     name = "malleus"
     title = "Malleus: layers and micro-batches by the speed of each worker"
     source = "Malleus (SIGMOD 2025, arXiv 2410.13333), sections 4 and 5; our reading: formula level"
-    assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the next smaller power of two"
+    assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs continues with the next smaller power of two"
     balances_speeds = True
 
     def __init__(self, scenario: Scenario) -> None:
@@ -46,8 +47,8 @@ class Malleus(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
-        """Return the number of GPUs that a worker uses if `alive` of `whole` are alive: all, else the largest power of
-        two."""
+        """Return the number of GPUs that a worker uses if `alive` of `whole` are alive: `whole`, or the largest power
+        of two that is at most `alive`; 0 if none is alive."""
         return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
 
     def steady_rate(self, failures: int) -> float:
@@ -115,7 +116,7 @@ class ResiHP(Malleus):
     name = "resihp"
     title = "ResiHP: nonuniform tensor parallelism, then layers and micro-batches by speed"
     source = "ResiHP (arXiv 2605.06374); nonuniform tensor parallelism: arXiv 2504.06095; our reading: no public code"
-    assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the others, in proportion"
+    assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs continues with the others, in proportion"
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004

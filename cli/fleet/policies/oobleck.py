@@ -90,8 +90,8 @@ class Oobleck(Policy):
             groups.add_machine(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
-        """Give pipelines below the minimum length nodes of the longest ones, or dissolve them if there are none to
-        spare."""
+        """Lengthen pipelines below the minimum length by nodes of the longest ones; if these have none to spare,
+        dissolve the short ones, and add their nodes to other pipelines, if any."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in sorted([nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len):
             while len(nodes) < self._min_nodes and len(largest := max(pipelines, key=len)) > self._min_nodes:

@@ -8,8 +8,8 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """Policy that no system has, drawn as a line to compare policies with: its rate depends only on the number of live
-    workers and their speed, and changes take no time."""
+    """Base class of policies that no system has, drawn as lines to compare others with: the rate depends only on the
+    number of live workers and their speed (`_rate_for_live`, for subclasses to define), and changes take no time."""
 
     is_reference = True
     balances_speeds = True

@@ -57,7 +57,7 @@ class StageAssignment:
 
 class Rerouting(RatedByStage):
     """Base class of policies that re-route (this planner, ReCycle, ElasWave): it assigns stages to machines, and counts
-    what failures and moves cost.
+    what failures and moves cost. Subclasses define `rate` and `_plan_phases`.
 
     A failure discards the iteration in progress (half of one on average), and the survivors continue after a switch. A
     new machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. If

@@ -32,8 +32,8 @@ needed."""
 
 
 class LeaveOutChoice(NamedTuple):
-    """Choice of slow live machines that are left idle, so that the others need not wait for them, and the resulting
-    samples per second."""
+    """Slow live machines to leave idle, so that the others need not wait for them, and the resulting samples per
+    second."""
 
     rate: float
     left_out: frozenset[int]
@@ -138,8 +138,8 @@ class Slipstream(Rerouting):
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Return the phases (spans of time, each with a training rate and a cause) after machines were lost, added, or
-        changed in speed. They begin with a switch of schedules if the change makes other slow machines idle than
-        before.
+        changed in speed. They begin with a switch of schedules if other slow machines are left idle than before the
+        change.
 
         The argument `remaining` has what was left of the phases before.
         """

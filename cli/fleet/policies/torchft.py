@@ -15,7 +15,7 @@ class TorchFT(Policy):
     name = "torchft"
     title = "torchft: a replica group that lost a worker is dropped"
     source = "torchft 0.2.0, src/manager.rs: a quorum counts whole replica groups"
-    assumptions = ("throughput in proportion to whole groups (each goes on with its own micro-batches, so that the "
+    assumptions = ("throughput in proportion to whole groups (each continues with its own micro-batches, so that the "
                    "global batch shrinks); a failure discards the step; whoever is left of dropped groups, and "
                    "newcomers, are restarted as whole groups after the time of a restart, in which the others go on, "
                    "and take the state from a peer; steps take no longer than without torchft, in its favour")

@@ -86,8 +86,8 @@ def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], secon
 
 
 def has_all_layers(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
-    """Return whether the machines that are not `gone` hold every layer, taken over all pipelines. Node k of a pipeline
-    of n nodes is assumed to hold the k-th n-th of the layers."""
+    """Return whether the machines of `pipelines` that are not in `gone` hold every layer together. Of n machines in a
+    pipeline, number k is assumed to hold the k-th of n equal parts of the layers."""
     gone = set(gone)
     if any(nodes and gone.isdisjoint(nodes) for nodes in pipelines):
         return True

@@ -72,7 +72,7 @@ class NodeAgents:
         setup, shares, is_known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
         if join.epoch and (join.epoch >= setup.epoch or self._run.behind is None):
             why = "its connection had ended" if join.epoch == setup.epoch else "it followed another node 0"
-            connection.send(encode_frame(RunEnded(f"node 0 goes on without node {node}: {why}")))
+            connection.send(encode_frame(RunEnded(f"node 0 continues without node {node}: {why}")))
             connection.close()
             return False
         before = self._connections.get(node)

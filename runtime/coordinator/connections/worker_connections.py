@@ -227,7 +227,8 @@ class WorkerConnections:
             self._handle_end(self._ended.pop(ended.worker))
 
     def _handle_end(self, ended: WorkerEnded) -> None:
-        """Count a worker whose process has ended as lost, after its last message, unless it was given up before."""
+        """Count a worker as lost, as its process has ended and its last message has been handled, unless it was given
+        up before."""
         if ended.worker in self._given_up:
             self._given_up.remove(ended.worker)
         else:

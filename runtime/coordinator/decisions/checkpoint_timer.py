@@ -25,8 +25,8 @@ class CheckpointCost(NamedTuple):
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
-    """Timer of checkpoints: from the training time in seconds that each of them cost, it derives when the next one is
-    due: after 1 / `MAX_TIME_SHARE` times the last cost, and `MIN_INTERVAL_SECONDS` at least.
+    """Timer of checkpoints. The time until the next one is due is 1 / `MAX_TIME_SHARE` times the training time in
+    seconds that the last one cost, and at least `MIN_INTERVAL_SECONDS`.
 
     All arguments `at` are times of `time.monotonic`.
     """

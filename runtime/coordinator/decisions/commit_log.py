@@ -149,8 +149,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, reports=known, difference=difference)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log after the `factor` by which members scale the gradients of an iteration in the `order` became
-        known, and the iterations that have thereby been committed."""
+        """Return the log with the `factor` by which members scale the gradients of an iteration, and the iterations
+        that have thereby been committed. A factor of another order than the current one is ignored."""
         if order != self.order:
             return self, []
         factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}

@@ -69,8 +69,8 @@ def _plan_join(step: TransitionBuilder) -> bool:
 
 
 def _plan_repartition(step: TransitionBuilder) -> None:
-    """Start a fetch of the parts that members need for a new partition of each range of layers whose present partition
-    was made for members of whom some are lost. Until then, some parts of the optimizer state exist in one copy only."""
+    """Start a fetch of the parts that members need for new partitions of those ranges of layers whose partition
+    includes lost members. Until then, some parts of the optimizer state exist in one copy only."""
     state = step.state
     if state.cut_for and state.joins.can_begin(step.at) and not _begin_fetch(step, state.current, settles=True):
         # without `settles`, failed fetches become an order whose parts move while all wait

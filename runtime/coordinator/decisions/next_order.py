@@ -82,10 +82,14 @@ def release_after_save(step: TransitionBuilder) -> bool:
     """Let the members leave that were told to end and whose layers the last order has saved; return whether there were
     any.
 
-    The remaining members go back to the checkpoint that was saved. If the result is False, the run is complete.
+    The remaining members go back to the checkpoint that was saved. If the result is False, the run ends, because it is
+    complete or was told to end, or because no member would remain.
     """
     state = step.state
     if not state.leaving or state.stopping or state.log.next_iteration >= step.rules.iterations.stop:
+        return False
+    if state.leaving.issuperset(state.live):  # the others were told to end while the layers were saved
+        step.update_state(stopping=True)
         return False
     step.update_state(phase=TrainingPhase(ended=True))
     _release_leaving(step)
@@ -134,7 +138,7 @@ def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
 
 def _release_leaving(step: TransitionBuilder) -> None:
     leaving, lost = sorted(step.state.leaving), step.state.lost
-    reasons = {worker: f"worker {worker} has left, as it was told to" for worker in leaving}
+    reasons = {worker: f"worker {worker} has left, as it was asked to" for worker in leaving}
     for worker, reason in reasons.items():
         lost = lost.with_entry(worker, WorkerLoss(reason, step.state.held_by_paused.get(worker, frozenset())))
     step.send(leaving, Leave())

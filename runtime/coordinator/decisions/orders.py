@@ -41,8 +41,8 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
 
     Members make the `moves` before the first op, while all wait. `join` describes the layers that were fetched for this
     order while all trained; None: there were none. `restore` maps workers to the layers that they read from the
-    checkpoint of the first iteration; None: nothing is read. `cut_for` maps ranges of layers that keep their partition
-    to the former members that it is for.
+    checkpoint of the first iteration; None: nothing is read. `cut_for` maps ranges of layers that keep an earlier
+    partition to the members for which it was made.
     """
     before = step.state
     _open_order(step, schedule, join, cut_for)
@@ -111,8 +111,8 @@ def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
 
 
 def send_end_order(step: TransitionBuilder, *, doubted: bool = False) -> None:
-    """End the current order: tell all members to stop at once. If copies of state differ (`doubted`), tell them even if
-    the order has already ended, because another coordinator may have to learn it from them."""
+    """Tell all members to stop training by the current order at once, unless they have been told before. If copies of
+    state differ (`doubted`), tell them again, because another coordinator may have to learn it from them."""
     state = step.state
     if isinstance(state.phase, TrainingPhase) and (doubted or not state.phase.ended):
         step.update_state(phase=replace(state.phase, ended=True))
@@ -139,7 +139,7 @@ def send_leave(step: TransitionBuilder, why: str | None = None) -> None:
     """Tell all workers to leave, and end the run. `why` is the reason why a run that was told to end has no checkpoint
     of its last iteration; None: it has one or needs none."""
     if why is not None:
-        step.add_effect(Noted(text=f"{why}: the run, which was told to end, ends without another checkpoint"))
+        step.add_effect(Noted(text=f"{why}: the run, which was asked to end, ends without another checkpoint"))
     step.send(sorted(step.state.live), Leave())
     step.update_state(phase=EndedPhase())
 

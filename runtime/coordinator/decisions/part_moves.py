@@ -50,8 +50,8 @@ class PartitionPlanner:
     """True if the holders of a layer keep different parts; otherwise each keeps all of it."""
 
     def find_lost_layers(self, keepers: HeldStateByWorker) -> list[int]:
-        """Return the layers of which no worker keeps some element; a layer without trained elements is lost if no
-        worker holds it. The argument `keepers` has the layers and parts of each worker that remains."""
+        """Return the layers with elements that no worker keeps, and the layers without trained elements that no worker
+        holds. The argument `keepers` has the layers and parts of each worker that remains."""
         kept, held = _group_by_layer(keepers), layers_in(layers for keeper in keepers.values()
                                                          for layers in keeper.layers)
         return [layer for layer, elements in enumerate(self.elements) if (
@@ -63,8 +63,8 @@ class PartitionPlanner:
                                          tuple[Span, ...]] = StatePartition.stored_parts) -> HeldStateByWorker:
         """Return the layers and parts that each worker of a schedule has after iteration `after`.
 
-        The argument `cut_for` has the former members of ranges that keep their partition. The function `which` selects
-        a worker's parts in a partition; by default, all that it stores.
+        The argument `cut_for` maps ranges of layers that keep an earlier partition to the members for which it was
+        made. The function `which` selects a worker's parts in a partition; by default, all that it stores.
         """
         cuts = self._partition_schedule(schedule, cut_for)
         return {worker: HeldState(_join_layers(layers), tuple(
@@ -75,12 +75,11 @@ class PartitionPlanner:
 
     def find_preserved_ranges(self, schedule: Schedule, present: Schedule, cut_for: OriginalMembers,
                               keepers: HeldStateByWorker) -> OriginalMembers:
-        """Return the ranges of layers that keep their partition under the schedule `present` although some of its
-        members are lost, each with all these members.
+        """Return the ranges of layers that keep, under a new `schedule`, their partition under the schedule `present`
+        although some of its members are lost, each with the members for which it was made.
 
-        The new `schedule` is for the members that remain, which must keep all their parts of such a range, by
-        `keepers`: the layers and parts of each worker. The argument `cut_for` has the ranges that have kept a former
-        partition under `present`.
+        The remaining members must keep all their parts of such a range, by `keepers`: the layers and parts of each
+        worker. The argument `cut_for` has the ranges that have kept an earlier partition under `present`.
         """
         if not self.sharded:
             return NO_PREVIOUS_OWNERS
@@ -98,7 +97,8 @@ class PartitionPlanner:
         """Return whether each worker has all parts, by `keepers`, that the partition of the given ranges of layers
         assigns to it.
 
-        The `ranges` map to the workers that reduce them, and `cut_for` to the former members whose partition they keep.
+        The `ranges` map to the workers that reduce them; `cut_for` maps those that keep an earlier partition to the
+        members for which it was made.
         """
         try:
             cuts = _group_by_member(self._partition_ranges(ranges, cut_for))
@@ -114,8 +114,8 @@ class PartitionPlanner:
         """Return the moves of parts that `members` can make during training by the schedule `present` to have what
         `schedule` needs.
 
-        Each move with optimizer state is of a whole part that its source steps. The argument `cut_for` has the former
-        members of ranges that keep their partition under `present`.
+        Each move with optimizer state is of a whole part that its source steps. The argument `cut_for` maps ranges that
+        keep an earlier partition under `present` to the members for which it was made.
         """
         keepers, sources = ({worker: kept for worker, kept in self.find_held_states(present, 0, cut_for, which).items()
                              if worker in members}
@@ -136,9 +136,9 @@ class PartitionPlanner:
 
         The argument `keepers` has what each worker keeps now; no layer may be lost (`find_lost_layers`). A worker
         already has the parameters of the layers that it holds if they are those after the iteration `committed`. The
-        moves in `fetched` have been made before. `cut_for` has the former members of ranges that keep their partition.
-        `sources` are the parts that each worker may send, by default all that it keeps; a worker that is not in the
-        schedule sends only what no other worker has.
+        moves in `fetched` have been made before. `cut_for` maps ranges that keep an earlier partition to the members
+        for which it was made. `sources` are the parts that each worker may send, by default all that it keeps; a worker
+        that is not in the schedule sends only what no other worker has.
         """
         cuts, held = self._partition_schedule(schedule, cut_for), self.placement.held_layers_by_worker(schedule)
         already_fetched = _FetchedParts(fetched)

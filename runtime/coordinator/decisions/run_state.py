@@ -236,7 +236,8 @@ class TransitionBuilder(EffectCollector):
         self.state = replace(self.state, **fields)
 
     def add_effect(self, effect: object) -> None:
-        """Add an effect. If it reports a change of speed, the layout chosen for the former speeds is out of date."""
+        """Add an effect. If it reports a change of speed, count this in the policy on moving layers
+        (`RunState.settler`)."""
         settler = self.state.settler
         if settler is not None and isinstance(effect, SpeedEvent) and effect.changes:
             self.update_state(settler=replace(settler, changes=settler.changes + 1))

@@ -59,7 +59,7 @@ def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
     """Return the schedule in which each worker holds the stages of its column, or the one that the function `moved`
     finds; None while it is being planned.
 
-    The latter is preferred in runs that move layers to better schedules (`RunRules.settles`), otherwise the former. If
+    Runs that move layers to better schedules (`RunRules.settles`) prefer the schedule of `moved`, others the former. If
     the preferred one does not exist, the other is returned.
     """
     ways = (_attempt_whole_stages(step, live), moved)
@@ -67,7 +67,8 @@ def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
 
 
 def _attempt_whole_stages(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
-    """Return a function that finds the schedule for `live` workers in which each holds the stages of its column."""
+    """Return a function without arguments that returns the schedule for `live` workers in which each holds the stages
+    of its column, or None while that schedule is being planned."""
     return lambda: step.rules.first if _is_first_schedule_for(step, live) else _request_schedule(step, live)
 
 

@@ -97,8 +97,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return settles
 
     def _estimate_transfer(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
-        """Return the bytes of all moves, and the seconds that they take: those of the busiest connection or, if
-        bandwidth is not limited, of the busiest worker."""
+        """Return the bytes of all moves, and the seconds that they take: on the busiest connection if a bandwidth of
+        connections is configured, otherwise at the busiest worker."""
         between: Counter[object] = Counter()
         size = 0
         for move in moves:

@@ -184,11 +184,11 @@ class SlowDetector:
         return self._add_observations(observed, self._find_compared_with_slow(measured))
 
     def compute_ratios(self, measured: IterationTimes) -> dict[Worker, float]:
-        """Return each worker's ratio: the seconds that its ops took in an iteration, divided by what they take on its
-        peers.
+        """Return each worker's ratio: the seconds that its ops took in an iteration, divided by what they take at usual
+        speed, which its peers' times or earlier measurements tell.
 
-        A worker that ran no ops that can be compared is left out. The rates of layers, of measured to planned times,
-        are updated, too.
+        A worker that ran no ops that can be compared is left out. The rate of each layer (measured / planned time) is
+        updated, too.
         """
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
         unusual = set()
@@ -301,10 +301,11 @@ class SlowDetector:
 
 
 def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[Worker]) -> dict[Worker, float]:
-    """Return, for each worker, the median time of the other workers for ops of one kind on the same layers.
+    """Return, for each worker, the median of the other workers' times (`seconds`) for ops of one kind on the same
+    layers.
 
-    If some of the others run at usual speed, which those in `unusual` do not, only these count. A worker without others
-    is left out.
+    Others in `unusual`, which are not at usual speed, count only if there are no others. A worker without others is
+    left out.
     """
     values, usual = np.array(list(seconds.values())), np.array([worker not in unusual for worker in seconds])
     of_usual, of_all = np.sort(values[usual]), np.sort(values)

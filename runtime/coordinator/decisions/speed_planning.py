@@ -72,8 +72,8 @@ def round_factor(factor: float) -> float:
 
 
 def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> SpeedDecision:
-    """Return which schedule to run at the measured `speeds` of workers: the `present` one, a faster one from the
-    planner `plan`, or one without slow workers. Exceptions of `plan` are passed on."""
+    """Decide which schedule to run at the measured `speeds` of workers: the `present` one, a faster one from the
+    planner `plan`, or one without slow workers. Raises NoScheduleError if `plan` has none for all live workers."""
     factors = dict(speeds)
     before = period_at(present, factors)
     live, every = present.seat_of.keys(), tuple(present.grid.workers())

@@ -155,7 +155,7 @@ def _decide_next(step: TransitionBuilder) -> None:
 
 def _compute_retry_time(state: RunState) -> float:
     """Return the time of `time.monotonic` before which no next order is given; 0 unless several orders in a row were
-    empty. An order is empty if it ended before any member began an op."""
+    empty. An order is empty if all members were told to stop before any of them began an op."""
     tries = state.vain - MAX_EMPTY_ORDERS
     return state.recovery.ordered_at + min(FIRST_RETRY_SECONDS * 2**tries, MAX_RETRY_SECONDS) if tries >= 0 else 0.0
 
@@ -224,9 +224,10 @@ def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
 def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport]) -> None:
     """Handle reports of members that have stepped an iteration, and acknowledge them.
 
-    An acknowledgement lets a member continue or tells it to stop where all members stop. A member that runs no
-    micro-batch sends nothing that other members wait for. The others are therefore not acknowledged before it has
-    reported, too, so that no member is more than one step ahead of the last committed iteration.
+    An acknowledgement lets a member continue, or tells it to stop at the iteration boundary at which all members stop.
+    A member that runs no micro-batch sends nothing that other members wait for. The others are therefore not
+    acknowledged before it has reported, too, so that no member is more than one step ahead of the last committed
+    iteration.
     """
     compared = step.state.log.difference
     _commit_iterations(step, *step.state.log.with_reports(*reports))
@@ -273,7 +274,8 @@ def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> N
     """Handle copies of state that differ: give up the workers whose copies are known to be wrong, and go back to a
     checkpoint if committed iterations may depend on them.
 
-    Raises RunError if no copy is known to be wrong, and the run has gone back for this before without progress.
+    Raises RunError if no copy is known to be wrong, and the run has already gone back for a difference at this
+    iteration or a later one.
     """
     why = str(difference)
     if not difference.wrong and difference.iteration <= step.state.doubted:
@@ -286,7 +288,7 @@ def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> N
 
 
 def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:
-    """Handle a member that begins its first op in the current order; the last one ends a recovery."""
+    """Handle a member that begins its first op by the current order; when all members have begun, a recovery ends."""
     state = step.state
     if not isinstance(state.phase, TrainingPhase) or report.order != state.order or state.phase.ended:
         return  # a late report of an order that another recovery has ended
@@ -302,8 +304,8 @@ def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:
 
 
 def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
-    """Handle the report of a member that it has stopped, either as it was asked to or because of an error. An error
-    ends the order for all members."""
+    """Handle the report of a member that it has stopped, either as it was asked to or because of an error. After an
+    error, all members are told to stop."""
     if report.validated is not None:
         _commit_iterations(step, *step.state.log.with_factor(report.order, report.validated))
     state, worker = step.state, report.worker
@@ -318,8 +320,8 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
 
 
 def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
-    """Handle a member that has written its final parameters, or its share of a checkpoint. The last one ends the
-    order."""
+    """Handle a member that has written its final parameters, or its share of a checkpoint. After the last one, all
+    workers leave, or only those that were to leave after this checkpoint."""
     state = step.state
     if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
         return

@@ -38,7 +38,7 @@ NICENESS = 10
 
 
 class BackgroundRunner(Protocol):
-    """Function that runs long work outside the event loop and passes its result or exception to the loop."""
+    """Interface of functions that run long work outside the event loop and pass its result or exception to the loop."""
 
     def __call__(self, work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
         """Run `work`, then call `done` on the event loop with its result or exception. Set `awaited` to False if no

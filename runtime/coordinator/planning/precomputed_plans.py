@@ -28,7 +28,8 @@ DownWorkers = tuple[Worker, ...]
 
 
 class PrecomputedPlan(msgspec.Struct, frozen=True):
-    """Precomputed schedule, with the share of it that each worker must know. Both are stored in this form."""
+    """Precomputed schedule, with the share of it that each worker must know, in the form in which `FailurePrecomputer`
+    stores them."""
 
     schedule: Schedule
     parts: DividedSchedule

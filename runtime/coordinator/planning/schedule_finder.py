@@ -38,11 +38,12 @@ effects are lost.
 
 
 class Rebalancer(Protocol):
-    """Planner of schedules in which workers hold, or come to hold, layers other than those of their stages in the grid.
+    """Interface of planners of schedules in which workers hold, or come to hold, layers other than those of their
+    stages in the grid.
 
-    All methods are called concurrently with the event loop, like a `Scheduler`, and raise NoScheduleError. The argument
-    `speeds` has the factor by which each slow worker's ops take longer; if it is empty, the speeds are those of the
-    job. `held` has the layers of each live worker.
+    All methods are called outside the event loop's thread, and raise NoScheduleError if there is no such schedule. The
+    argument `speeds` has the factor by which each slow worker's ops take longer; if it is empty, the speeds are those
+    of the job. `held` has the layers of each live worker.
     """
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
@@ -79,14 +80,14 @@ MAX_PREPARED = 8
 
 
 class ScheduleDivider(Protocol):
-    """Function that divides a schedule into what each worker must know of it (its share), like
+    """Interface of functions that divide a schedule into what each worker must know of it (its share), like
     `schedules.worker_programs.divide_schedule`."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
         """Return what each worker must know of a schedule (its share), such as its program.
 
-        The argument `alike` saves most of the computation: a divided schedule that differs from this one only in the
-        numbers of pipelines, with the new number of each.
+        To save most of the computation, pass as `alike` the shares of a schedule that differs from this one only in the
+        numbers of pipelines, and the new number of each.
         """
 
 

@@ -50,7 +50,7 @@ class AppendedFile:
                 self._file.truncate(self._size)  # else half a line and the next one become one line
             if not self._told:
                 self._told = True
-                self._say(f"{self._path} cannot be written: {error.strerror or error}; the run goes on, and writes "
+                self._say(f"{self._path} cannot be written: {error.strerror or error}; the run continues, and writes "
                           "what waits when it can")
 
     def truncate_from(self, keeps: Callable[[bytes], bool]) -> None:

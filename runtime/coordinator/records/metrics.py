@@ -13,8 +13,8 @@ from slipstream.runtime.model.state.learning_rate import learning_rate_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationWork:
-    """Tokens and floating-point operations of one iteration, summed over all pipelines, and the peak speed of a
-    device."""
+    """Tokens and floating-point operations of one iteration, summed over all pipelines, and the peak of a device's
+    floating-point operations per second."""
 
     tokens: int
     flops: float

@@ -93,12 +93,12 @@ class RunReporter:
                              "started anew without the folder that holds them")
         for iteration, loss in zip(found.unwritten, losses, strict=True):
             self._log.write_iteration(iteration, loss)
-        self._notify(f"node 0 goes on with the {len(found.kept)} workers that it has found; {count} iterations are "
+        self._notify(f"node 0 continues with the {len(found.kept)} workers that it has found; {count} iterations are "
                      "committed")
 
     def check_folder(self, report: Ready) -> None:
-        """Report, once in a run, that a worker which is ready writes to another folder than node 0, if so: then no
-        checkpoint is complete."""
+        """Report, at the first worker that becomes ready with another folder than node 0's, that checkpoints will be
+        incomplete."""
         if report.folder != self._folder and not self._apart:
             self._apart = True
             node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)

@@ -127,7 +127,7 @@ class RunLog:
                 temporary.replace(path)
             except OSError as error:
                 self._kept.discard(digest)
-                self._write.report_problem(f"{path} cannot be written: {error.strerror}; the run goes on")
+                self._write.report_problem(f"{path} cannot be written: {error.strerror}; the run continues")
 
     def __enter__(self) -> Self:
         return self

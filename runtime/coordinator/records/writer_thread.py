@@ -20,8 +20,8 @@ CLOSE_SECONDS = 10.0
 
 
 class Writer:
-    """Writer that runs each file operation in the caller's thread, passes its exceptions on, and ignores reports of
-    problems."""
+    """Base class of writers of the run's files. Runs each file operation in the caller's thread, passes its exceptions
+    on, and ignores reports of problems."""
 
     def __call__(self, work: Callable[[], object]) -> None:
         """Run a file operation, after all earlier ones."""
@@ -37,8 +37,8 @@ IMMEDIATE_WRITER = Writer()
 class WriterThread(Writer):
     """Writer that runs operations in one thread, in the order of the calls.
 
-    As a context manager, it ends when they are done, and then passes all reports that `take_reports` has not returned
-    to `notify`.
+    As a context manager, it waits at the end until they are done or one hangs, and then passes all reports that
+    `take_reports` has not returned to `notify`.
     """
 
     def __init__(self, notify: Callable[[str], None] = lambda _: None) -> None:
@@ -66,11 +66,12 @@ class WriterThread(Writer):
         self._said.append(text)
 
     def take_reports(self) -> Iterator[str]:
-        """Yield the problems reported since the last call, to be called at an interval."""
+        """Yield the problems reported since the last call, and one more if an operation has begun to hang. Call this at
+        an interval."""
         began = self._began
         if began is not None and not self._slow and time.monotonic() - began > SLOW_WRITE_SECONDS:
             self._slow = True
-            yield (f"the run's files have not been written for {SLOW_WRITE_SECONDS:g} s; the run goes on, and writes "
+            yield (f"the run's files have not been written for {SLOW_WRITE_SECONDS:g} s; the run continues, and writes "
                    "what waits when it can")
         while self._said:
             yield self._said.popleft()
@@ -104,7 +105,8 @@ class WriterThread(Writer):
             try:
                 work()
             except Exception as error:
-                self.report_problem(f"the run goes on, though not all of its files can be written: {first_line(error)}")
+                self.report_problem("the run continues, though not all of its files can be written: "
+                                    f"{first_line(error)}")
             self._began = None
             self._done += 1
             if self._slow:

@@ -203,7 +203,8 @@ def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Chec
 
 
 def find_complete(folder: Path) -> dict[int, Path]:
-    """Return the folders of all complete checkpoints in `folder`, by their numbers of completed iterations."""
+    """Return a dictionary from numbers of completed iterations to the folders of the complete checkpoints in
+    `folder`."""
     return _list_folders(folder, _COMPLETE)
 
 
@@ -260,7 +261,8 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
-    """Return the newest checkpoint in `folder` without damage, or None, and the damage of each newer one by its path.
+    """Return the newest checkpoint in `folder` without damage, or None, and a dictionary from the paths of all newer
+    ones to their damage.
 
     Raises CheckpointError if a checkpoint cannot be read for a reason other than damage.
     """
@@ -339,8 +341,8 @@ def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerSt
     """Write the given layers to the folder of an unfinished checkpoint, and complete it if no layer of the model is
     missing then.
 
-    Next to the file of each layer, a JSON file is written: a copy of `manifest`, whose list of layers is empty, that
-    lists this layer. Does nothing if the checkpoint is already complete.
+    Next to the file of each layer, a JSON file is written, with the content of `manifest` and this layer as its only
+    one. Does nothing if the checkpoint is already complete.
     """
     iteration, identity = manifest.iteration, manifest.identity
     if (folder / f"iteration-{iteration}").exists():
@@ -374,8 +376,8 @@ def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerSt
 
 
 def _complete_if_all_saved(folder: Path, saving: Path, manifest: Manifest) -> None:
-    """Turn the folder `saving` into a complete checkpoint, by its manifest and a new name, if all layers of the model
-    are saved in it; otherwise do nothing.
+    """Complete the unfinished checkpoint in the folder `saving` if all layers of the model are saved in it: write its
+    manifest and rename the folder. Otherwise do nothing.
 
     Several workers may try concurrently.
     """
@@ -415,7 +417,7 @@ def _remove_checkpoint(path: Path) -> None:
 def _remove_unlisted_files(path: Path) -> None:
     """Remove files that the manifest of a complete checkpoint does not list: layers saved twice, and temporary files.
 
-    A worker that is still writing such a file finds that the checkpoint is complete.
+    A worker that is still writing such a file ignores its loss, because the checkpoint is complete.
     """
     with contextlib.suppress(CheckpointError, OSError):
         named = {layer_file.file for layer_file in open_checkpoint(path).manifest.layers}
@@ -425,7 +427,7 @@ def _remove_unlisted_files(path: Path) -> None:
 
 
 def _list_folders(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the folders in `folder` whose name matches a pattern, by the iteration in the name.
+    """Return the folders in `folder` whose names match a pattern, in a dictionary by the iteration in the name.
 
     Unless the pattern is that of unfinished checkpoints, only complete checkpoints are included.
     """
@@ -434,7 +436,8 @@ def _list_folders(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the files and folders in `folder` whose name matches a pattern, by the iteration in the name."""
+    """Return the files and folders in `folder` whose names match a pattern, in a dictionary by the iteration in the
+    name."""
     paths = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():

@@ -134,9 +134,9 @@ class SliceRunner:
         before.
 
         The first slice returns None and leaves the whole backward to W. `gradient` is that of the activation that
-        `forward` returned; for a tuple, the gradients of its floating-point tensors; None on the last slice. Weight
-        gradients are computed here and not in W after a forward without `split`, and for parameters that are not used
-        in a matrix product.
+        `forward` returned; for a tuple, the gradients of its floating-point tensors; None on the last slice. After a
+        forward without `split`, and for parameters that are not used in a matrix product, weight gradients are computed
+        here instead of in W.
         """
         held = self._held.pop(microbatch)
         if self.first:

@@ -72,7 +72,7 @@ class Data(Protocol):
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
         """Return a micro-batch of `batch` samples of `context` tokens: the input of layer 0, the target of the loss,
-        and others that layers read, all on the CPU.
+        and further tensors that layers read, all on the CPU.
 
         All micro-batches have the same shapes. Return a named tuple to let layers read tensors by name. If the data
         also have a method `begin_at(iteration, samples)`, it is called before anything is read in a run that resumes
@@ -253,8 +253,8 @@ def batch_form(config: RunConfig) -> TupleForm:
     if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(element, Tensor) for element in given):
         kinds = f" of {[type(element).__name__ for element in given]}" if isinstance(given, tuple | list) else ""
         raise ConfigError(f"training.data is {training.data!r}: its batch is a {type(given).__name__}{kinds}; expected "
-                          "a tuple of tensors: what layer 0 takes, what the loss compares with, what layers read "
-                          "besides")
+                          "a tuple of tensors: the input of layer 0, the target of the loss, then other inputs that "
+                          "layers read")
     form = form_of(given)
     assert isinstance(form, TupleForm)
     return form
@@ -294,7 +294,7 @@ def _describe(form: Form | None) -> str:
 def _map_text(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Map a user's text file as bytes (uint8). Raises ConfigError if it cannot be read.
 
-    Copy-on-write, since torch requires writable memory; workers of a machine share the pages.
+    The mapping is copy-on-write, since torch requires writable memory; workers of a machine share the pages.
     """
     if not path.is_file():
         reason = "which is not a file" if path.exists() else "which does not exist"

@@ -20,8 +20,8 @@ DEFAULT_DTYPE: TokenDtype = "uint16"
 def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
     """Map the tokens of a file. Pages are read when they are used, and shared by all processes of a machine.
 
-    If `dtype` is None, it is taken from an .idx of the same name in the same folder, else it is uint16. Raises
-    ConfigError if the file does not exist, or if its length, its .idx and `dtype` do not agree.
+    If `dtype` is None, it is taken from the .idx of the same name in the same folder; if there is no .idx, it is
+    uint16. Raises ConfigError if the file does not exist, or if its length, its .idx and `dtype` do not agree.
     """
     subject = f"training.tokens is {str(path)!r}"
     if not path.is_file():

@@ -103,7 +103,7 @@ class TorchtitanData:
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
         """Return the `count` micro-batches of an iteration, after moving the stream forwards or back to that iteration.
 
-        Raises BadSampleError if the stream ends before.
+        Raises BadSampleError if the stream has fewer.
         """
         if iteration < self._next:
             self._return_to(iteration)

@@ -23,8 +23,8 @@ Batch = tuple[Tensor, ...]
 def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Return a micro-batch moved to a device.
 
-    The CPU computes the lengths of its documents, and they are stored for the copy, where `document_lengths` finds
-    them.
+    The lengths of its documents are computed on the CPU and stored, so that `document_lengths` of the copy need not
+    wait for the device.
     """
     moved = map_tensors(batch, lambda tensor: tensor.to(device))
     assert isinstance(moved, tuple)
@@ -108,8 +108,8 @@ def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | 
 def add_to_loss(loss: Tensor) -> None:
     """Add a scalar to the loss of the micro-batch, as routers of experts do. To be called in a layer's forward.
 
-    It counts as the last layer's loss does: the mean over the micro-batches of an iteration is taken of their sum.
-    Nothing is added in a forward that is run again, or that is not part of training.
+    In the mean over an iteration's micro-batches, it has the same weight as the last layer's loss, to which it is
+    added. Nothing is added in a forward that is run again, or that is not part of training.
     """
     added = _ADDED.get()
     if added is not None:

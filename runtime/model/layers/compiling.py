@@ -79,7 +79,8 @@ def compile_layer(layer: nn.Module) -> None:
 
 
 def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a layer's graph; `inputs` are example tensors. torch.compile calls this function as its backend."""
+    """Return a function that runs a layer's graph, compiled for inputs like the example tensors `inputs`. torch.compile
+    calls this function as its backend."""
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     parameters = {node for node, tensor in zip(places, inputs, strict=True)
                   if isinstance(tensor, nn.Parameter) and tensor.requires_grad}

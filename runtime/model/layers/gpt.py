@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, dtype=dtype)
 
     def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
-        """Attend from features [B, T, C] to features [B, S, C] of the S tokens that this rank has.
+        """Return the attention of features [B, T, C], as features [B, S, C] of the S tokens that this rank has.
 
         A token sees itself and the tokens before it in its document. `positions_BT` are positions in documents, None if
         each sample is one document; `out_bias` is the bias of the last product, from `for_all_ranks`.

@@ -51,16 +51,16 @@ class Sharing:
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
-        """Yield, for each group of shared parameters that has some in `layers`, its first parameter, and those in these
-        layers."""
+        """Yield each group of shared parameters that has any in `layers`, as the group's first parameter and a list of
+        its parameters in these layers."""
         for group in self.groups:
             places = [place for place in group if place.layer in layers]
             if places:
                 yield group[0], places
 
     def tie_parameters(self, layers: Mapping[int, nn.Module]) -> None:
-        """Make the parameters that these layers share one tensor, in place: that of the first of these layers in the
-        group."""
+        """Replace the parameters that these layers share, in place, by one tensor for each group: that of the first of
+        these layers in the group."""
         for _, (source, *others) in self.groups_in(layers):
             parameter = layers[source.layer].get_parameter(source.name)
             for other in others:
@@ -104,7 +104,8 @@ def sharing_of(model: Any) -> Sharing:
 
 
 def _parse(text: str, layers: int) -> LayerParameter:
-    """Parse "LAYER.NAME". Raises ValueError if it is malformed or the model has no such layer."""
+    """Return the parameter that "LAYER.NAME" names. Raises ValueError if the text is malformed or the model has no such
+    layer."""
     layer, _, name = text.partition(".")
     if not name or not 0 <= int(layer) < layers:
         raise ValueError(text)

@@ -28,7 +28,7 @@ BACKEND_NAME = "slipstream"
 
 @dataclass(frozen=True, slots=True)
 class GroupConnection:
-    """Connection that carries the tensors of a worker's process group during one order."""
+    """Connection that carries the tensors of a worker's process group during one generation."""
 
     backend: Any
     """Backend of torch.distributed for these ranks, to which calls are passed on."""
@@ -184,11 +184,11 @@ class WorkerGroup(distributed.ProcessGroup):
     @contextlib.contextmanager
     def _carry_tensors(self, what: str, outputs: Sequence[Tensor], input: Tensor
                        ) -> Iterator[tuple[GroupConnection | None, list[Tensor]]]:
-        """Yield the connection and the tensors to pass to it, in host memory if it needs that; afterwards copy results
-        back.
+        """Yield the connection and the tensors to pass to it; afterwards copy the results back to `outputs`.
 
-        The operation `what` is named in errors. The yielded list has the outputs first, then the input unless it is the
-        first output. Without a connection, it has the tensors themselves.
+        The tensors are a list of the outputs, then the input unless it is the first output; they are copies in host
+        memory if the connection needs that. Without a connection, yield None and the tensors themselves. The operation
+        `what` is named in errors.
         """
         connection, tensors = self._connection, [*outputs, *([] if input is outputs[0] else [input])]
         if connection is None:

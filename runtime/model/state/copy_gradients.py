@@ -15,16 +15,16 @@ CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
 
 
 class CopyGradients:
-    """Gradient buffers, two for each part, of the parts of other workers whose buddy is one worker, for all ranges of
-    layers whose gradients it reduces."""
+    """Gradient buffers for the parts of which one worker, as their buddy, keeps copies: two for each part, in all
+    ranges of layers whose gradients are reduced."""
 
     def __init__(self) -> None:
         self._buffers: dict[LayerRange, dict[Span, list[Tensor]]] = {}
 
     def allocate(self, layers: LayerRange, cut: StatePartition, worker: Worker, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """Allocate two gradient buffers for each part of a range of layers whose buddy is `worker` by the partition
-        `cut`."""
+        """Allocate two gradient buffers for each part that `worker`, as its buddy, copies by `cut`, the partition of
+        the range `layers`."""
         self._buffers[layers] = {span: [torch.zeros(span[1] - span[0], dtype=dtype, device=device)
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 

@@ -183,8 +183,8 @@ class HeldLayers:
         return cut if cut is not None and cut.sharded else None
 
     def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
-        """Return, by span, the buffer for the next gradient sums of each part of a range that is a copy of another
-        worker's."""
+        """Return the buffers for the next gradient sums of this worker's copies of other workers' parts of a range, by
+        the part's span."""
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
 
     def start_copy_steps(self) -> None:
@@ -203,7 +203,8 @@ class HeldLayers:
         self.optimizer.mark_gathering(iteration)
 
     def mark_gathered(self, iteration: int) -> None:
-        """Mark all elements of the parameters as received from other workers, and as those after `iteration`."""
+        """Mark all elements of the parameters as received from other workers; they are those after the step of
+        `iteration`."""
         self.optimizer.mark_gathered(iteration)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
@@ -228,8 +229,8 @@ class HeldLayers:
                                  for first, places in self.sharing.groups_in(self.modules)}
 
     def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
-        """Give zero gradients to the parameters whose gradients are summed with those of a range, without shared ones;
-        return the flat tensors that hold the gradients."""
+        """Give zero gradients to the trained parameters of a range of layers, except shared ones; return the flat
+        tensors that hold the gradients."""
         kind = gradient_dtype(self._config)
         ruled = [self.modules[layer].get_parameter(name) for layer in range(*layers)
                  for name in trained_parameters(self.modules[layer]) if name in step_rules(self.modules[layer])]
@@ -279,7 +280,7 @@ class HeldLayers:
         return PartOptimizer(modules, self._config, everything, everything, self.sharing)
 
     def _reduced_parameters(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are summed with those of a range of layers.
+        """Return the parameters of a range of layers whose gradients are summed over workers together.
 
         With `whole`, these are the parameters that are not cut into parts, otherwise those that are. Parameters that
         layers share, or that a step rule (a layer's own update function) steps, are not included.
@@ -352,7 +353,7 @@ def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: 
 
 
 def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[ElementCounts, ...]:
-    """Return the number of trained elements of each layer of the model: those cut into parts, and those stored
+    """Return, for each layer of the model, how many of its trained elements are cut into parts and how many are stored
     whole."""
     elements, sharing = [], sharing_of(model)
     for layer in range(model.layers):

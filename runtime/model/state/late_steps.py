@@ -25,8 +25,8 @@ makes."""
 
 
 class _DueStep(NamedTuple):
-    """Registered step of copies of other workers' parts that is still to be made: iteration, factor, and index of the
-    gradient buffer."""
+    """Registered step of copies of other workers' parts that is still to be made: its iteration, the factor of its
+    gradients, and the index of its gradient buffer."""
 
     iteration: int
     factor: float | None

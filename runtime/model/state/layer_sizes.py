@@ -13,7 +13,7 @@ def slots_per_element(config: TrainingConfig, *, by_muon: bool = False) -> int:
     """Return the number of values that the optimizer keeps for each element of a parameter, such as AdamW's two
     moments.
 
-    A user's own optimizer counts like AdamW. With `by_muon`, it is that of parameters that Muon steps.
+    A user's own optimizer counts like AdamW. With `by_muon`, return the number for parameters that Muon steps.
     """
     if by_muon:
         return 1
@@ -23,8 +23,8 @@ def slots_per_element(config: TrainingConfig, *, by_muon: bool = False) -> int:
 def estimate_layer_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -> list[int]:
     """Return an estimate, in bytes, of the memory that each layer of the model would take on a rank of a new holder.
 
-    It covers parameters, buffers and optimizer state. If optimizer state is sharded, a holder stores two of `holders`
-    parts: its own, and a copy of another.
+    It covers parameters, buffers and optimizer state. If optimizer state is sharded, each of a layer's `holders` stores
+    two parts of it: its own, and a copy of another.
     """
     share = min(1.0, 2 / holders) if config.shard_optimizer else 1.0
     sizes, sharing = [], sharing_of(model)

@@ -53,7 +53,8 @@ def rate_factor(config: TrainingConfig, iteration: int) -> float:
 
 
 def _user_factor(config: TrainingConfig, iteration: int) -> float:
-    """Return the factor that a user's schedule gives. Raises ConfigError if it fails, or is negative or not finite."""
+    """Return the factor of the learning rate that the user's own schedule returns for an iteration. Raises ConfigError
+    if the schedule fails, or the factor is negative or not finite."""
     name = config.learning_rate_schedule
     try:
         found = float(_load_schedule(name)(config, iteration))

@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, options: MuonConfig) -> Tensor:
-    """Return approximately the nearest matrices with orthonormal rows or columns [..., M, N].
+    """Return, approximately, the matrices with orthonormal rows or columns that are nearest to `matrices` [..., M, N].
 
     A polynomial of odd powers brings all singular values near 1.
     """

@@ -84,8 +84,8 @@ def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> N
 
 
 def _stepped_names(model: LayeredModel) -> Iterable[str]:
-    """Yield `LAYER.NAME` of each parameter that the optimizer steps; one that layers share has the name of the first of
-    its group."""
+    """Yield `LAYER.NAME` of each parameter that the optimizer steps; for a parameter that layers share, its name in the
+    first of them."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):

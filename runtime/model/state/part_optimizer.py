@@ -135,10 +135,10 @@ class PartOptimizer(UndoableSteps):
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
     def compute_checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
-        """Yield the checksum of each layer's parameters, and of each part that is stored with its optimizer's state.
+        """Yield a checksum of each layer's parameters, and one of each stored part with its optimizer state.
 
-        Each is a tuple of layer, span, whether it is of a part with state, and the checksum. The state must be that
-        after a committed iteration. Raises VersionError if it is not.
+        Each comes as (layer, span, True if of a part with optimizer state, checksum). The state must be that after a
+        committed iteration. Raises VersionError if it is not.
         """
         self.require_version(after)
         self.parameters.require(after, "what this worker has of the parameters")

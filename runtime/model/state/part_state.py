@@ -108,10 +108,9 @@ def is_elementwise(tensor: Tensor, has: Span) -> bool:
 
 
 def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
-    """Return a layer's whole state (`assemble_state`), as it is after iteration `after` (None: not known), as one part
-    with all elements.
+    """Return a layer's whole `state`, as `assemble_state` returns it, as one part with all elements.
 
-    Raises ValueError if the state does not fit the layer.
+    It is the state after iteration `after`; None: unknown. Raises ValueError if the state does not fit the layer.
     """
     parameters = trained_parameters(module)
     part = PartState(layer, 0, count_elements(module).total, {

@@ -108,7 +108,7 @@ class StatePartition(NamedTuple):
     def _parts_of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
         """Return the nonempty parts of which a member is the keeper (owner or buddy).
 
-        The argument `keepers` has the index among the members of each part's keeper; None if it has none.
+        For each part, `keepers` has the index of its keeper among the members; None if it has none.
         """
         place = self.members.index(worker)
         return tuple(span for span, keeper in zip(self.spans, keepers, strict=True)
@@ -119,7 +119,7 @@ def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, 
     """Partition `total` elements over members; if state is not sharded, or there is one member, each member stores all
     of them.
 
-    Buddies are in different groups of `domains`, the workers that fail together, if possible.
+    Owner and buddy of a part are in different `domains` (groups of workers that fail together), if possible.
     """
     members = tuple(sorted(members))
     count = len(members)
@@ -156,8 +156,8 @@ def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: Ori
 def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
     """Return the index of each member's buddy, from the number of each member's failure domain.
 
-    Each member is the buddy of one other, in another domain if possible. With members sorted by domain, the one that is
-    as many places ahead as the largest domain has members is in another domain.
+    Each member is the buddy of one other, in another domain if possible: in the circle of members sorted by domain, the
+    buddy is n places ahead, where n is the number of members of the largest domain.
     """
     order = sorted(range(len(domains)), key=lambda place: (domains[place], place))
     ahead = max(Counter(domains).values()) % len(order) or 1

@@ -32,7 +32,7 @@ iteration."""
 
 
 class PendingSums(Protocol):
-    """Numbers, such as sums of squares of gradients, that are being summed over all workers."""
+    """Interface to numbers that are being summed over all workers, such as sums of squares of gradients."""
 
     def has_arrived(self) -> bool:
         """Return whether `wait_for_sums` would return at once."""
@@ -107,8 +107,8 @@ class StepController:
         """Last iterations whose sums have arrived, each with its mean loss."""
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
-        """Run O: step all held layers, either conclusively or on the guess that nothing is clipped, while the gradient
-        norm is summed.
+        """Run O: step all held layers. If the step depends on the gradient norm over all workers, it is made on the
+        guess that nothing is clipped, or else waits for the norm.
 
         A guessed step is checked later (`validate`), and made again if it was wrong. This worker's share of the mean
         loss is `loss`. `until_unread` waits until no other worker reads this worker's gradients. Raises
@@ -163,7 +163,7 @@ class StepController:
         self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
-        """Wait for the sums over all workers, if any are under way, and conclude the step with the clip factor that
+        """Wait for the sums over all workers, if any are under way, and make the step final with the clip factor that
         follows from the squares of gradients (`_conclude_step`). Stores the mean loss."""
         if self._sums is None:
             return
@@ -174,10 +174,10 @@ class StepController:
     def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
         """Recover from a failure: make exactly the steps of all iterations up to `committed`, permanently.
 
-        The clip factor of that iteration is `factor` (None: its step is skipped), unless `known` is false; it is needed
-        only if the sums have not reached this worker. At most one later step has been made by any worker. Gradients are
-        zero afterwards. No step follows, as the next order has its own controller. Raises VersionError if recovery is
-        not possible.
+        The clip factor of that iteration is `factor` (None: its step is skipped); with `known` false, it is unknown. It
+        is needed only if the sums have not reached this worker. At most one later step has been made by any worker.
+        Gradients are zero afterwards. No step follows, as the next order has its own controller. Raises VersionError if
+        recovery is not possible.
         """
         self._when_validated.clear()
         if self._sums is not None and self.iteration == committed:

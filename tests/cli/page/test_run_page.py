@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app
 from slipstream.cli.drawing.run_charts import MAX_POINTS, build_points, choose_ticks, find_settling
 from slipstream.cli.run_page import MAX_EVENTS, run_page
+from slipstream.cli.run_page import _read_schedules as read_schedules
 from slipstream.cli.shared.event_descriptions import describe_event, event_group
 from slipstream.runtime.run_record import read_run
 from tests.cli.runs import SAMPLES, Writer, long_run, settled_run
@@ -49,8 +50,8 @@ def test_in_the_terminal(folder):
     done = show("--run", folder)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[0] == ("example <b>: goes on, or was killed · 31 of 1000 iterations in 86.2 s · 11.5 samples/s · "
-                        "4 workers · 1 failure")
+    assert lines[0] == ("example <b>: still running, or was killed · 31 of 1000 iterations in 86.2 s · "
+                        "11.5 samples/s · 4 workers · 1 failure")
     rows = [" ".join(line.split()) for line in lines[2:6]]
     assert rows == ["5.0 s 0-10 whole 4 1 s 100 % 1.8 s 100 % 16",
                     "28.0 s 11-16 at once 3 2 s 50 % 3.6 s 50 % 8",
@@ -68,7 +69,7 @@ def test_as_json(folder):
     done = show("--run", folder, "--json")
     answer = json.loads(done.stdout)
     assert (answer["iterations"], answer["of"], answer["starts"], answer["failures"]) == (31, 1000, 2, 1)
-    assert answer["longest_pause"] == 0.25 and answer["state"] == "goes on, or was killed"
+    assert answer["longest_pause"] == 0.25 and answer["state"] == "still running, or was killed"
     settled = answer["orders"][2]
     assert settled["phase"] == "settled" and settled["planned_share"] == settled["measured_share"] == 0.8
     assert settled["throughput"] == SAMPLES / 2.5 and settled["first_iteration"] == 17
@@ -241,3 +242,14 @@ def test_a_schedule_opens_its_timeline(page, chromium, tmp_path):
         timeline.frame()
         card = timeline.js("document.querySelector('.card').innerText.replace(/\\s+/g, ' ')")
         assert card.startswith("at once, 3 workers") and "down 1.1" in card
+
+
+def test_a_schedule_too_large_for_the_page_leaves_room_for_smaller_ones(folder, monkeypatch):
+    run = read_run(folder)
+    ops = [sum(map(len, schedule.programs)) for _, schedule in read_schedules(run).values()]
+    assert len(ops) == 2 and ops[0] != ops[1]
+    for room in (min(ops), max(ops)):
+        monkeypatch.setattr("slipstream.cli.run_page.MAX_OPS", room)
+        (kept,) = (schedule for _, schedule in read_schedules(run).values())
+        fitting = [count for count in ops if count <= room]
+        assert sum(map(len, kept.programs)) == fitting[0]

@@ -74,12 +74,14 @@ def test_a_process_answers_beside_many_connections():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_process_plans_and_leaves_nothing_open():
+def test_a_process_plans_and_leaves_nothing_open(tmp_path):
     """Else a connection that node 0 ends would stay open, and a worker would not notice that it was given up."""
-    ours, theirs = socket.socketpair()
+    (ours, theirs), asked = socket.socketpair(), tmp_path / "asked"
 
     def work():
-        time.sleep(0.2)
+        deadline = time.monotonic() + 60
+        while not asked.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         return os.getpid(), [one.name for one in Path("/proc/self/fd").iterdir()]
 
     async def script():
@@ -89,6 +91,7 @@ def test_a_process_plans_and_leaves_nothing_open():
         ours.settimeout(60)
         assert await asyncio.to_thread(ours.recv, 1) == b""
         assert not future.done()
+        asked.touch()
         process, descriptors = await asyncio.wait_for(future, 60)
         assert process != HERE and set(descriptors) <= {"0", "1", "2", "3", "4"}
         with pytest.raises(ChildProcessError):

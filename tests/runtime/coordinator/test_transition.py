@@ -14,7 +14,7 @@ from slipstream.runtime.coordinator.decisions.layer_fetches import (
     FETCHES_PER_ORDER,
     MAX_FETCH_FAILURES,
 )
-from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
+from slipstream.runtime.coordinator.decisions.run_state import EndedPhase, RunRules, build_initial_state
 from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer, ScheduleRequest
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import (
@@ -31,13 +31,15 @@ from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.protocol.to_coordinator import (
     FetchFailed,
     FetchUpToDate,
+    Finished,
     IterationReport,
+    Leaving,
     Paused,
     ReadableCheckpoints,
     Ready,
     TrainingStarted,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, ReportCheckpoints, Train
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, NoScheduleError, Seat, Worker
 from tests.jobs import grid
@@ -501,3 +503,22 @@ def test_reports_that_a_node_has_gathered_are_acknowledged_in_one_message():
         SendMessage((MEMBERS[0],), Acknowledged(0, 0)),
         SendMessage(tuple(MEMBERS), Acknowledged(1, 0, committed=(0, 0.0)))]
     assert run.log.next_iteration == 1
+
+
+@pytest.mark.parametrize("later", [[], MEMBERS[:1], [MEMBERS[0], MEMBERS[2]]])
+def test_workers_told_to_end_while_the_layers_of_one_are_saved_leave_after_it_and_the_last_ends_the_run(run, later):
+    """0.1 holds stage 1 alone, so that all save a checkpoint before it leaves."""
+    run.ran(0)
+    run.happens(Leaving(Worker(0, 1)))
+    for iteration in (1, 2):
+        run.ran(iteration)
+    run.paused()
+    finish = run.last(Finish)
+    assert finish is not None and not finish.parameters
+    for worker in later:
+        run.happens(Leaving(worker))
+    for worker in MEMBERS:
+        run.happens(Finished(worker, finish.order, {}))
+    gone = [worker for worker in MEMBERS if run.last(Leave, worker) is not None]
+    assert gone == sorted({Worker(0, 1), *later})
+    assert isinstance(run.state.phase, EndedPhase) == (len(gone) == len(MEMBERS))

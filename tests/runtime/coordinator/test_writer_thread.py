@@ -38,7 +38,8 @@ def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(for
 
     def progress(iteration, loss):
         if iteration == 6:
-            assert hung and len(losses_in(tmp_path)) == 2, "the files hang, and the run does not"
+            until(lambda: hung)
+            assert len(losses_in(tmp_path)) == 2, "the files hang, and the run does not"
         if iteration > 6 and not answers.is_set() and any("have not been written" in text for text in told):
             answers.set()
         time.sleep(0.1 if iteration > 6 else 0.0)
@@ -51,7 +52,10 @@ def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(for
     assert losses_in(tmp_path) == list(result.losses)
     kept = [event.text for line in (tmp_path / EVENTS).read_bytes().splitlines()
             if isinstance(event := decode_event(line), Noted)]
-    assert "have not been written" in kept[0] and "are written again" in kept[1] and len(kept) == 2
+    # More than once where another write took long.
+    assert kept and len(kept) % 2 == 0
+    assert all("have not been written" in text for text in kept[::2])
+    assert all("are written again" in text for text in kept[1::2])
     assert tuple(kept) == result.notes
 
 

@@ -52,7 +52,7 @@ def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node
         os.kill(run.launcher(others[-1]), signal.SIGKILL)
         assert_trains_on(run)
         run.processes[run.agent_of(others[0])].kill()
-        run.wait_for(f"worker {others[0]}.0 has left, as it was told to")
+        run.wait_for(f"worker {others[0]}.0 has left, as it was asked to")
         assert_trains_on(run)
         os.kill(run.launcher(0), signal.SIGKILL)
         assert_all_end(run, processes)
@@ -73,7 +73,7 @@ def test_with_restarts_node_0_goes_on_with_its_workers_and_sigterm_at_all_agents
     with agents(tmp_path, job(tmp_path, 2), 2, restarts=1) as run:
         started(run)
         os.kill(run.launcher(0), signal.SIGKILL)
-        run.wait_for("node 0 goes on with the 2 workers that it has found")
+        run.wait_for("node 0 continues with the 2 workers that it has found")
         run.wait_for("worker 1.0 is back")
         assert_trains_on(run)
         processes = run.everything()

@@ -85,8 +85,13 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
     assert sessions.keys() == set(workers) and not raised
     for session in sessions.values():
         session.close()
+    sessions.clear()
     alone = threading.Thread(target=meet, args=(workers[0], 2))
     alone.start()
+    deadline = time.monotonic() + 20
+    while workers[0] not in sessions:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     time.sleep(0.05)
     assert alone.is_alive()
     sessions[workers[0]].abort()

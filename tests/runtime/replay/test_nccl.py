@@ -66,7 +66,7 @@ def test_who_asks_whether_all_is_over_does_not_wait_for_the_device(team):
     for _ in range(100):
         assert not sessions[1].is_quiescent()
     sessions[1].abort()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("early", ["0", "1"])
@@ -84,7 +84,7 @@ def test_a_member_that_hangs_while_others_connect_holds_up_nobody(team, early, m
     assert not any(one.done() for one in begun)
     for one in made:
         one.abort()
-    assert all(isinstance(one.exception(2), CommunicationError) for one in begun)
+    assert all(isinstance(one.exception(RELEASED_SECONDS / 2), CommunicationError) for one in begun)
     hang.set()
     for one in made:
         one.drain()

@@ -15,9 +15,9 @@ def test_ops_are_told_by_what_their_samples_cost():
     recorder.start_iteration(4, traced=False)
     for number, factor in cost.items():
         with recorder.record_op(Op(OpKind.F, 0, 0, number, Worker(0, 0), 0, 1)):
-            time.sleep(0.02 * factor)
+            time.sleep(0.1 * factor)
     (found,) = recorder.op_times()
-    assert found.seconds == pytest.approx(0.02, rel=0.5) and found.misfit is not None and found.misfit < 0.5
+    assert found.seconds == pytest.approx(0.1, rel=0.5) and found.misfit is not None and found.misfit < 0.5
     recorder.costs = None
     (plain,) = recorder.op_times()
     assert plain.misfit is None and plain.seconds > 1.5 * found.seconds

@@ -97,7 +97,7 @@ def test_slow_workers_are_replaced_by_others_but_never_replace_one():
 
 def test_only_as_many_failures_fit():
     schedule = plan_job(grid(3, 2, 2), [Worker(0, 0)], method="greedy").schedule
-    with pytest.raises(ValueError, match="2 failed workers for a schedule with 1 vacant roles"):
+    with pytest.raises(ValueError, match="2 failed workers for a schedule with 1 roles without a worker"):
         relabel_schedule(schedule, [Worker(0, 0), Worker(0, 1)])
     moved = relabel_schedule(schedule, [Worker(1, 1)])
     assert moved is not None

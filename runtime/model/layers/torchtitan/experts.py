@@ -23,11 +23,8 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Change a layer so that its backward leaves the number of tokens of each expert as the gradient of the bias by
-    which tokens choose experts; return, by the bias's name, the rule that steps it.
-
-    The layer, on the meta device, is changed in place.
-    """
+    """Change a layer, on the meta device, in place so that its backward adds the number of tokens of each expert to the
+    gradient of the bias that routers add to the experts' scores; return, by the bias's name, the rule that steps it."""
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
         if type(module) is GroupedExperts:
@@ -44,8 +41,8 @@ def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
 
 @cache
 def _counting_class(kind: Any) -> Any:
-    """Return a subclass of `kind`, torchtitan's mixture of experts, whose backward leaves its token counts as the
-    gradient of the bias."""
+    """Return a subclass of `kind`, torchtitan's mixture of experts, whose backward adds the number of tokens of each
+    expert to the gradient of the routers' bias."""
     return type(kind.__name__, (_CountingMixin, kind), {})
 
 
@@ -53,8 +50,8 @@ class _CountingMixin(nn.Module):
     """Mixin for torchtitan's mixture of experts that counts, in each forward, the tokens that each expert gets."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the mixture to features [B, L, D]. In training, the backward then adds to the gradient of the experts'
-        bias [experts] the number of tokens that each expert got in this forward."""
+        """Apply the mixture to features [B, L, D]. In training, the backward then adds the number of tokens that each
+        expert got in this forward to the gradient of the routers' bias [experts]."""
         bias: nn.Parameter = getattr(self, _BIAS)
         tokens = torch.zeros_like(bias, requires_grad=False)
         setattr(self, _TOKENS, tokens)

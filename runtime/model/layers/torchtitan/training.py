@@ -118,7 +118,7 @@ def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
         yield getattr(degrees, name) > 1, f"--parallelism.{name} {getattr(degrees, name)}", "1"
     yield training.enable_cpu_offload, "--training.enable_cpu_offload", "training without it"
     yield (training.dtype == "bfloat16", "--training.dtype bfloat16",
-           "float32, beside --training.mixed_precision_param bfloat16")
+           "float32, with --training.mixed_precision_param bfloat16")
     yield not 0 < training.max_norm <= 1e6, f"--training.max_norm {training.max_norm}", "a number above 0, at most 1e6"
     yield config.validator.enable, "--validator.enable", "validation by a Trainer of the checkpoint"
     yield config.comm.mode != "default", f"--comm.mode {config.comm.mode}", "default"
