@@ -140,9 +140,9 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
     """Return a copy of a job with fewer micro-batches, which is planned to measure how fast this machine plans.
 
     If possible, it has about `size` compute ops to plan, as counted by `ops_of`; with fewer, the measured time would be
-    spent mostly on other things than ops. Equal subproblems count once, and micro-batches of failed workers need those
-    of other pipelines to be shared, so that 1/n of the micro-batches may have fewer than 1/n of the ops; then a larger
-    copy is returned.
+    spent mostly on other things than ops. With fewer micro-batches, fewer pipelines may share the work of failed
+    workers, so that 1/n of the micro-batches may have fewer than 1/n of the ops to plan; then a larger copy is
+    returned.
     """
     blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
     sample = next(blocks_of(job, blocks))

@@ -1628,11 +1628,11 @@ def _trade_units(instance, state, unit, other):
 
 @jit_borrowing
 def propose_move(random, instance, state, late, cycle, places):
-    """Move a random unit to another worker, fill `places` with the places that its ops have left, and return the
-    change.
+    """Move a random unit to another worker in the state, fill `places` with the places that its ops have left, and
+    return the change.
 
-    Return NEVER (a `Move` without a change) if no worker for it is drawn (`_draw_other_worker`), or it lies outside of
-    the ticks in which this cycle puts ops in other places.
+    Change nothing and return NEVER if no worker is drawn (`_draw_other_worker`), or if the latest starts of the unit's
+    ops, in `late` [op], are all before `cycle.low`, or none is before `cycle.high`.
     """
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     worker = _draw_other_worker(random, instance, state, unit)
@@ -1772,8 +1772,8 @@ def _group_ending_with(instance, state, late, op):
     """Return the group (workers that hold the same layers) whose end keeps `op`, the last op of a critical path, from
     starting later.
 
-    It shares with the group of `op` a reduction that waits for `op`, and ends when `op` ends. If there is no such
-    group, return that of `op`.
+    If a reduction of the group of `op` begins when `op` ends, return a group that takes part in it and ends at that
+    tick; otherwise, the group of `op`. Latest starts are in `late` [op].
     """
     group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
     for number in range(instance.between.shape[1]):

@@ -293,8 +293,8 @@ class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Durations of ops in ticks: one per slice, stages first; `optimizer` has one per column, `transfer` is one for
-    all."""
+    """Durations of ops in ticks, by the number of the slice (see `Schedule.layers_by_slice`); `optimizer` has one per
+    column, `transfer` is one for all."""
 
     forward: tuple[Ticks, ...]
     backward_input: tuple[Ticks, ...]

@@ -218,7 +218,8 @@ def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
 
 
 def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Worker, list[Crossing]]:
-    """Return the tensors that each worker whose role is in these pipelines sends and receives, sorted by their numbers.
+    """Return the tensors that each worker whose role is in these pipelines sends and receives, in an order
+    (`Crossing.number`) that avoids deadlocks.
 
     These pipelines must not share micro-batches with the rest.
     """

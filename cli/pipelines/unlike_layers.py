@@ -109,7 +109,8 @@ class ModelBenchmark:
         return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
 
     def find_best(self, name: str, *, divided: bool) -> DividedPipeline | None:
-        """Return the published pipeline of this name with its best division that fits into memory; None if none does.
+        """Return the published schedule of this name (such as "ZB-V") with its best division that fits into memory;
+        None if none does.
 
         Only uniform divisions are tried unless `divided`.
         """
@@ -144,11 +145,11 @@ class ModelBenchmark:
                                held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
 
     def _search_divisions(self, one: Rival, uniform: DividedPipeline | None) -> DividedPipeline | None:
-        """Return the published pipeline `one` with the best division of the layers that a random local search finds;
-        None if its order has a deadlock.
+        """Return the published schedule `one` (such as ZB-V) with the best division that a random local search finds;
+        None if its ops deadlock.
 
-        It starts from the better of `uniform` and the division whose busiest worker has the least work, and moves one
-        layer at a time.
+        It starts from `uniform`, the schedule with a uniform division, or the division whose busiest worker has the
+        least work if that is better, and moves one layer at a time.
         """
         generator = random.Random(0)
 

@@ -22,5 +22,6 @@ def peak_flops(training: TrainingConfig) -> float | None:
 
 
 def peak_of_gpu(device: str) -> float | None:
-    """Return the peak of a GPU by its driver's name, in operations per second, or None if it is unknown."""
+    """Return a GPU's peak in bf16 operations per second, without sparsity, by the name that its driver reports; None if
+    it is unknown."""
     return next((GPUS[name].flops for name, pattern in _NAME_PATTERNS.items() if re.search(pattern, device)), None)

@@ -110,8 +110,8 @@ def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | No
 
 
 def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
-    """Yield the slowdowns on purpose that the text D.S=FACTOR@ITERATION of --slow asks for, each with its factor. Exits
-    2 if the text is malformed."""
+    """Yield one pair: the slowdown on purpose that a text D.S=FACTOR@ITERATION or nodeN=FACTOR@ITERATION of --slow asks
+    for, and its factor. Exits 2 if the text is malformed."""
     name, _, factor = text.partition("@")[0].partition("=")
     if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MAX_SLOW_FACTOR:
         refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MAX_SLOW_FACTOR}, for "

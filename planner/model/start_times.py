@@ -137,11 +137,11 @@ def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
 
 
 def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
-    """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end so that
-    the job, which ends at tick 0, ends no later. The optimizer must be synchronous.
+    """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end without
+    delaying the end of the iteration, which becomes tick 0. The optimizer must be synchronous.
 
-    The argument `ends` has the ticks at which groups end their compute ops in a plan. If later ends would change the
-    order of the reductions and delay some of them, `ends` is kept.
+    The argument `ends` has the ticks at which groups end their compute ops in a plan, by the plan's own clock. If later
+    ends would change the order of the reductions and delay some of them, these ends are kept.
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks

@@ -202,10 +202,11 @@ class AnnealingChain:
         self.allow_shifts()
 
     def _set_deadlines(self, solution: Solution) -> None:
-        """Set the deadline of each group (workers that hold the same layers), the tick by which its compute ops must
-        end, to that of the given plan.
+        """Set the tick by which the workers of each group (which hold the same layers) must end compute, from the given
+        plan.
 
-        With a synchronous optimizer, all windows then end together, at 0.
+        With a synchronous optimizer, it is as late as the end of the job, at tick 0, and the order of the reductions
+        allow.
         """
         chain = self._chain
         if self._problem.can_reduce_early:
@@ -369,7 +370,8 @@ def choose_target_period(period: int, goal: int, share: float) -> int:
 
 
 def count_first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Return the number of steps of the first cooling cycles for a problem with this many ops and pipelines.
+    """Return the number of steps of each of the first cooling cycles (`AnnealingParams.cycles`); it is doubled after
+    them.
 
     A step recomputes the times of at most one pipeline's ops.
     """

@@ -336,9 +336,8 @@ class ListScheduler:
         return self._waits[key]
 
     def _priorities(self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]) -> Ints:
-        """Return the priority of each unit, the lowest first, as `_compute_priorities` computes it from these fields of
-        a `DispatchRule`: how re-routed units, longer routes and single micro-batches go before or after their age.
-        Results are cached."""
+        """Return the priority of each unit (lower ones go first) by these fields of a `DispatchRule`: by age, with
+        re-routed micro-batches, those on longer routes and single ones moved forward or back. Results are cached."""
         key = rerouted, advance, places
         if key not in self._cached_priorities:
             if len(self._cached_priorities) == MAX_CACHED_PRIORITIES:

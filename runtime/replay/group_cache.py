@@ -176,7 +176,7 @@ class GenerationGroups:
                 self._aborted_groups.append(entry)
 
     def close(self) -> None:
-        """Close the aborted groups in the background."""
+        """Close, in the background, the groups that `release` has not left to the next generation."""
         lost, self._aborted_groups = self._aborted_groups, []
         _close_in_background(lost)
 

@@ -120,8 +120,8 @@ def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -
 def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
     """Return the profile of each stage, made of the results of all measuring processes.
 
-    A stage's profile comes from the ranks of the first worker that measured it, with the largest value of any rank. The
-    seconds of its all-reduce, and of the gathering after a step, are those of worker 0.
+    A stage is profiled by the first worker that measured it, but its all-reduce, and the gathering that `optimizer`
+    includes, by the worker numbered 0 in the measurement. Each value is the largest of any rank.
     """
     profiles = []
     for stage in range(len(tasks[0].ranges)):

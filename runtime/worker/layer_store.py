@@ -195,7 +195,8 @@ class LayerStore:
         return layer_states
 
     def _join_parts(self, layer: int, received: Sequence[PartState], after: int) -> dict[str, Tensor]:
-        """Return the state of a layer, joined from held and received parts."""
+        """Return the state of a layer after iteration `after`, joined from held and received parts. Raises VersionError
+        if one is of another iteration."""
         parts = [part for part in (*self.holding.optimizer.kept_states(), *self._received, *received)
                  if part.layer == layer]
         for part in parts:

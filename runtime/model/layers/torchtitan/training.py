@@ -182,7 +182,9 @@ def describe_differences(config: Trainer.Config) -> Iterator[str]:
 def _convert_groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:
     """Return torchtitan's parameter groups as values of `[training] parameter_groups`.
 
-    A parameter is in the first group whose pattern fits.
+    A parameter is in the first group whose pattern fits. The `arguments` of torchtitan's command line, from which
+    `config` was parsed, serve to build the model whose parameters are grouped. Raises ConfigError if there are no
+    groups.
     """
     groups = config.optimizer.param_groups
     if not groups:
