@@ -150,4 +150,4 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root_options(_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help=(
         "Print the version and exit."))] = False) -> None:
-    """Define the options of the program itself, which also makes the app a group."""
+    """Define the program's own options. Such a callback also makes the typer app a group of commands."""

@@ -107,7 +107,8 @@ def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) 
 
 def _train_and_compare(folder: Path, short: bool) -> dict[str, object]:
     """Train with all workers, with one absent, and in one process; print to how many digits the losses agree, and
-    return losses and digits as fields of the JSON answer. If `short`, train for `SHORT_ITERATIONS` only."""
+    return losses, digits and parameter digests as fields of the JSON answer. If `short`, train for `SHORT_ITERATIONS`
+    only."""
     job = read_job(JOBS / "small-gpt.toml")
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()
@@ -148,7 +149,7 @@ def _train_one(schedule: Schedule, config: RunConfig, folder: Path, title: str) 
 
 
 def count_agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
-    """Return the number of significant digits to which two sequences of numbers agree, element by element.
+    """Return to how many significant digits every number in `left` agrees with its counterpart in `right`.
 
     Equal numbers agree to 16 digits, which is all that a double has.
     """

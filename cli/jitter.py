@@ -95,12 +95,12 @@ def _replay_samples(schedule: Schedule, file: Path, lengths: Path, attention: fl
 
 
 def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
-    """Return the times of F, I and W of the samples in a file as multiples of the mean, of shape [iterations, samples,
-    3].
+    """Return the times of F, I and W of the samples in a file as multiples of their means over all samples, of shape
+    [iterations, samples, 3].
 
-    A StragglerAnalysis trace gives them per stage, of shape [iterations, samples, stages, 3]. Other files have the
-    lengths of documents in samples of at most `context` tokens; `attention` is the share of attention in F and I.
-    Raises CostError if there are too few samples for one iteration.
+    A StragglerAnalysis trace gives them as multiples of the usual time of each stage, of shape [iterations, samples,
+    stages, 3]. Other files have the lengths of documents in samples of at most `context` tokens; `attention` is the
+    share of attention in F and I. Raises CostError if there are too few samples for one iteration.
     """
     if lengths.suffix == SUFFIX:
         trace_costs = read_straggler_trace(lengths).sample_costs()[:MAX_ITERATIONS]

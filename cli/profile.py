@@ -190,7 +190,8 @@ def _sharded_state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
 
 
 def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
-    """Return the lines of comment above each table of the job file, by the table's name."""
+    """Return the comment lines that the measured job file has above each of its TOML tables, by the table's name; "" is
+    the top of the file."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     place = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \
@@ -223,7 +224,7 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
     """Return the layer range of each stage. The argument `counts` has the number of layers of each stage in the job
-    file; embedding and head may be left out.
+    file, with or without embedding and head.
 
     Raises ConfigError unless all stages have layers and their sum is `layers`, the model's number of layers.
     """

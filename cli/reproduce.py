@@ -33,7 +33,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
               json: Json = False) -> None:
     """Reproduce a table of the documentation: as table, JSON and picture.
 
-    Computes the results that a page of the documentation shows again, and writes them as NAME.md, NAME.json and
+    Computes again the results that a page of the documentation shows, and writes them as NAME.md, NAME.json and
     NAME.png.
     """
     require_choice("figure", name, FIGURES)

@@ -269,10 +269,10 @@ def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> 
 
 def _draw_traces(request: SimulateRequest, make: Callable[[int], AvailabilityTrace],
                  first: AvailabilityTrace) -> list[AvailabilityTrace]:
-    """Return a trace of machines that fail and return for each seed, made by `make`; the one of the first seed is
-    `first`.
+    """Return one trace of failing and returning machines per seed, made by `make`; the first seed's trace is `first`.
 
-    If the second has the same live workers and changes, nothing is random, and only `first` is returned.
+    With --trace or --failed, only `first` is returned if the second has the same live workers and changes: nothing is
+    random.
     """
     second = make(request.seed + 1)
     if (request.trace is not None or request.failed) and (first.live, first.changes) == (second.live, second.changes):
@@ -300,8 +300,8 @@ def _choose_failure_model(preset: str, mtbf: float | None, gpus: int) -> Failure
 def _estimate_parameters(job: Job) -> float:
     """Return an estimate of the number of the model's parameters from the memory of the job, or the default.
 
-    unit_bytes of 1 means that the unit of the job's memory is unknown. If all pipelines share the optimizer state, the
-    weights include one part of it and a copy of another part; the estimate adds the rest.
+    The default is returned if the unit of the job's memory is unknown (`unit_bytes` of 1). If all pipelines share the
+    optimizer state, the weights include one part of it and a copy of another part; the estimate adds the rest.
     """
     memory = job.memory
     if memory is None or not memory.weights or memory.unit_bytes == 1.0:
@@ -382,7 +382,7 @@ def _describe_grid(job: Job) -> str:
 
 
 def _describe_search(steps: int | None) -> str:
-    """Describe in one line how long plans were searched for: for these counted `steps` each or, if that is None, by
+    """Return one line that says how long each plan was searched for: `steps` counted steps or, if that is None, the
     default."""
     searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move" if steps is None else \
         f"{steps * STEP_SECONDS:.3g} s each"

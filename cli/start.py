@@ -55,7 +55,8 @@ SIMILAR = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-",
 
 
 def _substitute_unencodable() -> None:
-    """Replace characters that stdout or stderr cannot encode, such as with ASCII, by similar ones."""
+    """Make stdout and stderr write a similar character for each one that their encoding, such as ASCII, does not
+    have."""
     import codecs
     import io
 

@@ -86,8 +86,8 @@ def table(request: TableRequest) -> None:
     once, with layers in place, with which `train` continues.
 
     Started again after Ctrl-C or a crash, it continues where it stopped; with a larger K it adds to the table. With
-    --placement any, it first searches for virtual stages, their layers and their workers, for the time limit of one
-    entry per number of failures.
+    --placement any, it first searches for virtual stages, their layers and their workers, for at most K + 1 times as
+    long as for one entry.
     """
     require_choice("--placement", request.placement, options.PLACEMENTS)
     if (request.placement == "any") != (request.job_out is not None):

@@ -38,8 +38,8 @@ class ShownSchedule(msgspec.Struct, frozen=True):
 def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> bytes:
     """Return the page of schedules and measured iterations as UTF-8.
 
-    Measured iterations are of the first schedule's workers; all but the last start hidden. Raises ValueError if there
-    are more than `MAX_OPS` different ops.
+    Measured iterations are of the first schedule's workers; the page shows only the last of them at first. Raises
+    ValueError if there are more than `MAX_OPS` different ops.
     """
     return timeline_shell(", ".join(item.name for item in shown), to_json(timeline_data(shown, measured))).encode()
 

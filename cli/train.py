@@ -227,7 +227,7 @@ def _require_model(request: TrainRequest, job: Job) -> None:
 
 def _with_recomputation(request: TrainRequest, job: Job, config: RunConfig) -> tuple[Job, RunConfig]:
     """Return the job and its configuration with the layers to recompute, if they leave that choice to the planner;
-    otherwise both unchanged. Exits 2 if the job does not say its layers."""
+    otherwise both unchanged. Exits 2 if the choice is left and the job does not give each stage's number of layers."""
     options = build_plan_options(backward=request.backward, optimizer=request.optimizer, method="greedy",
                                  time_limit=request.time_limit, seed=0)
     if chooses_recomputation(job) and job.layers is None:

@@ -50,8 +50,8 @@ class TooLargeError(JobError):
 
 
 class Pace(NamedTuple):
-    """Processor seconds that this machine needs for each compute op of a job, to plan it and to join the plans of its
-    blocks (of micro-batches)."""
+    """Processor seconds per compute op that this machine needs to plan a job, and to join the plans of its blocks (of
+    micro-batches)."""
 
     plan: float
     """Processor seconds for each compute op to find a first plan, assemble it and check it."""
@@ -87,7 +87,7 @@ class Speed:
 
 
 class Blocks(NamedTuple):
-    """Number of blocks of micro-batches that are planned one by one, and the seconds to plan them."""
+    """Number of blocks of micro-batches that are planned one by one, and the seconds to plan all of them."""
 
     number: int
     seconds: float
@@ -152,7 +152,7 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
 
 def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
     """Return the pace at which this machine plans `sample`, a job of `ops` compute ops to plan, with `plan_block`, and
-    joins the plan. Seconds are this thread's processor time by `clock`."""
+    at which it joins plans. Seconds are this thread's processor time by `clock`."""
     if not is_plain_python():
         load_kernel()
     began = clock.thread_seconds()

@@ -480,8 +480,7 @@ def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints
 
 @jit
 def _initial_states(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
-    """Return the state of each worker before its first op, [worker, column]; the columns are the constants from BUSY
-    on.
+    """Return the state of each worker before its first op, [worker, field]; the fields are the constants from BUSY on.
 
     The worker's heaps are empty. Each gets space for all units of the worker, ARRIVAL for twice as many.
     """
@@ -741,8 +740,8 @@ CHANGED, TOUCHED = range(2)
 
 
 class Path(NamedTuple):
-    """Ops of a critical path at which an exchange may shorten it; the path is followed again when a change is
-    accepted."""
+    """Ops of a critical path at which exchanging neighbouring ops of a worker may shorten the path; it is followed
+    again when a change is accepted."""
 
     op: Ints
     """Ops of the critical path that only the next op of their worker keeps from starting later."""
@@ -1140,8 +1139,8 @@ def set_deadlines_from_ends(instance: Instance, state: State) -> None:
 
 @jit
 def _set_begins_from_ends(instance, state):
-    """Set the tick at which each reduction begins to the first end of the groups (workers that hold the same layers)
-    that share it, and the deadlines of compute ops to the ends of their groups.
+    """Let each reduction begin at the earliest end of the groups (workers that hold the same layers) that share it, and
+    set the deadline of each group's compute ops to the group's end.
 
     This is right only if reductions take no time.
     """
@@ -1722,7 +1721,7 @@ def _queue_unit(instance, state, timing, queue, log, unit):
 @jit_borrowing
 def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
     """Queue for `retime` the ops of a worker that came directly before the ops of a unit that has left the worker;
-    `places` are those of the latter."""
+    `places` has the places that the unit's ops had there."""
     touch_pipeline(timing, log, instance.pipeline[worker])
     for kind in range(instance.kinds):
         place = places[kind] - kind - 1
@@ -1869,8 +1868,8 @@ def measure_best(chain: Chain, cycle: Cycle) -> None:
 def _is_better(timing, record, now, scale):
     """Return whether a state, timed in `timing`, is better than the best one by enough to be stored.
 
-    Its period is shorter than in `record`, or equal at a cost `now` (`state_cost`, in ticks) that is lower by more than
-    the work of storing it is worth. The argument `scale` is the mean ticks of an op.
+    Its period is shorter, or equal at a cost `now` (`state_cost`, in ticks) that is more than 3 % lower even with
+    `scale`, the mean ticks of an op, added. `record` has the best state's period and cost.
     """
     # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
     longest = timing.longest[0]

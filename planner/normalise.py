@@ -105,7 +105,8 @@ class WindowBounds:
         return Bound(best[0][0] if best and self._equal else 0, Scope.ROLES)
 
     def to_seconds(self, ticks: int) -> float:
-        """Convert the ticks of a bound to seconds, with a margin for rounding."""
+        """Convert the ticks of a bound to seconds, a little more than exact, so that an equal period never exceeds it
+        by rounding."""
         return ticks * self.tick_seconds * (1 + 1e-12)
 
     def possible_vacancies(self, column: int) -> list[Worker]:
@@ -214,9 +215,10 @@ def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
 
 
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
-    """Return all patterns (failures up to the order of equal pipelines) if they are at most `most`, else an empty list.
+    """Return all patterns (sets of `failures` failed workers up to the order of equal pipelines) if they are at most
+    `most`, else an empty list.
 
-    The list `classes` has a number for each pipeline, equal for equal pipelines.
+    A pipeline has `columns` workers. The list `classes` has a number for each pipeline, equal for equal pipelines.
     """
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []

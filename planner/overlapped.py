@@ -290,8 +290,8 @@ class _OverlapBuilder:
     """Builder of a schedule with overlapping reductions, in which each worker's last `count` micro-batches are cut into
     ranges of layers.
 
-    Layers that are reduced together are divided into at most `pieces` ranges, each reduced by itself. `ascending`: the
-    W of a micro-batch are ordered by layer, the lowest first, instead of by Johnson's rule.
+    Layers that are reduced together are divided into at most `pieces` ranges, each reduced by itself. With `ascending`,
+    the W of a micro-batch are ordered by layer, the lowest first, instead of by Johnson's rule.
     """
 
     def __init__(self, schedule: Schedule, job: Job, job_layers: _JobLayers | None, count: int, pieces: int, *,
@@ -440,8 +440,8 @@ def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]
                       number: Mapping[LayerRange, int]) -> Schedule:
     """Return a schedule whose compute ops have new start times, and whose workers also run reductions.
 
-    By number of a program, `reduced` has the ranges of layers that it reduces; `number` maps each range to its slice
-    number. Every op starts as early as the order allows; each worker begins at the same time as before.
+    The argument `reduced[n]` has the ranges of layers that program number n reduces; `number` maps each range to its
+    slice number. Every op starts as early as the order allows; each worker begins at the same time as before.
     """
     computed = _place_compute(schedule)
     reductions = _place_reductions(schedule, computed, reduced, number)
@@ -497,9 +497,9 @@ def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], r
                       number: Mapping[LayerRange, int]) -> dict[Worker, list[Op]]:
     """Return the reductions of each worker with start times, given its compute ops (`computed`).
 
-    By number of a program, `reduced` has the ranges of layers that it reduces; `number` maps each range to its slice
-    number. A reduction follows the last W of its layers as soon as the links of all holders are free; those that can
-    begin first come first.
+    The argument `reduced[n]` has the ranges of layers that program number n reduces; `number` maps each range to its
+    slice number. A reduction follows the last W of its layers as soon as the links of all holders are free; those that
+    can begin first come first.
     """
     ends: dict[LayerRange, int] = defaultdict(int)
     for op in chain.from_iterable(computed.values()):

@@ -391,7 +391,7 @@ class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of plans for failures that are made while a run continues."""
+    """Parameters of plans that are made for failures during a run."""
 
     at_once_seconds: Factor = 0.3
     """Seconds to plan while all workers wait. If no plan is found in them, the first one found later is used."""

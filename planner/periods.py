@@ -204,9 +204,9 @@ def _best_round_robin(problem: Problem) -> Solution:
 
 
 def _round_robin_rules(problem: Problem) -> Iterator[DispatchRule]:
-    """Iterate over dispatch rules that differ in the micro-batches in flight.
+    """Iterate over dispatch rules that differ in the number of micro-batches in flight.
 
-    These are as many as memory allows, as many as in 1F1B, or twice as many.
+    It is as large as memory allows, as in 1F1B, or twice as large as in 1F1B.
     """
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):

@@ -252,6 +252,7 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
     With steps, one seed gives one plan. If the inner loops are not compiled yet, another process compiles them, and
     this plan is made of list schedules; with steps, this call waits for it.
 
+    The `method` is "cp-sat" (the whole search), "greedy" (list schedules alone), or "1f1b" or "recycle" for comparison.
     By default `backward` is split and `optimizer` staggered; for 1f1b they are fused and synchronous, as it is defined.
     Raises JobError if a failed worker is not in the job, NoPlanError if no schedule can exist.
     """
@@ -345,9 +346,9 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
     """Return the best plan found within the budget, never longer than that of a simpler search.
 
     If layers may move, a search limited by the clock begins with a quick one by list schedules alone. With counted
-    steps, a second search with as many steps follows, which leaves layers in place or, if they are anyway,
-    micro-batches whole; it is left out if its lower bound shows that it cannot find a shorter plan. `speed` measures
-    how many ops can be planned in the time.
+    steps, a second search with as many steps follows, which leaves layers in place or, if the first one did so, cuts no
+    micro-batch within a stage; it is left out if its lower bound shows that it cannot find a shorter plan. `speed`
+    measures how many ops can be planned in the time.
     """
     seconds_given = budget.seconds_left
     quick_plan = None

@@ -142,8 +142,8 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The table `[training.length_costs]`: seconds of the F, I and W of a micro-batch on each layer, by the lengths of
     its documents.
 
-    A layer's three coefficients are seconds: a constant, seconds for each token, and seconds for each square of a
-    document's length, which attention takes.
+    A layer has three coefficients: seconds for each sample, for each token, and for each squared document length, which
+    attention takes.
     """
 
     forward: tuple[Coefficients, ...]
@@ -159,8 +159,8 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
         """Return the three coefficients (a, b, c) of each layer for the op `kind`, which is F, I or W.
 
-        On that layer, the op takes a seconds for each sample, b for each token, and c for each square of a document's
-        length.
+        On that layer, the op takes `a` seconds for each sample, `b` for each token, and `c` times the squared length of
+        each document.
         """
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 

@@ -23,5 +23,5 @@ def describe_reason(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, as torch appends its stack to the message."""
+    """Return the first line of an error's message. The following lines may be a stack that torch appends."""
     return (str(error).splitlines() or ["no reason given"])[0]

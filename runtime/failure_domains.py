@@ -17,7 +17,8 @@ Domains = tuple[tuple[Worker, ...], ...]
 
 
 class FailureDomains:
-    """Failure domains of one run, numbered from 0, in the order of `[topology]` if it is given.
+    """Failure domains of one run: groups of workers that fail together, numbered from 0 in the order given (that of
+    `[topology]`, or of the machines).
 
     A worker that is in no domain fails by itself.
     """

@@ -179,7 +179,8 @@ class _ForkServerHolder:
         return self.server
 
     def end_run(self, out: Path) -> None:
-        """Kill all workers and clean up the folder, because no coordinator continues the run."""
+        """Kill all workers, and remove temporary files, locks and the takeover record from the run's folder `out`,
+        because no coordinator continues the run."""
         if self.server is not None:
             self.server.kill_all()
         remove_takeover_record(out)

@@ -72,14 +72,14 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
              notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    The workers' logs, and the parameters of layers that they write, go into `out`. Their GPUs follow from `local`, this
-    process's rank on its machine. The workers are started by `fork_server`; None: a new one. `notify` is called with a
-    line of text while node 0 is waited for. After SIGTERM or Ctrl-C the workers leave the run at the next iteration, or
-    are killed after `grace_seconds`; the other nodes continue.
+    The workers' logs, and the parameters of layers that they write, go into `out`. The workers' GPUs follow from
+    `local`, this process's rank on its machine. The workers are started by `fork_server`; None: a new one. `notify` is
+    called with a line of text while node 0 is waited for. After SIGTERM or Ctrl-C the workers leave the run at the next
+    iteration, or are killed after `grace_seconds`; the other nodes continue.
 
     Raises RendezvousError if node 0 cannot be reached or has another secret, ConfigError if its job or this machine
-    does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and
-    RunStopped.
+    does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and RunStopped
+    after a signal.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
     joins_again = True
@@ -182,8 +182,8 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
     start.
 
     Waits up to `timeout_seconds` for node 0. Asks again, after a line of text to `notify`, while the coordinator has
-    not noticed that this node's last process is gone. If node 0 disappears before it answers, waits for it as long as
-    during a run, within the same limit. Raises RendezvousError.
+    not noticed that this node's last process is gone. If node 0 disappears before it answers, waits up to
+    `job.coordinator_timeout_seconds` for it, within the same limit. Raises RendezvousError.
     """
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
     notified = False
@@ -239,8 +239,8 @@ class _NodeAgent:
     def serve(self) -> str | None:
         """Carry out the coordinator's messages until the run ends, and return the reason why the run failed, or None.
 
-        Raises RunError if node 0 is gone and no other comes, and ForkServerError if the fork server, and with it the
-        workers, are gone.
+        Raises RunError if node 0 is gone and no other comes, or if node 0 starts a worker too often (`StartLimit`), and
+        ForkServerError if the fork server, and with it the workers, are gone.
         """
         waker, woken = socket.socketpair()
         with waker, woken, self._stop.call_at_first_signal(lambda: waker.send(b"!")):
@@ -257,8 +257,8 @@ class _NodeAgent:
                 raise RunError(str(error)) from None
 
     def _follow_coordinator(self, woken: socket.socket) -> str | None:
-        """Carry out the messages of one coordinator until the run ends, and return the run's error, or None if it is
-        complete.
+        """Carry out the messages of one coordinator until the run ends or this node has left it, and return the run's
+        error, or None.
 
         Data on the socket `woken` means that a signal asks this node to leave the run. Raises RendezvousError if node 0
         is gone.

@@ -273,8 +273,8 @@ class NcclGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def connect(self) -> None:
-        """Connect the communicator. In NCCL's blocking mode, return when all members have connected, or one has
-        died."""
+        """Connect the communicator. In NCCL's blocking mode, the default here, return when all members have connected,
+        or one has died."""
         torch.cuda.set_device(self.device)  # the current device belongs to a thread
         cast(Any, self.group).eager_connect_single_device(self.device)
 

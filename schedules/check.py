@@ -448,8 +448,8 @@ def check_forward_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_backward_order(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each I (or B) that starts before the end of that of the next slice on the route, plus any
-    transfer; at the last slice, before the end of F."""
+    """Yield a violation for each I (or B) that starts before the I (or B) at the next slice on the route has ended,
+    plus any transfer; at the last slice, before F has ended."""
     gradient, ops = case.gradient_kind, case.ops
     for pipeline, microbatch in case.microbatches():
         route = case.route_of(pipeline, microbatch)
@@ -565,8 +565,8 @@ def check_period(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_bound(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation if the lower bound exceeds the period, or if the status is not 'optimal' exactly when they are
-    equal."""
+    """Yield a violation if the lower bound exceeds the period, equals it without the status 'optimal', or is below it
+    with this status."""
     lower, period = case.schedule.lower_bound_ticks, case.schedule.period_ticks
     if lower > period:
         yield Violation("bound",

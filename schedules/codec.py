@@ -108,7 +108,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _require_version_1(schedule: Schedule) -> None:
-    """Raise ValueError if a schedule uses what version 1 does not have, so that old files keep their meaning."""
+    """Raise ValueError if a schedule from a file of version 1 uses keys of later versions, so that old files keep their
+    meaning."""
     has_holdings = any(seat.holds is not None for seat in schedule.seats)
     weights = schedule.memory is not None and schedule.memory.weights
     for key, used in (("slices", schedule.slices), ("seats: layers held", has_holdings), ("memory.weights", weights),

@@ -88,8 +88,8 @@ class DocumentKind(Generic[T]):
         return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """Raise ValueError if an object has a key twice. The values of `bulk` keys are cut out first, so that the rest
-        is small."""
+        """Raise ValueError if an object has a key twice. The values of the keys in `bulk`, most of the file, are cut
+        out first."""
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)

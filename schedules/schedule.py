@@ -87,9 +87,9 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
            dict=True):
     """Shape of a job. `stages` are the virtual stages in the order in which a micro-batch visits them.
 
-    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains: `stages` is then that many runs of equal
-    length, one after the other, and a micro-batch visits only one run. Stages at the same place of different chains are
-    *copies*: they hold the same layers, and their gradients are reduced together.
+    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains: `stages` then lists them one after the
+    other, with equally many stages each, and a micro-batch visits only one chain. Stages at the same place of different
+    chains are *copies*: they hold the same layers, and their gradients are reduced together.
     """
 
     pipelines: Count
@@ -526,7 +526,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def equivalence_class_of(self) -> Mapping[Worker, int]:
         """Number of the class of each live worker; workers of one class run the same ops at the same times and speed.
 
-        Most of thousands of workers share a class. Numbers are in order of first appearance.
+        Even thousands of workers usually have few classes. Numbers are in order of first appearance.
         """
         numbers: dict[tuple[object, ...], int] = {}
         return {seat.worker: numbers.setdefault(
@@ -542,8 +542,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return list(first.values())
 
     def compute_for_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
-        """Return the result of `value` for each live worker, by worker. It must depend only on the worker's ops:
-        `value` is called once for all equivalent workers."""
+        """Return the result of `value` for each live worker, by worker. The result must depend only on the worker's
+        ops: `value` is called once per class of equivalent workers."""
         values = [value(seat.worker) for seat in self.representative_seats]
         return {worker: values[number] for worker, number in self.equivalence_class_of.items()}
 

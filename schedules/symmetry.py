@@ -53,7 +53,7 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 
 def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
-    """Return the roles that live workers play in each pipeline.
+    """Return the roles that live workers play in each pipeline, by the pipeline's number.
 
     Each is given by its column, the number of its program, and what its worker's behaviour depends on: speed, memory
     for activations, and held layers.

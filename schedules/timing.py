@@ -84,8 +84,8 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
 
 
 def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
-    """Return the seconds from one iteration to the next if the ops of each worker in `speeds` take that many times the
-    usual time, and those of other workers the usual time.
+    """Return the seconds from one iteration to the next if the compute ops of each worker in `speeds` take
+    `speeds[worker]` times the usual time, and those of other workers the usual time.
 
     The order of each worker's ops stays as planned. Ops wait for each other as in the runtime.
     """

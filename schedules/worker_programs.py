@@ -45,8 +45,8 @@ DIGEST_CHARACTERS = 32
 class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tensor that one worker sends to another.
 
-    If all workers exchange tensors in the order of these numbers, none waits forever: what is produced first has the
-    lower number (see `schedules.graph.order_transfers`).
+    If all workers exchange tensors in the order of `number`, none waits forever: what is produced first has the lower
+    number (see `schedules.graph.order_transfers`).
     """
 
     number: int
@@ -91,7 +91,8 @@ class WorkerSchedule(Schedule, frozen=True, kw_only=True):
         return tuple(worker for worker in self.grid.workers() if worker not in down)
 
     def route_of(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """Return the numbers of the slices that a micro-batch which this worker runs passes, in order."""
+        """Return the numbers of the slices that a micro-batch passes, in order; this worker must run the
+        micro-batch."""
         if not self.own_routes:
             return self.grid.stages_of_microbatch(microbatch)
         return next((slices for one, number, slices in self.own_routes if (one, number) == (pipeline, microbatch)), ())
@@ -149,9 +150,9 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
     """Divide a schedule into shares of its workers. `ties` has all holders of each group of layers with tied
     parameters.
 
-    The argument `alike` is an equivalent schedule that is already divided, with the new number of each of its
-    pipelines. Its `WorkerProgram` contents are reused, which saves nearly all of the computation. The order of tensors
-    that are planned for the same instant may then differ, but all workers can follow either order.
+    The argument `alike` is a divided schedule that differs from this one only in pipeline numbers, with the new number
+    of each of its pipelines. Its `WorkerProgram` contents are reused, which saves nearly all of the computation. The
+    order of tensors that are planned for the same instant may then differ, but all workers can follow either order.
     """
     contents: dict[str, bytes] = {}
 

@@ -90,7 +90,11 @@ def _compare_leader(result: Comparison) -> str:
 
 
 def _initially_shown(result: Comparison) -> set[str]:
-    """Return the names of the policies whose lines are visible at first, because too many lines hide each other."""
+    """Return the names of the policies whose lines are visible at first: the best one, and the best and the worst of
+    those not in `OURS`. More lines would hide each other.
+
+    All are visible if there are only reference lines (limits to compare policies with).
+    """
     order = rank_policies(result)
     others = [name for name in order if name not in OURS]
     return {*order[:1], *others[:1], *others[-1:]} or set(result.runs)

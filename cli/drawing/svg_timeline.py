@@ -75,8 +75,8 @@ def _axis_width(schedule: Schedule, horizon: int) -> int:
 
 
 def _draw_axis(seconds: float, width: int, height: int) -> Iterator[str]:
-    """Yield SVG of a label and a faint vertical line at each round number of seconds below `seconds`, which take
-    `width` pixels of a drawing of this `height`."""
+    """Yield SVG of a label and a faint vertical line at each round number of seconds below `seconds`. The axis has
+    `width` pixels for `seconds`, in a drawing of this `height`."""
     for at, label in label_times(seconds, nice_step(seconds, MAX_MARKS)):
         x = LEFT + at / seconds * width
         yield (f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" stroke="#ccc"/>'

@@ -63,7 +63,8 @@ def _max_rows(height: int | None) -> int:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """Scale from ticks to columns of characters, numbered below `columns`: tick t lies in column t * `up` // `down`."""
+    """Scale from ticks to `columns` columns of characters, numbered from 0: tick t lies in column t * `up` //
+    `down`."""
 
     up: int
     down: int
@@ -101,8 +102,8 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
 
 
 def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
-    """Return a scale that fits all ops into `columns` characters. If possible, the greatest common divisor of all op
-    times, in ticks, becomes a whole number of characters, at least two."""
+    """Return a scale that fits all ops into `columns` characters. If possible, the greatest common divisor of all
+    starts and ends of ops, in ticks, becomes a whole number of characters, at least two."""
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
     per_unit = columns // (horizon // unit)

@@ -98,8 +98,8 @@ def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: 
     """Iterate over the CSV cells of a worker: its ops, each receive before the op that needs it, and each send after
     the op that makes the tensor.
 
-    If `crossing`, the tensors sent between workers in the order of all workers, is None, there are neither transfers
-    nor reductions.
+    The argument `crossing` has the tensors sent between all workers, in the order of `order_transfers`. None: there are
+    neither transfers nor reductions in the cells.
     """
     for step in interleave_transfers(ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)):
         if isinstance(step, Transfer):

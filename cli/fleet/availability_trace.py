@@ -120,9 +120,9 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         """Yield the changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
 
         The function `alive_gpus` maps the number of a machine's GPUs that are alive to the number that it continues
-        with; 0: it is down. A machine that continues with n of N takes N / n times as long. A machine that loses some
-        of these is removed, and added by the next change, at the same instant: all of its processes have ended, and new
-        ones start on the GPUs left.
+        with; 0: it is down. A machine that continues with n of N takes N / n times as long. A machine that must
+        continue with fewer GPUs than before is removed, and added by the next change, at the same instant: all of its
+        processes have ended, and new ones start on the GPUs left.
         """
         if not any(change.slowed or change.gpus for change in self.changes):
             yield from self.changes

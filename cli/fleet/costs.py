@@ -29,7 +29,8 @@ BYTES_PER_SECOND = 10e9
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of policies (ways to react to failures): seconds to restart, to switch, to load layers or to write a
-    checkpoint, and two shares that describe Bamboo. Equal actions of policies cost the same."""
+    checkpoint, and for Bamboo its fault-free throughput and the stages that it may cover, as shares. Equal actions of
+    policies cost the same."""
 
     parameters: float
     """Number of parameters of the model."""
@@ -75,7 +76,8 @@ def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
 
 
 def interpolate_by_size(points: Mapping[float, float], parameters: float) -> float:
-    """Return the value for a model of this many parameters, from `points` of number of parameters and value. Between
-    two points the value is linear in the logarithm; outside of them it is that of the nearest point."""
+    """Return the value for a model of this many parameters, interpolated in `points`, which maps numbers of parameters
+    to values. Between two points the value is linear in the logarithm of the number; outside, it is that of the nearest
+    point."""
     sizes = sorted(points)
     return float(np.interp(math.log(parameters), [math.log(size) for size in sizes], [points[size] for size in sizes]))

@@ -28,8 +28,8 @@ POLICY_LABELS = {
 
 
 def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) -> Figure:
-    """Return the README's table, as a figure: a row for each policy (way to react to failures), with its samples per
-    second while all workers are alive and in each failure case, and the change between them. With `overlap`, gradient
+    """Return the README's table as a figure: for each policy (way to react to failures), the samples per second while
+    all workers are alive, and those in each failure case with their change in percent. With `overlap`, gradient
     reductions overlap compute in all policies (`[network] overlap`)."""
     job = parse_job(preset_text(PRESET) + "\n[network]\noverlap = true\n" * overlap)
     kinds, costs = [POLICIES[name] for name in POLICY_LABELS], costs_for(PARAMETERS, job.stages)

@@ -72,7 +72,8 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 / sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
 
     def scale_kinds(self, gpus: int) -> tuple[FailureKind, ...]:
-        """Return the kinds of failures with the rates that the published curve implies for a job of this many GPUs.
+        """Return the kinds of failures, with rates scaled so that a job of this many GPUs has the mean time to failure
+        of the published curve, `mttf_hours`.
 
         Without a curve, the rates are unchanged.
         """

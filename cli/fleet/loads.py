@@ -60,8 +60,8 @@ class Loads:
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Pairs of seconds for each column: F, I and W of a micro-batch on all of its stages, and all their all-reduces
-        and optimizer steps."""
+        """Pair of seconds for each column: F, I and W of one micro-batch, and the all-reduces and optimizer steps, each
+        on all stages of the column."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
             stages = [stage for stage, column_of_stage in enumerate(self._job.columns) if column_of_stage == column]

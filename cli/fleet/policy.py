@@ -184,7 +184,7 @@ class Policy(ABC):
 
     def handle_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Record changes of speed, and return the phases (spans of time at one training rate) after a change: those of
-        `on_change`, or `remaining`, what is left of the present ones, if it has no effect.
+        `on_change`, or, if the change has no effect, `remaining`, what is left of the present ones.
 
         A change of speed alone has an effect only if the policy balances speeds.
         """
@@ -205,7 +205,7 @@ class Policy(ABC):
         """Return the phases (spans of time at one training rate) from now on: `stalls` (pauses), redoing the lost
         samples, and training at `rate` samples per second.
 
-        If `rate` is 0, the job waits instead, and owes the lost samples.
+        If `rate` is 0, the job waits instead, and the lost samples are redone at the next `restart`.
         """
         if not rate:
             self._samples_owed += lost_samples

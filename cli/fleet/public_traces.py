@@ -205,7 +205,8 @@ def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return, by job, the seconds from its end to the start of the next job of the same user and number of GPUs.
+    """Return a mapping from each job to the seconds from its end to the start of the next job of the same user and
+    number of GPUs.
 
     Jobs without one within `MAX_ABSENCE_SECONDS` are left out.
     """
@@ -249,8 +250,8 @@ def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
 
 def _slowness_factors(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
     """Return the slowdown factor of each worker in one iteration, by its number (dp_rank x stages + stage), at least 1.
-    The times of its ops, the median of each kind, are added up and divided by the median of all workers of its stage.
-    """
+    It is the sum of the worker's median times, one for each kind of op, divided by the sum of their medians over all
+    workers of its stage."""
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
         of = np.flatnonzero(ops["optype"] == kind)

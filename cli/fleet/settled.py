@@ -37,7 +37,7 @@ MIN_GROUP_PIPELINES = 8
 
 
 class RebalancedPlan(NamedTuple):
-    """Period of a plan with layers moved, and how many layers the busiest receiver gets."""
+    """Period of a plan with layers moved, and how many layers the busiest receiver gets, counted in stages."""
 
     period: float
     """Period in seconds."""
@@ -100,8 +100,8 @@ class RebalancedPlans:
         return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule with layers moved for this many failures; None if it has none. If `dead`, given
-        to `__init__`, has exactly so many workers, it is the schedule for these."""
+        """Return the table's schedule with layers moved for this many failures; None if the table has none. If exactly
+        so many workers are in `dead`, given to `__init__`, the schedule is for these."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):

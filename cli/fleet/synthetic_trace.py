@@ -67,11 +67,11 @@ def _draw_rates(random: np.random.Generator, model: FailureModel, places: int) -
 
 
 def _draw_periods(random: np.random.Generator, model: FailureModel, horizon: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a failure rate for each period of `FailureModel.period_days`, and return two ascending arrays that map hours
-    at the usual rate to hours of the trace: (hours, usual hours), both from 0.
+    """Draw a failure rate for each period of `FailureModel.period_days`, and return two arrays, both from 0: the hours
+    of the trace at which periods end, and the same instants in hours at the usual rate.
 
-    As many failures are expected in the first `usual hours[i]` at the usual rate as in the first `hours[i]` at the
-    rates of the periods. The last period ends at `horizon` hours.
+    At the rates of the periods, as many failures are expected until an instant as in its hours at the usual rate. The
+    last period ends at `horizon` hours of the trace.
     """
     if model.period_days is None:
         return np.array([0.0, horizon]), np.array([0.0, horizon])

@@ -311,7 +311,8 @@ class _MachinePlaces:
 
 
 def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows by time in place, and return a list with a note if that changed their order."""
+    """Sort rows in place by `time(row)`. Return a list with a note if that changed their order, otherwise an empty
+    one."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
     return [f"time ran backwards {backwards} times: lines were sorted by time"] if backwards else []

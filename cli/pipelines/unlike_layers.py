@@ -1,6 +1,6 @@
-"""Compare Slipstream's pipelines with published ones on models of unequal layers, at their best divisions.
+"""Compare Slipstream's schedules with published ones on models of unequal layers, at their best divisions.
 
-Published pipelines run their published order; Slipstream's is found by `planner.placement`. All have the same memory:
+Published schedules run their published order; Slipstream's is found by `planner.placement`. All have the same memory:
 no worker may hold more than the fullest one of interleaved 1F1B with uniform stages, weights included. An iteration
 lasts from its first op to its last, as AdaPtis counts it, as if all workers stepped together.
 """
@@ -33,7 +33,7 @@ from slipstream.schedules.schedule import OptimizerMode, Worker
 PLAN_SECONDS = 2.0
 """Time limit of each search, in seconds of a fixed number of search steps each."""
 TRIED_DIVISIONS = 200
-"""Number of divisions of the layers that are tried for each published pipeline."""
+"""Number of divisions of the layers that are tried for each published schedule."""
 CHUNKS = (2, 3, 4)
 """Numbers of virtual stages per worker that are tried for interleaved 1F1B."""
 PIPELINES, DEAD_PIPELINE = 4, 1
@@ -73,8 +73,7 @@ NAMES = tuple(dict.fromkeys(one.name for one in RIVALS))
 
 
 class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Pipeline with a division of the model's layers into stages, its simulated iteration time in seconds, and its
-    memory."""
+    """Schedule with a division of the model's layers into stages, its iteration time in seconds, and its memory."""
 
     arrangement: Arrangement
     seconds: float
@@ -83,7 +82,7 @@ class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelBenchmark:
-    """Comparison of all published pipelines and Slipstream's on one model, at equal memory: the limit is that of
+    """Comparison of all published schedules and Slipstream's on one model, at equal memory: the limit is that of
     interleaved 1F1B with uniform stages."""
 
     def __init__(self, model: MeasuredModel) -> None:
@@ -123,8 +122,8 @@ class ModelBenchmark:
         return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
     def _simulate_division(self, one: Rival, counts: Sequence[int]) -> DividedPipeline | None:
-        """Return the published pipeline `one` with `counts` layers in its stages, and its simulated iteration time and
-        memory; None if its order has a deadlock."""
+        """Return the published schedule `one` with `counts` layers in its stages, with its simulated iteration time and
+        memory; None if its ops deadlock."""
         arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
         edges = [0, *arrangement.layer_ends]
         directions = arrangement.chains
@@ -154,7 +153,7 @@ class ModelBenchmark:
         generator = random.Random(0)
 
         def rank(division: DividedPipeline | None) -> tuple[float, float]:
-            """Return a sort key for simulated pipelines that puts the best first: memory above the limit, then seconds
+            """Return a sort key for simulated schedules that puts the best first: memory above the limit, then seconds
             of an iteration; those with a deadlock (None) last."""
             return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
 
@@ -204,13 +203,13 @@ def _plan_options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOpti
 
 
 class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of an iteration of the published pipelines and of Slipstream's on one model (`compare_model`), and what
-    the death of a worker costs."""
+    """Seconds of an iteration of the published schedules and of Slipstream's on one model (`compare_model`), and the
+    share of throughput that the death of a worker costs."""
 
     uniform: dict[str, DividedPipeline | None]
-    """Published pipelines with uniform stages, by name."""
+    """Published schedules with uniform stages, by name; None where `find_best` finds none."""
     divided: dict[str, DividedPipeline | None]
-    """Published pipelines with their best division, by name."""
+    """Published schedules with their best division, by name; None where `find_best` finds none."""
     ours: DividedPipeline
     bound: float
     """Lower bound on the seconds of an iteration with any placement of the layers."""
@@ -226,19 +225,19 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def base(self) -> float:
         """Seconds of an iteration of interleaved 1F1B with uniform stages, whose memory is the limit for all compared
-        pipelines."""
+        schedules."""
         found = self.uniform["interleaved 1F1B"]
         assert found is not None
         return found.seconds
 
     @property
     def best_rival(self) -> DividedPipeline:
-        """Fastest of the published pipelines with their best division."""
+        """Fastest of the published schedules with their best division."""
         return min((one for one in self.divided.values() if one), key=lambda one: one.seconds)
 
 
 def compare_model(model: MeasuredModel) -> ModelResult:
-    """Simulate all published pipelines on one model, plan Slipstream's own, and return the results."""
+    """Simulate all published schedules on one model, plan Slipstream's own, and return the results."""
     bench = ModelBenchmark(model)
     uniform, divided = ({name: bench.find_best(name, divided=how) for name in NAMES} for how in (False, True))
     ours, staggered = bench.find_own_placement("synchronous"), bench.find_own_placement("staggered")
@@ -253,7 +252,7 @@ def compare_model(model: MeasuredModel) -> ModelResult:
 
 def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
                             name: str = "unlike-layers") -> Figure:
-    """Return a figure of the throughput of each published pipeline and of Slipstream's, for each of the models."""
+    """Return a figure of the throughput of each published schedule and of Slipstream's, for each of the models."""
     results = []
     with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
         for one in pool.map(compare_model, models):

@@ -85,7 +85,7 @@ def console_of_width(width: int | None) -> Console:
 
 
 def count_free_lines(beside: Iterable[str]) -> int | None:
-    """Return the number of lines of the screen that are left if the texts in `beside` are printed, too.
+    """Return how many lines of the screen remain if the texts in `beside` are printed on it as well.
 
     Long texts are folded at the screen's width. None means that stdout is no terminal.
     """

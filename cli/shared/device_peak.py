@@ -14,7 +14,7 @@ def peak_flops(training: TrainingConfig) -> float | None:
     """Return the peak of this machine's GPU in operations per second, without sparsity, if training uses bf16.
 
     Returns None if the peak is unknown, and for other arithmetic, which may or may not use the tensor cores. GPUs of
-    other nodes are assumed to be the same. Raises ConfigError.
+    other nodes are assumed to be the same. Raises ConfigError if bf16 training requires a GPU that this machine lacks.
     """
     if training.dtype != "bf16" or choose_device(training.device) == "cpu":
         return None

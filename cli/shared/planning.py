@@ -35,7 +35,7 @@ _REFERENCE_DECODER = msgspec.json.Decoder(FaultFree)
 def build_plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
                        steps: int | None = None, layers: str = "fixed", slices: bool = True,
                        from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
-    """Return the planner's options from those of the command line. Exits 2 if a value is unknown."""
+    """Return the planner's options from the command-line options of the same names. Exits 2 if a value is unknown."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
@@ -159,8 +159,8 @@ def _read_reference(options: PlanOptions, job: Job) -> FaultFree | None:
 
 
 def _store_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
-    """Store, in the user's cache folder, the better of a job's fault-free period and the one stored by earlier
-    commands."""
+    """Store `found`, a job's fault-free period and bound, in the user's cache folder; the better of its values and
+    those stored by earlier commands are kept."""
     with suppress(NoPlanError, OSError):
         better = found.merged_with(_read_reference(options, job))
         write_atomically(_reference_file(options, job), msgspec.json.encode(better))

@@ -73,7 +73,8 @@ class RunProgress:
 
     @property
     def phase(self) -> str:
-        """Name of the phase, with the share of layers that has arrived. Empty before the first generation."""
+        """Name of the phase or, while layers are fetched to even out the load, `settling` with the share that has
+        arrived. Empty before the first generation."""
         return f"settling {self._fetched:.0%}".replace("%", " %") if self._fetched is not None else self._phase or ""
 
     @property

@@ -57,7 +57,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def description(self) -> str:
-        """Words for messages about the order of the columns and the number of virtual stages per worker."""
+        """Text for messages that names the order of the columns and the number of virtual stages per worker."""
         order = "columns as listed" if isinstance(self.order, tuple) else {"v": "V", "linear": "one stage after another"
                                                                            }.get(self.order, self.order)
         if self.order == "v" and self.chunks > 2:
@@ -77,12 +77,11 @@ def arrangement_of(job: Job) -> Arrangement:
 
 
 class MovableLayers:
-    """Costs of each layer of a job's model in whichever virtual stage it is, to make jobs with other placements and
-    divisions.
+    """Costs of each layer of a job's model in any virtual stage, for making jobs with other placements and divisions.
 
     The input of a first stage needs no gradient. If the job's first stage leaves all of its backward to W, as torch
     does, any layers that are in the first stage do so, and all others have I. The I of a layer from the first stage is
-    that of equal layers elsewhere or, if there are none, the average share of the others' backward.
+    that of equal layers elsewhere or, if there are none, the average share that I has in the others' backward.
     """
 
     def __init__(self, text: str) -> None:
@@ -173,7 +172,7 @@ class MovableLayers:
         return costs_by_key
 
     def _capacity_by_column(self, arrangement: Arrangement, edges: Sequence[int]) -> list[float]:
-        """Return the memory for activations of a worker of each column, next to the weights of its layers in this
+        """Return, by column, the memory for activations that the weights of a worker's layers leave in this
         arrangement.
 
         The argument `edges` has 0 and, for each stage, the number of the layer after its last.

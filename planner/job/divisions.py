@@ -16,9 +16,9 @@ MAX_CHUNKS = 6
 
 
 def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Iterate over the placements of the literature that a job with these columns and layers can have.
+    """Iterate over the placements known from the literature that a job with these columns and layers can have.
 
-    Each is given by the name of its order, such as "v", and the number of virtual stages per worker.
+    Each is yielded as the name of its order, such as "v", and the number of virtual stages per worker.
     """
     yield "linear", 1
     for chunks in range(2, min(MAX_CHUNKS, layers // stages) + 1):

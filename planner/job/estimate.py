@@ -88,7 +88,8 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_bytes_per_parameter(self) -> float:
-        """Bytes held permanently per parameter; with sharded state, while all workers of the stage are alive."""
+        """Bytes that a worker holds permanently per parameter; with sharded state, while all workers of the stage are
+        alive."""
         return BYTES_WHOLE + BYTES_STATE * self.stepped_share
 
 

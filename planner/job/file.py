@@ -494,7 +494,7 @@ def _read_times(table: TomlTable, virtual: int, chains: int, pipelines: int, sta
 def _read_slow_workers(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, float], ...]:
     """Return the slow workers, each with the factor by which its ops take longer.
 
-    Raises JobError unless factors are whole thousandths up to 1000.
+    Raises JobError unless each factor is a multiple of 0.001, from 0.001 to 1000.
     """
     slow = _read_numbers_by_worker(table, "slow", pipelines, stages, 0.001)
     for worker, factor in slow:
@@ -529,8 +529,8 @@ def _read_numbers_by_worker(table: TomlTable, key: str, pipelines: int, stages: 
 
 
 def _read_memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
-    """Read the `[memory]` table of a job with `virtual` virtual stages in each of `chains` directions. Raises
-    JobError."""
+    """Read the `[memory]` table of a job with `virtual` virtual stages in each of `chains` directions; `grid` has the
+    numbers of pipelines and stages. Raises JobError."""
     pipelines, stages = grid
     per = "virtual stage" if virtual != stages else "stage"
     memory = StageMemory(capacity=table.take_numbers("capacity", stages, "stage"),

@@ -110,13 +110,13 @@ unit."""
 
 
 def held_state_share(holders: int) -> Fraction:
-    """Return the share of a stage's sharded optimizer state that each of `holders` workers keeps, with its copies of
-    parts of others (buddies)."""
+    """Return the share of a stage's sharded optimizer state that each of `holders` workers keeps: its own part and
+    copies of other workers' parts (as their buddy)."""
     return min(Fraction(1), Fraction(STATE_COPIES, holders))
 
 
 def with_shared_state(job: Job, failed: Sequence[Worker]) -> Job:
-    """Return a copy of the job in which workers have less room, because they keep more sharded state for the failed
+    """Return a copy of the job in which workers have less room, because they also keep the sharded state of failed
     ones.
 
     A layer that moves is assumed to have as many holders as its stage has left.

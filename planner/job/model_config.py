@@ -224,7 +224,7 @@ def _mixture_reader(number: str, width: str, *, bias: bool | None = None, head_n
     most of which have experts.
 
     The arguments `number` and `width` are the keys for the number of experts and their width; with `shared`, each layer
-    also has an expert that all tokens use. For `bias` and `head_norms` see `_transformer_reader`.
+    with experts also has one that all tokens use. For `bias` and `head_norms` see `_transformer_reader`.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = _read_attention(keys, hidden, attended_tokens(sequence, None), bias=bias, head_norms=head_norms,

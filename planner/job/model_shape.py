@@ -288,7 +288,7 @@ def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
 def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> LayerShape:
     """Return size, work and memory of the last norm, the logits of `predicted` tokens per position, and their loss.
 
-    The loss reads bf16 logits and keeps float32.
+    The loss reads bf16 logits and keeps float32 ones for the backward.
     """
     product = products_shape(hidden, vocabulary)
     loss = (VALUE_BYTES + LOGIT_BYTES) * vocabulary
@@ -301,8 +301,8 @@ def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> 
 
 
 def combine_named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
-    """Return one layer named `kind` that has the sizes of all parts, and holds `recomputed` bytes per token if
-    recomputed."""
+    """Return one layer named `kind` that has the sizes of all parts; if its activations are recomputed, it holds
+    `recomputed` bytes per token from F to I."""
     return msgspec.structs.replace(combine_parts(parts), kind=kind, recomputed=recomputed)
 
 

@@ -109,7 +109,8 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Read the named columns of a parquet file. Raises ProfilerTraceError, also if pyarrow is not installed."""
+    """Return the named columns of a parquet file, by name. Raises ProfilerTraceError, also if pyarrow is not
+    installed."""
     try:
         import pyarrow
         from pyarrow import parquet

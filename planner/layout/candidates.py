@@ -207,8 +207,8 @@ def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
 
 
 def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
-    """Return how many of the healthy pipelines in `most` must help a group so that its longest load is about as short
-    as if all of them helped.
+    """Return how many of the healthy pipelines in `most` suffice as helpers of a group, so that its longest load is
+    about as short as with all of them.
 
     The longest load, that of the group's busiest worker, may be longer by the share `tolerance`.
     """

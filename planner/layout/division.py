@@ -80,7 +80,8 @@ def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence
     No worker gets more than `limit` ticks, which count its work and the least idle time for lack of memory
     (`make_idle_function`). In order of layers, each worker takes as much work as fits; None if there are too few
     workers. If not `floating`, workers take whole layers only. With `staggered`, the limit also counts F and a transfer
-    for each of a worker's stages but the last: by that much the last one's reductions come after the first one's.
+    for each of a worker's stages but the last, since the last stage's reductions come that much later than the first
+    stage's.
     """
     workloads: list[Workload] = []
     sums, work = problem.costs.prefix_sums, problem.costs.work
@@ -464,7 +465,8 @@ GOLDEN_FRACTION = 0.6180339887498949
 
 
 def build_layout(problem: Problem, replicas: Sequence[Replica], division: Division, kind: str) -> Layout:
-    """Return the layout of a division, with the route of each micro-batch. The text `kind` becomes `Layout.kind`."""
+    """Return the layout of a division, with the route of each micro-batch. The text `kind` (`Layout.kind`) says how the
+    layout was made."""
     whole, items = _name_microbatches(problem, replicas, division)
     where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
     for index, replica in enumerate(replicas):

@@ -29,9 +29,9 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
     """Return the solutions of all subproblems shifted onto one clock, on which the first op of all starts at tick 0.
 
     With a staggered optimizer and several subproblems, each op then starts as late as the common end of its worker's
-    group (workers that hold the same layers) allows, so that busy windows are as short as the orders permit. The common
-    ends are `deadlines`, if given, those of the longest subproblem, or the latest of all when each begins at 0,
-    whichever gives the shortest period.
+    group (workers that hold the same layers) allows, so that busy windows are as short as the orders permit. Of three
+    choices of the common ends, the one with the shortest period is used: `deadlines`, if given; the ends of the longest
+    subproblem; and the latest ends of all subproblems when each begins at tick 0.
     """
     at_0 = [solution.with_starts(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":

@@ -96,7 +96,7 @@ def _find_single_stages(problem: Problem) -> Sequence[int]:
 
 
 def _earliest_forward(problem: Problem, stage: int) -> int:
-    """Return the earliest tick at which the first F of a stage may start."""
+    """Return the least ticks from the start of an iteration to the first F of a stage."""
     forward_ticks, _ = problem.min_path_ticks
     return forward_ticks[stage] - forward_ticks[stage - problem.grid.original_stage(stage)]
 
@@ -177,8 +177,8 @@ class StageShares(NamedTuple):
         return self.capacity_for(self.activation)
 
     def fill_idle(self, count: int) -> int:
-        """Return the idle time, in ticks / p, before the first I of a worker that runs `count` shares (one of p equal
-        layers of the stage, for one micro-batch each).
+        """Return the least idle time, in ticks / p, before the first I of a worker that runs `count` shares (one of p
+        equal layers of the stage, for one micro-batch each).
 
         Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
         rest of the round trip of its first micro-batch is idle. With k forwards admitted in that time,
@@ -190,19 +190,20 @@ class StageShares(NamedTuple):
         return max(0, self.round_trip + self.late - (min(count, self.max_waiting) - 1) * self.forward)
 
     def drain_idle(self, count: int, *, until_weight: bool) -> int:
-        """Return the idle time of a worker with `count` shares (one of p equal layers of the stage, for one micro-batch
-        each), from its last F to the end of its last W (`until_weight`) or I.
+        """Return the least idle time, in ticks / p, of a worker with `count` shares (one of p equal layers of the
+        stage, for one micro-batch each), from its last F to the end of its last W (`until_weight`) or I.
 
-        When the last F starts, memory holds x <= k micro-batches that still wait for their I, including its own, and y
-        that wait for their W only. So at most x I and x + y W run from then on, during its own round trip:
+        When the last F starts, memory holds x shares that still wait for their I, including its own, and y that wait
+        only for their W, with x <= k (`max_waiting`). So at most x I and x + y W run from then on, during its own round
+        trip:
 
             idle >= round trip + (I + W) - max over x, y of (x I + (x + y) W)    until its W ends,
             idle and W meanwhile >= round trip + I - k I                         until its I ends.
 
-        In the second case (`_fill_and_drain_bound`), these W are not among the count - l that are done before the last
-        F starts, where memory holds at most l. With count > k some I comes before the last F, so that nothing is
-        counted twice: the time of `fill_idle` ends when the first I starts. With fewer, all F may come first, and 0 is
-        returned.
+        In the second case (`_fill_and_drain_bound`), these W are not among the count - l or more that are done before
+        the last F starts, when memory holds at most l shares. With count > k some I comes before the last F, so that
+        nothing is counted twice: the time of `fill_idle` ends when the first I starts. With fewer, all F may come
+        first, and 0 is returned.
         """
         if count <= self.max_waiting:
             return 0
@@ -212,13 +213,13 @@ class StageShares(NamedTuple):
         return max(0, idle - self.max_waiting * self.gradient)
 
     def max_remaining_work(self, count: int) -> int:
-        """Return an upper limit on the time of I and W, in ticks / p, that is still due when the last of `count` F
-        starts, each of one of p equal layers.
+        """Return an upper limit on the time of I and W, in ticks / p, that a worker still has to run when the last F of
+        its `count` shares (one of p equal layers, for one micro-batch each) starts.
 
-        At that time x micro-batches wait for their I, 1 <= x <= k, and y for their W only, with x + y <= count and x
-        activation + y stash <= capacity (stash: memory that W needs, kept from I until W). The limit is the maximum of
-        x I + (x + y) W. If y need not be a whole number, this is concave in x: the maximum lies at an end, or at the
-        whole numbers next to the x from which on not all can wait for their W.
+        At that time x shares wait for their I, 1 <= x <= k (`max_waiting`), and y only for their W, with x + y <= count
+        and x activation + y stash <= capacity (stash: memory that W needs, kept from I until W). The limit is the
+        maximum of x I + (x + y) W. If y need not be a whole number, this is concave in x: the maximum lies at an end,
+        or at the whole numbers next to the x from which on not all can wait for their W.
         """
         most = min(count, self.max_waiting)
         ends = {1, most}
@@ -228,9 +229,9 @@ class StageShares(NamedTuple):
         return max(waiting * self.gradient + self._remaining_weight_ticks(waiting, count) for waiting in ends)
 
     def _remaining_weight_ticks(self, waiting: int, count: int) -> int:
-        """Return the most time of W, in ticks / p, that can be due while `waiting` shares (one of p equal layers, for
-        one micro-batch each) wait for their I and memory is full. The number of shares that wait for their W only need
-        not be whole."""
+        """Return the most time of W, in ticks / p, that can be due while `waiting` of `count` shares (one of p equal
+        layers, for one micro-batch each) wait for their I and memory is full. The number of other shares, which wait
+        only for their W, need not be whole."""
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
@@ -307,8 +308,8 @@ def window_bound(problem: Problem, column: int) -> int:
 
 
 def _scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
-    """Return a lower bound on the period from a stage whose micro-batches wait for a later stage with fewer live
-    workers.
+    """Return a lower bound on the period, in ticks, from a stage whose micro-batches wait for a later stage with fewer
+    live workers.
 
     It is 0 if micro-batches may be cut or workers differ. The I that come first on the n holders are of n
     micro-batches. At a stage with k < n holders, at most k of these n are the first that their worker runs; the others
@@ -336,9 +337,10 @@ def _max_shares_within(shares: StageShares, ticks: int) -> int:
 
 
 def _fill_and_drain_bound(problem: Problem, stage: int) -> Fraction:
-    """Return the fill and drain bound: from stage 0 through a stage's busiest worker and back to the last W of stage 0.
+    """Return a lower bound on the period, in ticks: the time from stage 0 through a stage's busiest worker and back to
+    the last W of stage 0.
 
-    It is 0 if speeds differ.
+    It is 0 if the stage's workers differ in speed or memory.
 
     The worker's first F has come through the earlier stages (reach), and its last I still travels back through them
     (way back) and ends with a W at stage 0. In between it runs all its n F and I, idles while it fills, and runs all W
@@ -377,9 +379,11 @@ MAX_PASSAGE_STEPS = 20_000
 
 
 def _passage_bounds(problem: Problem) -> list[int]:
-    """Return, for each stage, a lower bound on the period from how its micro-batches pass this and later stages.
+    """Return, for each stage, a lower bound on the period, in ticks, from how its micro-batches pass this and later
+    stages.
 
-    The list is empty if micro-batches may be cut or workers hold several stages.
+    The list is empty if micro-batches may be cut, workers hold several stages, or the problem is too large
+    (`MAX_PASSAGE_STEPS`).
 
     Let f(s, k) be the start of the k-th F of stage s and e(s, k) the end of the k-th I, whichever micro-batches they
     belong to; n(s) is the number of live workers. By f(s, k), k micro-batches have passed stage s - 1; n(s) + 1 ops do
@@ -462,7 +466,8 @@ class StageFill(NamedTuple):
 
 
 class WholeFill(NamedTuple):
-    """Result of `compute_whole_fill`: how pipelines fill if workers run whole forwards only."""
+    """Lower bound on the period if workers run whole forwards only, and the idle ticks that it allows at each stage
+    (`compute_whole_fill`)."""
 
     period: int
     """Lower bound on the period, in ticks."""
@@ -471,9 +476,10 @@ class WholeFill(NamedTuple):
 
 
 def compute_whole_fill(problem: Problem) -> WholeFill | None:
-    """Return a lower bound on the period from how all stages fill together before their first I.
+    """Compute a lower bound on the period, from how all stages fill together before their first I, and the idle time
+    that it allows each stage.
 
-    Return None if workers share micro-batches or hold several stages.
+    Return None if workers are down or slow, share micro-batches, or hold several stages.
 
     Let u(s) be the time from the first F to the first I of stage s. In it, the worker runs only whole F, at most k, so
     that it idles for u(s) - min(k, floor(u(s) / F)) F. The first F has come from the stage before, and the first I
@@ -539,8 +545,8 @@ def layout_lower_bound(below: Problem) -> Bound:
     bound for costs that were rounded down also holds for the exact costs, and for costs that were rounded up: those of
     the slices of layouts, which are sums over their layers, and of whole stages, each of which costs at least that sum.
 
-    If the problem shares its micro-batches, layers are in place, and bounds of whole stages, cut into at most the equal
-    `parts`, count, too.
+    If workers share micro-batches in `below`, layers are in place, and `exact_bound` counts, too. It allows that a
+    micro-batch is cut at a stage into at most as many shares as `below.parts` says.
     """
     bound = period_bound(below)
     if below.sharing:
@@ -616,7 +622,7 @@ def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
 
 
 def memory_bound(problem: Problem, *, input_free: bool) -> int:
-    """Return the period that memory requires at least, wherever the virtual stages are placed.
+    """Return the least period, in ticks, that memory allows, wherever the virtual stages are placed.
 
     From the start of its F of a micro-batch until the end of its I, a layer's activation is on some worker, and in
     between are the F and the I of all layers behind it. After that its stash, what W needs, is there while its W runs.
@@ -626,9 +632,9 @@ def memory_bound(problem: Problem, *, input_free: bool) -> int:
         (T - C) x room of all workers >= micro-batches x sum over layers of (activation x (F and I from it on)
                                                                              + stash x W).
 
-    A pipeline holds the weights of each layer at least once. If the first stage has no I, the I of its layers does not
-    count, however many they are: the bound is the least over all numbers of layers. For each number it is at least the
-    work of those layers on one worker.
+    A pipeline holds the weights of each layer at least once. If the first stage has no I (`input_free`), the I of its
+    layers does not count, however many they are: the bound is the least over all numbers of layers. For each number it
+    is at least the work of those layers on one worker.
     """
     costs, grid = problem.costs, problem.grid
     if problem.memory is None or not any(costs.activation):
@@ -686,8 +692,8 @@ def fixed_bound(problem: Problem) -> int:
 def whole_bound(problem: Problem) -> int:
     """Return a lower bound on the period, in ticks, if no micro-batch is cut within layers that the same workers hold.
 
-    A holder of such a range, with C ticks of closing ops and t ticks for a micro-batch, runs at most floor((T - C) / t)
-    of them in a period T.
+    A holder of such a range runs at most floor((T - C) / t) micro-batches in a period T, if one takes t ticks, and its
+    all-reduces and optimizer step take C ticks.
     """
     best = 0
     for part in iterate_held_ranges(problem):

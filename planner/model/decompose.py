@@ -163,7 +163,8 @@ def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
     """Return the number of healthy pipelines that should help `part`, some of the broken pipelines, so that each worker
     runs at most one re-routed unit.
 
-    It is limited by the size of a subproblem, and may be larger if live workers hand on micro-batches, too.
+    The number is limited by the largest size of a subproblem in `params`, and may be larger if live workers may offload
+    micro-batches, too. The mapping `dead` has the columns whose workers are down, by broken pipeline.
     """
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)

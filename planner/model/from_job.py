@@ -50,8 +50,8 @@ Rounded = Callable[[Fraction], int]
 
 
 def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the coarsest tick, in seconds, that represents all times of a job exactly, at least the longest /
-    MAX_TICKS.
+    """Return the coarsest tick, in seconds, that represents all times of a job exactly, or a coarser one: at least the
+    longest time / MAX_TICKS.
 
     If `costs` is given, the times of single layers are considered, too.
     """

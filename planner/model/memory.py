@@ -8,12 +8,13 @@ from slipstream.schedules.schedule import Worker
 
 
 def activation_memory(problem: Problem, slice_: int) -> int:
-    """Return what a micro-batch of a slice holds from the start of F to the end of I or B; 0 if memory is unlimited."""
+    """Return the memory units that a micro-batch of a slice takes from the start of F to the end of I or B; 0 if memory
+    is unlimited."""
     return problem.memory.activation[slice_] if problem.memory else 0
 
 
 def stash_memory(problem: Problem, slice_: int) -> int:
-    """Return what a micro-batch of a slice holds from the end of I to the end of W.
+    """Return the memory units that a micro-batch of a slice takes from the end of I to the end of W.
 
     It is 0 if the backward is fused or memory is unlimited.
     """
@@ -28,7 +29,7 @@ def memory_changes(problem: Problem, slice_: int) -> tuple[int, ...]:
 
 
 def peak_slice_memory(problem: Problem, slice_: int) -> int:
-    """Return the most that a micro-batch holds of this slice at any time; 0 if memory is unlimited."""
+    """Return the most memory units that a micro-batch of a slice takes at any time; 0 if memory is unlimited."""
     return peak_memory(activation_memory(problem, slice_), stash_memory(problem, slice_))
 
 

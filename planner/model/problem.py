@@ -88,7 +88,7 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
-        """Most memory units that a micro-batch takes at each layer: its activation, or its weight stash after I."""
+        """Most memory units that a micro-batch takes at each layer: its activation, or what it keeps from I until W."""
         return tuple(map(peak_memory, self.activation, self.weight_stash))
 
     @cached_property
@@ -193,8 +193,7 @@ class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope (freedom of the schedules that are covered) for which lower bounds are proven if a plan may choose from
-        these layouts."""
+        """Set of schedules (`Scope`) for which lower bounds are proven if a plan may choose from these layouts."""
         return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
 
 
@@ -267,13 +266,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def column_of(self) -> tuple[int, ...]:
-        """Column whose workers run each virtual stage."""
+        """Column of each virtual stage, by stage."""
         return tuple(stage.column for stage in self.grid.stages)
 
     @cached_property
     def reduction_root(self) -> tuple[int, ...]:
-        """First of the columns with which a column reduces gradients, because they hold copies of its stages, by
-        column.
+        """First of the columns that hold copies of the same stages, and so reduce their gradients together, by column.
 
         It is the column itself unless pipelines are bidirectional.
         """
@@ -317,8 +315,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_unequal_time(self) -> bool:
-        """True if live workers of a stage that may share micro-batches would otherwise take different times for their
-        own."""
+        """True if live holders of a stage, which may share all micro-batches, would take different times if each ran
+        only its own."""
         return self.sharing and not self.assigned and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
 
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
@@ -340,7 +338,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Worker(pipeline, self.column_of[stage])
 
     def op_ticks(self, kind: OpKind, slice_: int, worker: Worker) -> int:
-        """Return the ticks of F, I, W, B or A of a slice, by its number, on a worker."""
+        """Return the ticks that op `kind` (F, I, W, B or A) of slice number `slice_` takes on a worker."""
         if kind is OpKind.A or not self.has_slow_workers:
             return self.usual_ticks(kind, slice_)
         if kind is OpKind.B:
@@ -348,7 +346,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return -(-self.usual_ticks(kind, slice_) * self.workers[worker].per_mille // 1000)
 
     def usual_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks of F, I, W, B or A of a slice, by its number, on a worker of the usual speed."""
+        """Return the ticks that op `kind` (F, I, W, B or A) of slice number `slice_` takes on a worker of the usual
+        speed."""
         return self._ticks_by_op[kind, slice_]
 
     @cached_property
@@ -358,7 +357,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_by_slice))}
 
     def fastest_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks of an op of a slice, by its number, on the fastest live worker that holds the slice."""
+        """Return the ticks that op `kind` of slice number `slice_` takes on the fastest live worker that holds the
+        slice."""
         holders = self.holders_by_slice[slice_]
         return min(self.op_ticks(kind, slice_, worker)
                    for worker in (holders if self.has_slow_workers else holders[:1]))
@@ -372,8 +372,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope (freedom of the schedules that are covered) for which lower bounds of this problem, with layers in
-        place, are proven."""
+        """Set of schedules (`Scope`) for which lower bounds of this problem, with layers in place, are proven."""
         return Scope.OWN if not self.sharing else Scope.PLACE if self.can_cut_stages else Scope.STAGES
 
     @property
@@ -382,8 +381,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(count != 1 for count in self.parts)
 
     def count_parts(self, stage: int) -> int:
-        """Return the number of equal layers into which a micro-batch may be cut at a stage: 1 if none is cut, 0 if its
-        layers differ."""
+        """Return the number of slices into which a micro-batch may cut a stage: that of its layers if they are equal,
+        otherwise 0; 1 if no stage may be cut."""
         return self.parts[stage] if self.parts else 1
 
     @cached_property
@@ -431,11 +430,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.groups.has_shared_reductions and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
     def ticks_after_group(self, worker: Worker) -> int:
-        """Return the ticks from the end of a worker's group (the workers that hold the same layers) to that of its
-        window.
+        """Return the ticks from the tick at which a worker's group (the workers that hold the same layers) is finished
+        to the end of the worker's busy window.
 
-        These are the ticks of the optimizer step. If groups share no reductions, the group ends with its compute ops,
-        and the ticks of its reductions are added.
+        A group is finished after its last reduction, and the optimizer step follows. If groups share no reductions, it
+        counts as finished after its compute ops, and the ticks of its reductions are added.
         """
         return self.optimizer_ticks(worker) + (0 if self.groups.has_shared_reductions
                                                else self._reduction_ticks_by_group[self.group_number(worker)])

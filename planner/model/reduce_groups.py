@@ -65,8 +65,8 @@ def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) ->
 
 
 def make_reduce_groups(grid: Grid, holds: Iterable[Held]) -> ReduceGroups:
-    """Return the groups of workers that hold the same layers, given the layers of each worker, and the ranges of layers
-    that the same groups hold, which are reduced together.
+    """Return the groups of workers that hold the same layers, and the ranges of layers that the same groups hold and
+    reduce together; `holds` has the layers of each worker.
 
     If all workers hold whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
     """

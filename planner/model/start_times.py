@@ -32,7 +32,7 @@ def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints,
 def compute_group_ends(*pieces: Solution) -> Ints:
     """Return the tick at which the last compute op of each group (workers that hold the same layers) ends.
 
-    The solutions of all subproblems must be on one clock. If reductions may lie between compute ops
+    The solutions of all subproblems, `pieces`, must be on one clock. If reductions may lie between compute ops
     (`Problem.can_reduce_early`), return the start of each group's last reduction instead.
     """
     ends_by_piece = []
@@ -50,9 +50,9 @@ def compute_group_ends(*pieces: Solution) -> Ints:
 def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
     """Return the start tick of each reduction, or NEVER if no subproblem has a W of its layers.
 
-    All solutions must be on one clock. The problem must be one in which reductions may lie between compute ops
-    (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its layers at which no worker
-    that takes part runs an op.
+    The solutions of all subproblems, `pieces`, must be on one clock. The problem must be one in which reductions may
+    lie between compute ops (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its
+    layers at which no worker that takes part runs an op.
     """
     begins: Ints = np.max([_last_awaited_ends(one) for one in pieces], axis=0)
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
@@ -75,15 +75,16 @@ def _last_awaited_ends(solution: Solution) -> Ints:
 
 
 def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
-    """Return, for each group (workers that hold the same layers), the start tick of its last reduction."""
+    """Return, for each group (workers that hold the same layers), the start tick of its last reduction, given those of
+    all reductions, `begins`."""
     between = arrays.reductions.between
     latest: Ints = np.where(between >= 0, np.append(begins, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
-    """Return the last of the ticks in `last`, given by worker, of each group's workers; NEVER for a group without
-    workers."""
+    """Return, for each group (workers that hold the same layers), the largest of its workers' ticks in `last`, one for
+    each live worker; NEVER for a group without workers."""
     ends = np.full(len(arrays.problem.groups.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends

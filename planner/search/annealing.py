@@ -115,10 +115,11 @@ def _make_state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
 
 
 def _tail_ticks(arrays: ProblemArrays) -> Ints:
-    """Return, for each worker, the ticks from the end of its group's compute ops to the end of its busy window.
+    """Return, for each worker, the ticks from the tick at which its group is finished to the end of its busy window.
 
-    A group is the workers that hold the same layers. With a synchronous optimizer, all windows end with the job: no
-    step starts before the last compute op.
+    A group is the workers that hold the same layers. It is finished after its last reduction, but counts as finished
+    after its compute ops if groups share no reductions. With a synchronous optimizer, all windows then end with the
+    iteration: no step starts before the last compute op.
     """
     problem = arrays.problem
     if problem.optimizer == "staggered" or problem.groups.has_shared_reductions:
@@ -172,7 +173,8 @@ OPERATOR_NAMES = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: 
 
 
 class AnnealingChain:
-    """Run of annealing that shortens one plan of a subproblem. Its steps depend on seed and number, not on the clock.
+    """Run of annealing that shortens one plan of a subproblem. Its result depends on the seed and the number of steps,
+    not on the clock.
 
     Workers that hold the same layers form a group, whose deadline is the tick by which all of its compute ops must end.
     The deadlines start as those of the plan, and annealing shifts them until `fix_deadlines` fixes some.
@@ -205,8 +207,8 @@ class AnnealingChain:
         """Set the tick by which the workers of each group (which hold the same layers) must end compute, from the given
         plan.
 
-        With a synchronous optimizer, it is as late as the end of the job, at tick 0, and the order of the reductions
-        allow.
+        With a synchronous optimizer, it is as late as the end of the iteration, at tick 0, and the order of the
+        reductions allow.
         """
         chain = self._chain
         if self._problem.can_reduce_early:
@@ -324,7 +326,8 @@ class AnnealingChain:
         self.run_steps(self.round_steps)
 
     def run_steps(self, steps: int) -> None:
-        """Run at most this many annealing steps, fewer if the cooling cycle ends before."""
+        """Run at most this many annealing steps, fewer if the cooling cycle ends or the period reaches the goal
+        before."""
         end = min(self._step + steps, self._cycle.steps)
         while self._step < end and self.period > self._goal:
             reached = anneal(self._chain, self._cycle, self._step, end)

@@ -159,8 +159,8 @@ class Constraints:
                                            activation_room(problem, worker))
 
     def _make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
-        """Return pairs of an interval and the memory units that a unit takes on a host in it, present if the host is
-        chosen."""
+        """Return pairs (interval, memory units that a unit takes on a host during it); the intervals are present if the
+        host is chosen."""
         problem, variables = self._problem, self._variables
         times = [(variables.start if kind in CHANGING_AT_START else variables.end)[kind, *unit]
                  for kind in problem.op_kinds]

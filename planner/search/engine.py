@@ -44,7 +44,8 @@ MIN_SHARE_LEFT = 0.1
 
 def find_best_candidate(given: Problem | CandidateSource, method: Method, budget: Budget,
                         params: SearchParams = DEFAULTS) -> Incumbent:
-    """Search for the best plan within the budget, for one problem or over all candidates (layouts) of a source.
+    """Search by `method`, within the budget, for the best plan of one problem or over all candidates (layouts) of a
+    source.
 
     Return the candidate with it. Raises NoPlanError if no candidate has room for the micro-batches in flight.
     """
@@ -109,8 +110,8 @@ class _Engine:
         """Return the reason why the search has ended with the candidate `best`: the bound, an interrupt, the limit, or
         that nothing better was found for long (`STALE`).
 
-        A search by list schedules alone counts as ended by the limit if little time is left (`MIN_SHARE_LEFT`), one
-        with annealing also if any candidate may still improve.
+        A search by list schedules alone counts as ended by the limit if little time is left (`MIN_SHARE_LEFT`); one
+        with annealing, if no time is left or any candidate may still improve.
         """
         needs = MIN_SHARE_LEFT * (budget.deadline - self._began) if self._greedy else 0.0
         goes_on = not self._greedy and self._rank_promising()

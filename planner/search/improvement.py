@@ -143,8 +143,8 @@ MIN_CYCLES = 3
 
 
 def describe_gap(known: Incumbent, clock: Clock, seconds: float) -> str:
-    """Return words that explain why a candidate's period is above the proven bound: how long a better plan was
-    searched, and what the bound counts. The search took `seconds` on its clock."""
+    """Return words that explain why a candidate's period is above the proven bound: whether a longer search may find a
+    better plan, and what the bound counts. The search took `seconds` on its clock."""
     bound = f"the bound counts {known.bound.counts}"
     if not known.orders:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"

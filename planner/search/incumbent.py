@@ -83,8 +83,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.period > self.bound.ticks
 
     def target_period(self, index: int) -> int:
-        """Return the period, in ticks, below which a shorter plan of the subproblem at `index` does not shorten the
-        whole.
+        """Return a period, in ticks, that is short enough for the subproblem at `index`: a shorter one would not
+        shorten the whole.
 
         It is the bound, or the longest period of another subproblem.
         """
@@ -126,7 +126,7 @@ class SolvedPiece(msgspec.Struct, frozen=True, eq=False):
 
 
 def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incumbent:
-    """Return a copy of the candidate in which shorter solutions of earlier searches replace those of equal
+    """Return a copy of the candidate in which shorter solutions of earlier searches, `solved`, replace those of equal
     subproblems."""
     for index, piece in enumerate(known.pieces):
         for earlier in solved:

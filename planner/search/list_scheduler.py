@@ -71,7 +71,8 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
 
 
 def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
-    """Distribute each stage's micro-batches over its live workers to minimise the longest load.
+    """Distribute each stage's micro-batches over its live workers to minimise the longest load; return the worker of
+    each unit.
 
     A worker keeps its own micro-batches up to the number that balances the loads. The others, evenly spaced over the
     iteration, go to workers that should run more than their own, first to pipelines that run the fewest micro-batches
@@ -119,13 +120,14 @@ def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int
 
 
 def _assign_round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Unit, Worker]:
-    """Assign units to one peer after the other, regardless of their load: ReCycle's rule (SOSP 2024)."""
+    """Assign units to the peers in `live` in turn, regardless of load, and return the worker of each: ReCycle's rule
+    (SOSP 2024)."""
     return {unit: live[index % len(live)] for index, unit in enumerate(units)}
 
 
 def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
     """Assign each re-routed unit to the peer whose pipeline runs the fewest such units at all stages, if that peer has
-    time.
+    time; return the worker of each unit.
 
     Pipelines with dead workers come last: their micro-batches wait for peers, so their workers should have time to
     spare. A peer has time for more than its share if another stage sets the bound. The stages with the least spare time
@@ -163,7 +165,7 @@ def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
 
 def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
     """Assign each re-routed unit of a stage to the peer that would finish first or, of several, to the one whose
-    pipeline has the fewest dead workers.
+    pipeline has the fewest dead workers; return the worker of each unit.
 
     `lost` has the number of dead workers of each pipeline.
     """

@@ -224,7 +224,8 @@ class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None, executor: Executor | None = None) -> BuiltTable:
-    """Plan all entries of a table and write it to a folder. For the arguments see `build_share`."""
+    """Plan all entries of a table, write it to a folder, and return it with its cost. For the arguments see
+    `build_share`."""
     built = build_share(job, job_text, folder, options, WHOLE_TABLE, max_failures=max_failures, exact=exact,
                         by_node=by_node,
                         settled=settled, jobs=jobs, progress=progress, executor=executor)
@@ -236,16 +237,18 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None,
                 executor: Executor | None = None) -> BuiltTable | UnfinishedTable:
-    """Plan the missing entries of one process's share, and write the table if all other entries are finished.
+    """Plan the missing entries of one process's share, and write the table if all other entries are finished. Return
+    the table, or its progress if it is not finished.
 
     The table stores a copy of the job file `job_text`, and has entries for up to `max_failures` failures: by number,
-    with `exact` also by pattern, with `by_node` for lost nodes, and with `settled` such with layers moved. Entries are
-    planned by `jobs` processes, or by an executor.
+    with `exact` also by pattern, with `by_node` for lost nodes, and with `settled` further ones with layers moved.
+    Entries are planned by `jobs` processes, or by an executor.
 
-    Entries that run at once leave all layers where they are, and cut micro-batches within a stage if that is faster.
-    After an interruption, finished entries are stored, and the next call continues from there. Raises NoPlanError if
-    the job has no plan even without failures, JobError if it is too large for the time limit, TableError if the folder
-    holds something else or is damaged, OSError if it cannot be written, PoolError if a process dies.
+    The entries without `settled`, which a run uses right after a failure, leave all layers in place, and cut
+    micro-batches within a stage if that is faster. After an interruption, finished entries are stored, and the next
+    call continues from there. Raises NoPlanError if the job has no plan even without failures, JobError if it is too
+    large for the time limit, TableError if the folder holds something else or is damaged, OSError if it cannot be
+    written, PoolError if a process dies.
     """
     began = time.monotonic()
     basis = basis_of(job, options)
@@ -337,11 +340,11 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
     First come those for each number of failures, then for each number with each slow worker among the failures, for
     patterns (which columns of a pipeline failed) by number of failures, and for the loss of nodes, if not among these.
     Without `exact`, the only patterns are those of one failure, if they are few. Last, with `settled`, come entries
-    with layers moved for all others with failures, except for these patterns.
+    with layers moved, one for each entry with failures except these one-failure patterns.
 
-    By node, there is also an entry for each number of workers that one or two nodes have: in it, roles have moved to
-    where their loss costs least. Raises TableError for more failures than workers, for too many patterns or slow
-    workers, or if the job does not state its nodes.
+    With `by_node`, there is also an entry for each number of workers that one or two nodes have: in it, roles have
+    moved to where their loss costs least. Raises TableError for more failures than workers, for too many patterns or
+    slow workers, or if the job does not state its nodes.
     """
     workers = job.pipelines * job.stages
     if max_failures > workers:

@@ -152,8 +152,8 @@ def make_no_plan_part(basis: Basis, key: str, failed: tuple[Worker, ...], reason
                       failures: int) -> FinishedPart:
     """Return the finished entry of a table for failures for which no plan can exist, with the reason.
 
-    The `basis` is the job and options of the table; `failed` is empty if the entry is for any workers, `failures` of
-    them.
+    The `basis` is the job and options of the table, `failures` the number of failed workers; `failed` is empty if they
+    may be any workers.
     """
     entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
                        method=basis.method, seats=())
@@ -245,7 +245,8 @@ class TableFolder:
         """Write the table with the entries of these keys, in this order, and return its index.
 
         All are finished, and the first one is fault-free. By key, `nodes` has the sets of nodes whose loss an entry is
-        for. The index is written last: until then the folder holds no table for a reader. Raises OSError or TableError.
+        for; the other arguments are the same as those of `planner.tables.build.build_share`. The index is written last:
+        until then the folder holds no table for a reader. Raises OSError or TableError.
         """
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}

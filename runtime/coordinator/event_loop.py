@@ -415,7 +415,7 @@ class EventLoop:
 
 def _has_waiting_workers(state: RunState) -> bool:
     """Return whether workers wait for an order, or all layers for the next one have been fetched. Garbage collection is
-    off then: it takes a third of the CPU time of a death among 4,096 workers."""
+    off then: it would take a third of the CPU time of handling a death among 4,096 workers."""
     return not isinstance(state.phase, TrainingPhase) or state.phase.ended or state.joins.completed_fetch is not None
 
 

@@ -84,8 +84,8 @@ def has_gradient(of: Tensor | TensorForm) -> bool:
 
 
 def gradient_form(form: Form) -> Form:
-    """Return the shapes and dtypes of a value's gradient: for a tuple, a plain tuple with its floating-point
-    tensors."""
+    """Return the shapes and dtypes of the gradient of a value with this form; for a tuple, those of a plain tuple of
+    its floating-point and complex tensors."""
     return form if isinstance(form, TensorForm) else TupleForm(tuple(filter(has_gradient, form.tensors)))
 
 

@@ -18,7 +18,7 @@ def is_reference(name: str) -> bool:
 
 
 def search_working_directory() -> Path:
-    """Append the working directory to Python's module search path, and return it."""
+    """Append the working directory to Python's module search path unless it is there, and return the directory."""
     here = Path.cwd()
     if str(here) not in sys.path:
         sys.path.append(str(here))

@@ -46,8 +46,7 @@ class HoldProcesses(msgspec.Struct, frozen=True, tag=True):
 
 
 class CleanUp(msgspec.Struct, frozen=True, tag=True):
-    """Request to remove a file or folder if the server ends without a request to do so: its launcher has been
-    killed."""
+    """Request to remove a file or folder when the server ends without `EndServer`, as after its launcher was killed."""
 
     target: str
     """`module:function`, called with the path. The function checks that no other process uses the path."""

@@ -35,7 +35,8 @@ class NodeFailure(msgspec.Struct, frozen=True):
 
 
 class NodeProcesses:
-    """Worker processes of this node. Each uses the next GPU, beginning with `first_card`.
+    """Worker processes of this node. Each uses the next of the machine's `cards` GPUs, beginning with number
+    `first_card`.
 
     If a worker has several processes, they live and die together. When one ends, the others are killed, and the worker
     has ended when all of them have.
@@ -56,8 +57,8 @@ class NodeProcesses:
 
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
-        """Start this node's workers, keep them running within the context, and kill all that are left at its end.
-        Raises RunError.
+        """Start this node's workers, keep them running within the context, and kill all that are left at its end,
+        except after CoordinatorFailedError: another coordinator continues with them. Raises RunError.
 
         With `restarted`, the run has continued without these workers. With `found`, the workers of a continuing run are
         alive already, and none is started.
@@ -134,7 +135,7 @@ class ProcessManager:
     failures
         Failures of nodes to inject: their workers are killed when an iteration begins.
     faults_per_hour
-        Number of times in an hour that a worker which crashes is started again. 0: start only those of `returns`.
+        Largest number of times in an hour that a crashed worker is started again. 0: start only those of `returns`.
     crashes
         Crashes under a previous node 0, which count, too.
     keep

@@ -38,8 +38,8 @@ CrashTimes = tuple[tuple[Worker, tuple[float, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class FaultHistory:
-    """Times of all workers' faults (crashes) in the last hour, by `time.monotonic`. After each of up to `limit` faults
-    in an hour, a worker is started again, after a pause; with 0, never."""
+    """Times of all workers' faults (crashes) in the last hour, by `time.monotonic`. Each worker is started again, after
+    a pause, after up to `limit` faults of its own in an hour; with 0, never."""
 
     limit: int
     of: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)
@@ -58,8 +58,9 @@ class FaultHistory:
 
     def with_fault(self, worker: Worker, mates: Collection[Worker], now: float) -> tuple["FaultHistory",
                                                                                          RestartDecision]:
-        """Return the history with one more fault of `worker` at time `now`, and the decision when to start the worker
-        again. All workers of its node are in `mates`: if a node has too many faults, its workers stay out."""
+        """Return the history with one more fault of `worker` at time `now` (of `time.monotonic`), and the decision when
+        to start the worker again. All workers of its node are in `mates`: if a node has too many faults, its workers
+        stay out."""
         since = now - HOUR_SECONDS
         own_faults = (*(at for at in self.of.get(worker, ()) if at > since), now)
         after = FaultHistory(self.limit, {**self.of, worker: own_faults})

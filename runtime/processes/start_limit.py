@@ -12,12 +12,13 @@ WINDOW_SECONDS = 60.0
 
 
 class StartLimitError(RuntimeError):
-    """Error for a request of node 0 to start more processes than this node allows. The message is one line."""
+    """Error for a request of node 0 to start a worker too often, or one that is not of this node. The message is one
+    line."""
 
 
 class StartLimit:
-    """Limit on the starts of each worker of this node: `MAX_STARTS` in `WINDOW_SECONDS`. A worker has one process at a
-    time."""
+    """Limit on the starts of each worker of this node: `MAX_STARTS` in `WINDOW_SECONDS`. A worker that is alive is not
+    started a second time."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._workers = frozenset(workers)

@@ -126,12 +126,12 @@ class ChallengeAnswer:
 
 def authenticate_connection(connection: socket.socket, secret: Secret, purpose: Purpose,
                             first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
-    """Perform the connecting end's part of a handshake on a blocking socket, and return the keys. The `purpose` must be
-    that of the other end.
+    """Perform the connecting end's part of a handshake on a blocking socket, and return the connection's keys. The
+    `purpose` must be that of the other end.
 
     The function `first` is called with the generator of authentication tags for sending, and returns the bytes of the
-    first message with its tag. Raises AuthenticationError, and OSError if the other end is gone or takes longer than
-    the larger of `HELLO_SECONDS` and `patience_seconds`.
+    first message with its tag, which are sent, too. Raises AuthenticationError, and OSError if the other end is gone or
+    takes longer than the larger of `HELLO_SECONDS` and `patience_seconds`.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
     answer = ChallengeAnswer(secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline))
@@ -173,8 +173,8 @@ def _read_secret_file(path: Path) -> bytes:
 
 
 def _validate_secret(text: bytes, source: str) -> Secret:
-    """Return the secret of a run: the SHA-256 of a user's `text`, without the whitespace around it, which is lost too
-    easily. Raises SecretError if the size of the text is wrong; the error names its `source`."""
+    """Return the secret of a run: the SHA-256 of a user's `text` without surrounding whitespace, which is easily lost.
+    Raises SecretError if the size of the text is wrong; the error names its `source`."""
     text = text.strip()
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
         raise SecretError(f"{source}: a secret of {len(text)} bytes; expected {MIN_SECRET_BYTES} to "

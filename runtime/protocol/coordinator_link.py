@@ -74,12 +74,12 @@ class CoordinatorLink(Generic[M, S]):
         return self._channel.read()
 
     def follow_new_coordinator(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:
-        """Try once to connect to a new coordinator, send it `hello`, and follow it.
+        """Try once to connect to a new coordinator, send it `hello`, and use its connection from then on.
 
-        Before this process follows it, `prepare` is called with the coordinator's answer; the result is returned. An
-        answer of type `end` is returned itself: the new coordinator continues without this process. Raises
-        RendezvousError if no coordinator answers, or only one whose epoch is not higher than that of the last one.
-        Exceptions of `prepare` are passed on.
+        Before that, `prepare` is called with the coordinator's answer, and its result is returned. If the answer is of
+        type `end`, the new coordinator continues without this process: the answer itself is returned, and its
+        connection is not used. Raises RendezvousError if no coordinator answers, or only one whose epoch is not higher
+        than that of the last one. Exceptions of `prepare` are passed on.
         """
         channel = self._connect(hello, 0.0)
         try:

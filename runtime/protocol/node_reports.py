@@ -50,7 +50,8 @@ class ReportGatherer:
         return self._socket.fileno()
 
     def forget_unanswered(self) -> None:
-        """Stop waiting for the answer of a coordinator that is gone, as nothing has been sent to the new one yet."""
+        """Stop waiting for a lost coordinator to answer reports, so that the next reports are sent to the new
+        coordinator at once."""
         self._asked = False
 
     def collect_reports(self) -> list[GatheredReports]:

@@ -197,8 +197,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):
-    """Report that a worker has received the layers of a fetch, and follows their sources step by step. When all have,
-    the coordinator chooses the iteration before which the members stop (`Acknowledged`)."""
+    """Report that a worker has received the layers of a fetch, and repeats each step of their senders. When all targets
+    of the fetch have sent it, the coordinator chooses the iteration before which the members stop (`Acknowledged`)."""
 
     worker: Worker
     fetch: int

@@ -37,7 +37,7 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `JoinNode` by which the agent must ask again later: a node of this number is connected, or its loss has
+    """Answer to `JoinNode` that makes the agent ask again later: a node of this number is connected, or its loss has
     not been noticed."""
 
 
@@ -69,7 +69,7 @@ class ReportsAcknowledged(msgspec.Struct, frozen=True, tag=True):
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """Message that the run is over, or continues without this node: the agent ends its workers, closes the connection,
-    and ends with this result."""
+    and ends with this result. If `anew` is set, the agent then joins again."""
 
     error: str | None
     """Error that ended the run. None: all iterations are done."""

@@ -130,7 +130,8 @@ class Exchange:
         self._free_sent([leaving for leaving in self._sent if leaving.taken_at[0] < self._round], wait=True)
 
     def flush(self) -> None:
-        """Wait until all sent tensors are transferred, at the end of the run. Raises CommunicationError."""
+        """Wait until all sent tensors are transferred, when no iteration follows in this generation or evaluation.
+        Raises CommunicationError."""
         self._free_sent([*self._sent], wait=True)
 
     def free_microbatches(self) -> None:
@@ -139,10 +140,10 @@ class Exchange:
             tensors.clear()
 
     def _free_arrived(self, number: int) -> None:
-        """Free the sent tensors that must have arrived at a worker, because transfer number `number`, which it has sent
-        since, has arrived here.
+        """Free the tensors that this worker has sent to the sender of transfer number `number`, and that the sender
+        must have received, because this transfer has arrived here.
 
-        The worker took those tensors before it computed what it sent. Transfers are numbered over all runs of the
+        The sender took those tensors before it computed what it sent. Transfers are numbered over all runs of the
         schedule.
         """
         rounds, place = divmod(number, len(self._crossings))

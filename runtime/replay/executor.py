@@ -129,8 +129,8 @@ class Executor:
         return True
 
     def regather_parameters(self) -> None:
-        """Gather the parameters again after a wrongly guessed step was corrected, reach a commit point, and then count
-        as valid again what this worker computes (`StepController.leave_void_state`).
+        """Gather the parameters again after a wrongly guessed step was corrected, reach a commit point, and then treat
+        this worker's results as valid again (`StepController.leave_void_state`).
 
         All members call this at the same point of the iteration. Only after a commit point are gathered parameters
         known to be right. Raises CommunicationError.
@@ -279,8 +279,8 @@ def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
 
 
 def _mark_gathered(holding: HeldLayers, steps: StepController, iteration: int) -> None:
-    """Mark the gathered parameters as those after `iteration`, unless its optimizer step, now validated, was guessed
-    wrong."""
+    """Mark the gathered parameters as those after `iteration`, unless the validation of its optimizer step has shown
+    that the step was guessed wrong."""
     if steps.state is StepState.FINAL:
         holding.mark_gathered(iteration)
 

@@ -25,7 +25,7 @@ class GenerationEndedError(CommunicationError):
 
 
 class GroupSpec(NamedTuple):
-    """A process group that a session needs."""
+    """Specification of a process group that a generation needs: name, member processes, own rank and backend."""
 
     name: str
     """Name of the group, equal at all members and unique in a generation."""
@@ -49,7 +49,8 @@ class GroupSpec(NamedTuple):
 
 
 class _CachedGroup(NamedTuple):
-    """A process group that has been created, with its specification, order and keys."""
+    """A process group that has been created, with its specification, the order that it was created for, and its
+    key-value store."""
 
     spec: GroupSpec
     order: int
@@ -158,7 +159,7 @@ class GenerationGroups:
                      if (lost := held.spec.backend.failure_reason(held.group)) is not None), None)
 
     def is_quiescent(self) -> bool:
-        """Return whether no operation of these groups can still write to a tensor."""
+        """Return whether no operation of the generation's groups can still write to a tensor."""
         held = (*self._groups.values(), *self._aborted_groups)
         return all(backend.is_quiescent([entry.group for entry in held if entry.spec.backend is backend])
                    for backend in self.links.backends)
@@ -181,12 +182,13 @@ class GenerationGroups:
         _close_in_background(lost)
 
     def _find_reusable(self, wanted: Mapping[str, GroupSpec], idle: Mapping[str, _CachedGroup]) -> list[str]:
-        """Return the names of the groups that all members still have, with equal numbers of started operations.
+        """Return the names of the `wanted` groups that all their members still have, with equal numbers of started
+        operations. Both arguments have groups by name; `idle` has those that this process has kept.
 
         Each process publishes the groups that it could reuse. A send ends on the device once its data is in the buffers
         on the way, even if it is not received. Its receiver would then take it for data of the next generation; but in
-        this case the receiver has started fewer operations. Groups over gloo are not reused, because receives of an
-        iteration that never came may be posted in them.
+        this case the receiver has started fewer operations. Groups over gloo are not reused, because receives may be
+        pending in them whose tensors were never sent.
         """
         if not self.links.backend.ordered:
             return []

@@ -37,7 +37,7 @@ def delete_old_orders(store: TCPStore, before: int) -> None:
 
 
 class GroupStore(Store):
-    """The keys of one group, each of which is set once.
+    """Key-value store of one process group, within another store. Each key, unless it is a counter, is set once.
 
     Parameters
     ----------
@@ -83,8 +83,8 @@ class GroupStore(Store):
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until keys have values, and fetch these. Raises any error of `require`, and DistStoreError after
-        `timeout`. If `timeout` is None, the limit is `wait_for`."""
+        """Wait until all `keys` have values, and keep the values for `get`. Raises any error of `require`, and
+        DistStoreError after `timeout`. If `timeout` is None, the limit is `wait_for`."""
         missing = sorted({other for key in keys for other in self._keys_of_all_ranks(key)} - self._values.keys())
         if not missing:
             return

@@ -127,7 +127,8 @@ class Communicator:
             threading.Thread(target=self._abort_group, daemon=True, name="aborting").start()
 
     def _connect_and_probe(self, directed: bool) -> None:
-        """Connect, and run one operation, so that NCCL creates now what it otherwise creates in a later first call."""
+        """Connect, and run one operation, so that NCCL creates now what it would otherwise create in the first
+        operation."""
         device = self._nccl.device
         try:
             with get_stream_rotation(device).reserve_stream(self) if device.type == "cuda" \

@@ -77,8 +77,8 @@ class PartExchange:
                            copies: Mapping[Span, Tensor]) -> None:
         """Give each owner of a part the sums of the part's gradients, and start to copy these to its buddy.
 
-        This worker is the member with index `place`. Two collectives are used, because point-to-point transfers in one
-        group would wait for each other if buddies form a circle.
+        This worker is the member with index `place`; `copies` is as in `reduce_gradients`. Two collectives are used,
+        because point-to-point transfers in one group would wait for each other if buddies form a circle.
         """
         length, count = cut.spans[0][1], len(cut.members)
         total = torch.empty_like(gradients[:length])

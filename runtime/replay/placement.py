@@ -101,8 +101,8 @@ class Placement:
                                                                                             Sequence[Worker]]:
         """Return, for each sum of gradients that a worker takes part in, all workers that take part.
 
-        Keys are ranges of layers (`reductions_of`), and, for each parameter that layers share, its `LAYER.NAME` in the
-        first of them.
+        Keys are ranges of layers (`reductions_of`), and, for each parameter that layers share according to `sharing`,
+        its `LAYER.NAME` in the first of them.
         """
         sharers_of: dict[GradientKey, Sequence[Worker]] = {}
         for layers, workers in self.reductions_of(schedule, worker).items():

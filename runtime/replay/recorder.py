@@ -17,7 +17,7 @@ Stamp = float | torch.cuda.Event
 
 
 class OpTime(msgspec.Struct, frozen=True, array_like=True):
-    """Median duration of the ops of one kind on one slice in an iteration."""
+    """Median seconds that the ops of one kind on one slice took in an iteration."""
 
     kind: OpKind
     slice: int
@@ -96,7 +96,8 @@ class Recorder:
                                 self._shared_seconds(end)) for op, start, end in self._ops if self._traced)
 
     def op_times(self) -> tuple[OpTime, ...]:
-        """Return the median duration of the ops of each kind (F, B, I, W) on each slice. Call `window_seconds` before.
+        """Return the median seconds of the ops of each kind (F, B, I, W) on each slice in this iteration. Call
+        `window_seconds` before.
 
         If `costs` (the function for the relative durations of ops by their samples) is set, durations are first divided
         by its results.

@@ -316,8 +316,8 @@ class GenerationSession:
 
         All members must call this at the same time.
 
-        The first member has a group with each other one, used for nothing else, and answers one member after the other.
-        The offset is that of the fastest of a few round trips, as in NTP.
+        The first member shares one group with each other member, used for nothing else, and answers one member after
+        the other. The offset is that of the fastest of a few round trips, as in NTP.
         """
         members, place = self._all_processes()
         specs = [GroupSpec(f"clock of {members[other]}", (members[0], members[other]), min(place, 1),
@@ -369,9 +369,10 @@ class GenerationSession:
         return pair if self.ordered else tuple(sorted(pair))
 
     def _describe_group(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
-        """Return name, members and own rank of the group of one process of each worker: those with this process's rank.
+        """Return the name of a group of processes, one of each worker in `workers`, the names of these processes, and
+        the index of this process among them. The processes are those of this process's rank.
 
-        The name is made of the members' names, joined by `word`.
+        The group's name is made of the processes' names, joined by `word`.
         """
         members = tuple(self._membership.peer_process(worker) for worker in workers)
         return f" {word} ".join(members), members, workers.index(self.worker)

@@ -19,7 +19,7 @@ another."""
 
 
 def find_open_sockets() -> Sockets:
-    """Return all sockets of this process."""
+    """Return all open sockets of this process, found in /proc; none on systems without it."""
     sockets = set()
     with contextlib.suppress(OSError):
         for path in _DESCRIPTORS.iterdir():
@@ -30,7 +30,8 @@ def find_open_sockets() -> Sockets:
 
 
 def identify_sockets(sockets: Iterable[socket.socket]) -> Sockets:
-    """Return descriptor and identity of each of these sockets that is open."""
+    """Return, for each of these sockets that is open, its descriptor and its identity: the system's name of the socket,
+    such as "socket:[1234]"."""
     return frozenset((one.fileno(), _read_identity(one.fileno())) for one in sockets if one.fileno() >= 0)
 
 

@@ -10,8 +10,8 @@ Transport = Literal["gloo", "nccl"]
 
 
 def choose_transport(wanted: str, device: str, processes: int, cards: int, *, shared: bool) -> Transport:
-    """Return "nccl" if the `device` is "cuda", and the worker `processes` of a machine have a GPU each of its number of
-    `cards`, or may share GPUs (`shared`); else "gloo".
+    """Return "nccl" if the `device` is "cuda", and either each of a machine's `processes` can have one of its `cards`
+    GPUs for itself, or processes may share GPUs (`shared`); else "gloo".
 
     The configured backend `wanted`, if not "auto", prevails. Raises ConfigError if it is "nccl" and that cannot work:
     by itself, NCCL refuses two processes on one GPU.

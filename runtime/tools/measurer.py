@@ -168,7 +168,7 @@ class _Measurer:
 
     def _measure_stages(self) -> tuple[dict[int, StageProfile], float]:
         """Return the profiles of the stages that this worker measures, by stage, and the fraction of time in which this
-        process waited for others."""
+        process waited for others: 0 on a GPU, and for a worker of several processes."""
         task = self._task
         self._benches = benches = {index: self._build_bench(index, task.config) for index in task.measured_stages}
         # Torch's modes do not see what compiled layers keep, which is at most as much as without compilation.
@@ -250,8 +250,9 @@ class _Measurer:
         """Measure collectives and transfers between the workers `everyone`, together with all other processes.
 
         Returns three results: the seconds of each stage's all-reduce, the seconds to gather each stage's parameters (0
-        unless the optimizer's state is sharded), and the seconds to transfer the largest activation. All ranks of a
-        worker measure at the same time, each with the ranks of its own index.
+        unless the optimizer's state is sharded), and the seconds to transfer the largest activation from one worker to
+        another (0 except on the first two workers). All ranks of a worker measure at the same time, each with the ranks
+        of its own index.
         """
         task = self._task
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
@@ -272,8 +273,8 @@ class _Measurer:
         return all_reduce, gather, transfer
 
     def _measure_network(self, session: GenerationSession, everyone: Sequence[Worker]) -> MeasuredNetwork:
-        """Return the latency and bandwidth between the first two workers, and the fraction of a reduction's time in
-        which simultaneous compute makes no progress."""
+        """Return the latency and bandwidth between the first two workers, valid only on these two, and the fraction of
+        a reduction's time in which simultaneous compute makes no progress."""
         task = self._task
         little, much = (self._measure_median(lambda: _time_round_trip(
             session, task.worker, everyone, TensorForm((size,), torch.uint8), self._device) / 2)  # noqa: B023

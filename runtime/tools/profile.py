@@ -120,8 +120,8 @@ def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -
 def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
     """Return the profile of each stage, made of the results of all measuring processes.
 
-    A stage is profiled by the first worker that measured it, but its all-reduce, and the gathering that `optimizer`
-    includes, by the worker numbered 0 in the measurement. Each value is the largest of any rank.
+    All-reduces, and the gathering of parameters, which `optimizer` includes, were measured by worker number 0; all else
+    is from the first worker that measured the stage. Each value is the largest of any of the worker's ranks.
     """
     profiles = []
     for stage in range(len(tasks[0].ranges)):

@@ -26,7 +26,7 @@ class SelfTestError(RuntimeError):
 
 
 class SelfTestResult(msgspec.Struct, frozen=True):
-    """Seconds to connect two processes, with the creation of their groups, and seconds of a transfer of 1 MiB."""
+    """Seconds to connect two processes, with the creation of their groups, and mean seconds to send 1 MiB one way."""
 
     meeting_seconds: float
     transfer_seconds: float

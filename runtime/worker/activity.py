@@ -11,7 +11,7 @@ WAITING_PREFIX = "waits"
 
 
 class Activity:
-    """Present activity of a generation, written by the thread that computes and read by the main thread."""
+    """Present activity of a worker in a generation, written by the thread that computes and read by the main thread."""
 
     def __init__(self) -> None:
         self._doing: tuple[str | tuple[int, int], float] = "begins an order", time.monotonic()

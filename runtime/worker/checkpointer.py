@@ -35,9 +35,9 @@ CopyLayers = Callable[[], Mapping[int, Mapping[str, Tensor]]]
 class Checkpointer:
     """Writer and reader of a worker's checkpoints.
 
-    It saves committed state every few iterations and at the end; one worker saves each layer. It reads the checkpoints
-    in the folder of the run, and the one that the run began from. A checkpoint that cannot be written does not end
-    training: the reason is reported to the coordinator, and the earlier checkpoints stay.
+    It saves committed state every few iterations and at the end; each layer is saved by one worker. It reads the
+    checkpoints in the folder of the run, and the one that the run began from. A checkpoint that cannot be written does
+    not end training: the reason is reported to the coordinator, and the earlier checkpoints stay.
     """
 
     def __init__(self, setup: WorkerSetup, settings: NodeSettings, layers: int, worker: Worker,
@@ -65,9 +65,9 @@ class Checkpointer:
         return self._every > 0 and iteration > self._first and iteration % self._every == 0
 
     def save(self, iteration: int, copied: CopyLayers, require: Callable[[], None] = lambda: None) -> None:
-        """Start to save the layers that `copied` returns, as they are before an iteration. Returns after earlier layers
-        have been written and these have been copied. `require` is called during the wait for the disk, and may end it
-        by raising."""
+        """Start to save the layers that `copied` returns, as they are before an iteration. Returns when the previous
+        save has been written and these layers have been copied. `require` is called during the wait for the disk, and
+        may end it by raising."""
         if self._every == 0:
             return
         began = time.monotonic()

@@ -111,11 +111,11 @@ class GenerationRunner:
 
     def abandon_if_stuck(self) -> None:
         """Abandon the thread of `run` if it is stuck in a process group after the order has ended, and report `Paused`
-        without it.
+        in its place.
 
-        See `runtime.replay.stuck_calls`. If the call ever returns, the thread ends. The order's tensors that it held
+        See `runtime.replay.stuck_calls`. If the call ever returns, the thread ends. The thread's tensors of this order
         are freed. The thread is not abandoned while the device may still write to tensors that this worker holds.
-        Raises StuckDeviceError if that does not end.
+        Raises StuckDeviceError if the device is still busy long after the abort.
         """
         assert self._ended_at is not None
         if self._thread is None:

@@ -24,7 +24,7 @@ class OrderStoppedError(Exception):
 
 
 class IterationReports:
-    """Reports of an order's iterations, and their acknowledgements."""
+    """Sender of a worker's iteration reports in one generation, which also waits for their acknowledgements."""
 
     def __init__(self, part: OrderContext) -> None:
         self._part = part
@@ -41,7 +41,7 @@ class IterationReports:
         self._acknowledged.put(message)
 
     def cancel_wait(self) -> None:
-        """End the wait for an acknowledgement: it would need the reports of other workers, which may be gone."""
+        """End the wait for an acknowledgement, which would need the reports of other workers: they may be gone."""
         self._acknowledged.put(None)
 
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
@@ -68,7 +68,8 @@ class IterationReports:
 
         A worker can step an iteration only after all others have sent something of it. So it then knows that their
         reports of the iteration before have arrived, even those of workers that have died since. Raises
-        OrderStoppedError if the order ends before the next iteration, and CommunicationError if no answer comes.
+        OrderStoppedError if all members stop before the next iteration, and CommunicationError if the generation has
+        ended or no answer comes.
         """
         if self._open is None:
             return

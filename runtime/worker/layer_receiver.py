@@ -103,7 +103,8 @@ class LayerReceiver:
     module
         Function that returns the module of a layer of which parts will come. Its values do not matter.
     follow
-        Function that returns a `ReceivedPart` for a part with optimizer state. This object repeats the sender's steps.
+        Function that returns a `ReceivedPart` for a part with optimizer state. The `ReceivedPart` repeats the sender's
+        steps.
     secret
         Secret of the run, which senders must know.
     """

@@ -132,7 +132,7 @@ def _read_parts(request: LayerRequest, iteration: int, layers: LayerStore, by: "
                 ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
     """Return all parts that a receiver has requested, as they are before an iteration's step.
 
-    Each part is read by `by(read, part)`, which calls `read(part)`, or returns a copy that it made before.
+    For each part, `by(read, part)` returns the result of `read(part)`, or an earlier copy of it.
     """
     return [(LayerPart(part, iteration), by(partial(layers.get_part_state, after=iteration - 1), part))
             for part in request.parts]

@@ -44,8 +44,8 @@ def move_layers(context: WorkerContext, order: Train | Finish, require: Callable
                 ) -> list[PartState]:
     """Send the parts that others lack for `order`, and return those that this worker lacks, while all workers wait.
 
-    Parts fetched during training under the number `fetch` are returned, too. The function `require` is called
-    meanwhile, and may raise. Raises CommunicationError.
+    Parts fetched during training under the number `fetch` (0: there are none) are returned, too. The function `require`
+    is called meanwhile, and may raise. Raises CommunicationError.
     """
     senders = find_layer_sources(context.worker, order.moves, order.addresses, context.rank)
     context.layer_receiver.start_fetch(FetchRequest(0, order.order, senders, follow=False))
@@ -56,7 +56,8 @@ def move_layers(context: WorkerContext, order: Train | Finish, require: Callable
 
 
 def _restore_layers(part: OrderContext, layers: tuple[int, ...]) -> None:
-    """Read layers from a checkpoint. A damaged checkpoint ends the order: the coordinator then chooses another one."""
+    """Read layers from a checkpoint. Raises CommunicationError if it is damaged; the coordinator then chooses another
+    checkpoint."""
     part.activity.set_activity("reads a checkpoint")
     iteration = part.order.first_iteration
     try:

@@ -26,8 +26,8 @@ from slipstream.runtime.worker.layer_transition import move_layers
 
 
 class OrderThreads:
-    """Threads for a worker's part in orders. An error in one of them is passed to the function `failed`. In all
-    methods, `previous` is the worker's part in the order before; None if it took no part in that."""
+    """Threads that carry out the coordinator's orders on a worker. An error in one of them is passed to the function
+    `failed`. In all methods, `previous` ran this worker's generation of the order before; None if there is none."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
@@ -46,10 +46,10 @@ class OrderThreads:
 
     def start_training(self, context: WorkerContext, order: Train, generation: GenerationRunner,
                        previous: GenerationRunner | None) -> None:
-        """Start a thread that ends the generation before and runs `generation`, this worker's part in an order for
-        training.
+        """Start a thread that ends the generation before, `previous`, and runs `generation`, the one that `order`
+        starts.
 
-        The generation before is `previous`; None if this worker took no part in the order before.
+        The argument `previous` is None if this worker took no part in the order before.
         """
         self._begin_order()
 
@@ -145,7 +145,7 @@ def _raise_if_over(over: threading.Event) -> None:
 
 
 def leave_generation(context: WorkerContext, previous: GenerationRunner | None, order: Order) -> None:
-    """Undo what the last generation has not committed, and send the beginning of the order to receivers of layers.
+    """Undo what the last generation has not committed, and tell receivers of layers that `order` begins.
 
     Does nothing if `previous` is None. All layers are dropped if this worker cannot return to the state from which the
     order continues.
@@ -170,8 +170,8 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession |
 
 
 def _write_layers(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
-    """Write the layers that an order assigns to this worker, and report the digests. `received` are the parts of these
-    layers that other workers keep."""
+    """Write the layers that an order assigns to this worker, and report digests of all parameters that it holds.
+    `received` are the parts of these layers that other workers keep."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:

@@ -49,7 +49,8 @@ class TrainingLoop:
             staggered=schedule.optimizer == "staggered", stepped=partial(_queue_step, context))
 
     def run(self) -> None:
-        """Run all iterations of the order, or those before it stops. Raises CommunicationError."""
+        """Run the order's iterations until the last one, or until all members stop before the next one. Raises
+        CommunicationError."""
         part, context, setup = self._part, self._part.context, self._part.context.setup
         first, steps = part.order.first_iteration, self.steps
         recorder = create_recorder(setup.slowdowns, context.device, context.group)

@@ -26,7 +26,8 @@ class CoefficientFit(NamedTuple):
 
 
 def fit_coefficients(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> CoefficientFit:
-    """Return non-negative coefficients of an op's seconds with the least sum of squared relative errors.
+    """Return the fit of an op's seconds by a constant plus multiples of `tokens` and `squares`, with non-negative
+    coefficients and the least sum of squared relative errors.
 
     The arguments have the tokens, the sum of squares of documents' lengths, and the seconds of each measured sample.
     Plain least squares is solved for each subset of the three coefficients. Of the solutions without a negative
@@ -68,9 +69,9 @@ def sample_sizes(samples: Sequence[Sequence[int]]) -> Rows:
 def costs_by_stage(samples: Sequence[Sequence[int]], coefficients: npt.NDArray[np.float64]) -> Costs:
     """Return the times of F, I and W of each sample as multiples of the mean, [samples, stages, 3].
 
-    A sample is the lengths of its documents. The argument `coefficients`, [stages, 3, 3], has the coefficients of F, I
-    and W of each stage. An op that takes no time costs 1. Sums are exact and everything else is computed per number, so
-    that all machines get the same result.
+    A sample is the lengths of its documents. The argument `coefficients`, [stages, 3, 3], has for F, I and W of each
+    stage the three of `fit_coefficients`. An op that takes no time costs 1. Sums are exact and everything else is
+    computed per number, so that all machines get the same result.
     """
     _, tokens, squares = sample_sizes(samples).T[:, :, None, None]
     seconds = coefficients[None, :, :, 0] + coefficients[None, :, :, 1] * tokens + coefficients[None, :, :, 2] * squares

@@ -95,8 +95,8 @@ def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[W
 
 
 def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
-    """Iterate over all patterns of exactly `failures` failures in this many columns, each once. Patterns that only
-    exchange equal pipelines are one.
+    """Iterate over all patterns of exactly `failures` failures in this many columns, each once. Patterns that differ
+    only by an exchange of interchangeable pipelines count as one.
 
     Some leave a column without live workers. `classes` has a number for each pipeline, equal for interchangeable ones.
     """

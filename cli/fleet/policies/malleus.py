@@ -95,15 +95,15 @@ class Malleus(Policy):
         return self.throughputs.compute_once(key, lambda: self._rate_for_pipelines(pipelines))
 
     def _rate_for_pipelines(self, pipelines: Pipelines) -> float:
-        """Return the samples per second of pipelines, given as the number of pipelines by the slowdown factors of their
-        machines; 0 without any."""
+        """Return the samples per second of `pipelines`, which maps the slowdown factors of a pipeline's machines to the
+        number of such pipelines; 0 if it is empty."""
         if not pipelines:
             return 0.0
         return self.throughputs.scale_by_formula(self._fault_free_seconds, self._iteration_seconds(pipelines))
 
     def _iteration_seconds(self, pipelines: Pipelines) -> float:
-        """Return the seconds of an iteration on pipelines, given as the number of pipelines by the slowdown factors of
-        their machines. Layers and micro-batches are divided by speed."""
+        """Return the seconds of an iteration on `pipelines`, which maps the slowdown factors of a pipeline's machines
+        to the number of such pipelines. Layers and micro-batches are divided by speed."""
         cuts: Counter[Template] = Counter()
         for factors, count in pipelines.items():
             cuts[divide_by_speed(self._layers, factors)] += count

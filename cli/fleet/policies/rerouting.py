@@ -152,7 +152,7 @@ class Rerouting(RatedByStage):
         return stages.most_down >= self._pipelines
 
     def _assign_stage(self, machine: int, stage: int) -> None:
-        """Assign a stage to a machine, which must load its parameters before it holds it."""
+        """Assign a stage to a machine, which does not count as holding the stage until it has loaded its parameters."""
         if self._held_stages is self._stages:
             self._stages = self._held_stages.copy()
         self._stages.assign_stage(machine, stage)

@@ -90,7 +90,7 @@ class Restart(Policy):
         return min(self.scenario.workers, (len(self._machines_in_use) + len(self._idle_machines)) // stages * stages)
 
     def _fill_pipelines(self) -> None:
-        """Change the machines in use to as many as whole pipelines can use; all others are idle."""
+        """Use as many live machines as fill whole pipelines, at most those of the job, and leave all others idle."""
         count = self._count_usable_machines()
         surplus = [self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)]
         self._idle_machines = dict.fromkeys(reversed(surplus)) | self._idle_machines

@@ -44,7 +44,7 @@ class Slipstream(Rerouting):
 
     Layers move, and machines that join or change their stage load it, while the others train on. Every machine has an
     assigned stage, which it holds in addition to or instead of its layers in the rebalanced plan. The assigned stages
-    decide the first answer to the next failure, and which failures lose a stage. So no state is ever slower than with
+    decide the first answer to the next failure, and which failures lose a stage. So training is never slower than with
     layers in place.
     """
 
@@ -167,7 +167,8 @@ class Slipstream(Rerouting):
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
 
     def _choose_left_out(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
-        """Return which of the slowest machines to leave idle; all others wait for the slowest that is not idle.
+        """Return which of the slowest machines to leave idle, and the resulting samples per second. All others wait for
+        the slowest machine that is not idle.
 
         The function `rate` maps the dead or idle workers of each stage to samples per second. A schedule in which every
         op takes at most f times as long has at most f times the period.
@@ -187,8 +188,8 @@ class Slipstream(Rerouting):
         return best
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) from the time `now` on: with machines that hold their
-        stage, then with all, then with layers moved.
+        """Return the phases (spans of time at one training rate) from the time `now` on: training with the machines
+        that hold their stage, then with all, then with layers moved.
 
         They begin with the pauses `stalls` and redo `lost_samples`. If the last plan with layers moved is still
         possible and faster, it is used from the beginning.

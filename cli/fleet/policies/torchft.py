@@ -84,7 +84,7 @@ class TorchFT(Policy):
         (replicas) that run, and from `_restarted_at` on also with the restarted ones.
 
         The flag `broken` says that a group that trained has just lost a machine. The argument `remaining` has the
-        phases planned before, of which pauses are completed.
+        phases planned before; if its pauses still apply, the new phases begin with them.
         """
         running, starting = len(self._groups.groups), len(self._starting.groups)
         rate = self._rate_for_groups(running)

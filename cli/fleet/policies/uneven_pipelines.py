@@ -50,8 +50,8 @@ class PipelineGroups:
 
 @lru_cache(maxsize=65536)
 def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
-    """Return the template (times of a pipeline) of the contiguous division of layers over nodes whose slowest stage
-    takes least. `layers` are in seconds each, and `factors` the slowdown of the nodes, in their order.
+    """Return the template (times of a pipeline) of the contiguous division of layers over nodes that makes the slowest
+    stage as fast as possible. `layers` are in seconds each, and `factors` the slowdown of the nodes, in their order.
 
     A node with factor f takes f times as long. If c_i is the time of stage i, n micro-batches take the sum of all c_i
     plus n - 1 times the longest. A node may be left without layers. Raises ValueError if there are no nodes.

@@ -32,7 +32,8 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_text(name: str, *, shard_optimizer: bool = False) -> str:
-    """Return the text of a preset's job file. With `shard_optimizer`, an estimated one has sharded optimizer state.
+    """Return the text of a preset's job file. With `shard_optimizer`, a preset whose values are estimated has sharded
+    optimizer state.
 
     Raises KeyError for unknown names.
     """

@@ -23,7 +23,7 @@ MAX_NAMES = 8
 class StallReport:
     """Report that no iteration has been committed for long, with what each member is doing.
 
-    A member's main thread says so, which answers even if the thread that computes is stuck.
+    A member answers from its main thread, even if the thread that computes is stuck.
     """
 
     seconds: float

@@ -30,7 +30,8 @@ class CommitLogError(RuntimeError):
 
 
 class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
-    """Iteration that has been committed. As an effect, it means that its loss is written and workers are informed."""
+    """Iteration that has been committed. As an effect, it tells the event loop to log its loss and inform the process
+    manager."""
 
     iteration: int
     loss: float
@@ -99,13 +100,13 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_factor(self) -> StepFactor | None:
-        """Last committed iteration and the factor that scaled its gradients before the step (None: no step was made);
-        None if it is not known."""
+        """Last committed iteration, with the factor that scaled its gradients before the step (a factor of None: no
+        step was made); None if the factor is not known."""
         last = self.next_iteration - 1
         return StepFactor(last, self.factors[last]) if last in self.factors else None
 
     def has_reports_from(self, workers: Iterable[Worker], iteration: int) -> bool:
-        """Return whether all of these members have reported that they stepped an iteration, or it is committed."""
+        """Return whether an iteration is committed, or all of these members have reported that they stepped it."""
         reports = self.reports.get(iteration, ())
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
@@ -129,7 +130,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
     def with_reports(self, *reports: IterationReport) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log after reports of workers, and the iterations that have thereby been committed.
+        """Return a pair: the log after reports of workers, and the iterations thereby committed.
 
         Reports of other orders are ignored. Raises CommitLogError if a loss is not finite and the run may not skip such
         iterations (`skips`).
@@ -149,8 +150,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, reports=known, difference=difference)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log with the `factor` by which members scale the gradients of an iteration, and the iterations
-        that have thereby been committed. A factor of another order than the current one is ignored."""
+        """Return a pair: the log after adding the `factor` by which members scale the gradients of an iteration, and
+        the iterations thereby committed. A factor of another order than the current one is ignored."""
         if order != self.order:
             return self, []
         factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}
@@ -196,7 +197,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                 if (first is None or iteration >= first) and (end is None or iteration < end)]
 
     def _with_committed(self) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log after committing all iterations whose reports are complete, and these iterations."""
+        """Return a pair: the log after committing all iterations whose reports are complete, and a list of these
+        iterations."""
         log, committed = self, list[CommittedIteration]()
         while len(log.reports.get(log.next_iteration, ())) >= max(1, log.members) and (
                 not log.validates or log.next_iteration in log.factors) and (

@@ -41,7 +41,7 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_difference(iteration: int, reports: Iterable[IterationReport]) -> CopyDifference | None:
-    """Return how the copies of state on which an iteration ran differ, or None if all copies are equal.
+    """Compare the copies of the state on which an iteration ran; return the difference, or None if all are equal.
 
     The copies are compared by the checksums in `reports`, which has each member's report on the iteration.
     """

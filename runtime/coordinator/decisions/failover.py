@@ -121,7 +121,7 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
 
     def build_result(self) -> FailoverResult:
         """Return the state from which this coordinator continues the run, found from the workers' reports and the
-        losses."""
+        training losses in the run's file."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
         everyone, last_order = self.known.values(), self._last_order
         holders = [known for known in everyone if known.kept.layers and known.order == last_order]

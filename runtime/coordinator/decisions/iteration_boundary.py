@@ -30,7 +30,8 @@ def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
 
 
 def _plan_for_speeds(step: TransitionBuilder) -> None:
-    """Request a schedule for changed speeds of workers, and let workers that were left out long enough join again."""
+    """Request a decision on the schedule if workers' speeds have changed, and let workers that were left out long
+    enough join again."""
     state = step.state
     step.update_state(slow=state.slow.request_decision(state.current, state.log.next_iteration, step))
 
@@ -110,8 +111,8 @@ def _choose_stop(step: TransitionBuilder) -> None:
     """Choose the iteration before which all members stop, if layers for a change have arrived, the run or a member is
     to end, or another schedule is better for the workers' speeds.
 
-    A worker that has reported the furthest iteration may already be acknowledged and run the next one. When members
-    report that one, the acknowledgement tells them to stop.
+    It is two after the furthest reported one: a member may already run the next iteration, and the acknowledgement of
+    its report on that one tells it to stop.
     """
     state = step.state
     if state.joins.is_complete or state.stopping or state.leaving or state.slow.decision is not None:

@@ -94,11 +94,10 @@ class PartitionPlanner:
 
     def _has_all_parts(self, ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: OriginalMembers,
                        keepers: HeldStateByWorker) -> bool:
-        """Return whether each worker has all parts, by `keepers`, that the partition of the given ranges of layers
-        assigns to it.
+        """Return whether each worker keeps all parts that the partition of the given ranges of layers assigns to it.
 
         The `ranges` map to the workers that reduce them; `cut_for` maps those that keep an earlier partition to the
-        members for which it was made.
+        members for which it was made. `keepers` has the layers and parts that each worker keeps.
         """
         try:
             cuts = _group_by_member(self._partition_ranges(ranges, cut_for))

@@ -77,7 +77,8 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[Recovery, ...] = ()
 
     def with_loss(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
-        """Return the clock after the loss of a member at time `since`. Time before the last order does not count."""
+        """Return the clock after the loss of a member at time `since`, or at the time of the last order if that is
+        later."""
         since = max(since, self.ordered_at)
         return replace(self, began=since if self.began is None else min(self.began, since),
                        deaths=(*self.deaths, (worker, reason)), returned=self.returned - {worker})

@@ -72,7 +72,8 @@ class ConnectedWorker(msgspec.Struct, frozen=True):
 
 
 class GatheringPhase(msgspec.Struct, frozen=True):
-    """Phase before the first order, in which the coordinator waits for all of its members."""
+    """Phase before the first order, in which the coordinator waits until all workers of the first schedule are
+    ready."""
 
 
 class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):

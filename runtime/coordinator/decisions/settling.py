@@ -71,8 +71,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def decide_move(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None,
                     to: EffectCollector) -> bool:
-        """Return whether making these moves of layers pays before the next failure; add its figures to the effects
-        `to`, as one event and one progress line.
+        """Return whether making these moves of layers pays before the next failure; add the figures of this decision to
+        the effects `to`, as one event and one progress line.
 
         All times are in seconds: the periods `old` (before the moves) and `new` (after them), and the duration `pause`
         of the last change of schedules (None: none was measured yet).
@@ -97,8 +97,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return settles
 
     def _estimate_transfer(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
-        """Return the bytes of all moves, and the seconds that they take: on the busiest connection if a bandwidth of
-        connections is configured, otherwise at the busiest worker."""
+        """Return the bytes of all moves, and the seconds that they take: those of the busiest connection, or of the
+        busiest worker if no bandwidth of connections is configured."""
         between: Counter[object] = Counter()
         size = 0
         for move in moves:

@@ -70,8 +70,8 @@ MIN_OBSERVATIONS = 3
 
 
 class CellTime(NamedTuple):
-    """Median measured time, and planned time, of an op of one kind (such as F) on the same layers, of which a worker
-    ran `number` in an iteration."""
+    """Times of one worker's ops of one kind (such as F) on the same layers in an iteration: their number, and the
+    measured median and the planned time of one op."""
 
     kind: OpKind
     layers: LayerRange
@@ -165,8 +165,11 @@ class SlowDetector:
         self._open = tuple({other: y for other, y in ratios.items() if other != worker} for ratios in self._open)
 
     def add_iteration(self, iteration: int, seconds: float, measured: IterationTimes) -> list[SpeedChange]:
-        """Add an iteration in which the longest time from any worker's first op to the end of its step was the given
-        seconds, and return the changes of workers' speeds that are now detected."""
+        """Add an iteration with its `measured` op times, and return the changes of workers' speeds that are now
+        detected.
+
+        The argument `seconds` is the longest time from any worker's first op to the end of its step.
+        """
         if not self._seconds:
             self._first = iteration
         self._last = iteration
@@ -304,8 +307,8 @@ def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[W
     """Return, for each worker, the median of the other workers' times (`seconds`) for ops of one kind on the same
     layers.
 
-    Others in `unusual`, which are not at usual speed, count only if there are no others. A worker without others is
-    left out.
+    Workers in `unusual`, which are not at usual speed, count only if no other worker is at usual speed. A worker
+    without others is left out.
     """
     values, usual = np.array(list(seconds.values())), np.array([worker not in unusual for worker in seconds])
     of_usual, of_all = np.sort(values[usual]), np.sort(values)
@@ -335,8 +338,8 @@ def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 
 def _estimate_spreads(values: Floats) -> Floats:
-    """Return the spread of each worker's observations (log ratios of op times), which are a row of `values`: robustly,
-    from the differences of successive ones.
+    """Return a robust estimate of the spread of each row of `values`, which has one worker's observations (log ratios
+    of op times), from the differences of successive ones.
 
     It is the standard deviation of a normal distribution whose successive values differ by as much.
     """
@@ -345,7 +348,8 @@ def _estimate_spreads(values: Floats) -> Floats:
 
 
 def _geometric_median(ordered: Floats) -> float:
-    """Return the median of sorted values; between two, the geometric mean, so that ratios to it are unbiased."""
+    """Return the median of sorted values; for an even number of them, the geometric mean of the middle two, so that
+    ratios to it are unbiased."""
     return math.sqrt(ordered[(len(ordered) - 1) // 2] * ordered[len(ordered) // 2])
 
 

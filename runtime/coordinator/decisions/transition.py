@@ -117,7 +117,7 @@ def find_awaited_workers(state: RunState) -> list[Worker]:
 
 
 def find_needed_layers(rules: RunRules, state: RunState) -> Mapping[Worker, frozenset[int]]:
-    """Return the layers that each member needs for the current order; empty if there is no such order."""
+    """Return the layers that each member needs for the current order; empty unless it is to train or to finish."""
     return state.find_held_layers(rules.placement) if isinstance(state.phase, TrainingPhase | FinishingPhase) else {}
 
 

@@ -87,7 +87,7 @@ class ScheduleDivider(Protocol):
         """Return what each worker must know of a schedule (its share), such as its program.
 
         To save most of the computation, pass as `alike` the shares of a schedule that differs from this one only in the
-        numbers of pipelines, and the new number of each.
+        numbering of its pipelines, with a mapping from its pipelines' numbers to those of this one.
         """
 
 

@@ -180,8 +180,9 @@ def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState],
 
     The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
     worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
-    samples that they have read, `identity` the result of `identity_of`. Errors are raised by `PendingSave.wait`.
-    `ended` is called in the writing thread: with None when the layers are on the disk, or with the error.
+    samples that they have read (None: not recorded), `identity` the result of `identity_of`. Errors are raised by
+    `PendingSave.wait`. `ended` is called in the writing thread: with None when the layers are on the disk, or with the
+    error.
     """
     return PendingSave(folder, iteration, layers, identity, samples, ended)
 

@@ -77,8 +77,8 @@ def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, T
 
 
 def _split_experts(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of decoder layer `index` as transformers' files have them, by their names within the layer:
-    one tensor for each expert. In `state`, the tensors of all experts are joined.
+    """Return the tensors of decoder layer `index` as transformers' files have them, by their names within the layer. A
+    tensor of all experts in `state` is split into tensors of single experts.
 
     The argument `prefix` is the name of the first decoder layer in the whole model, with a dot at its end.
     """

@@ -65,7 +65,8 @@ def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
 
 
 def _build_on_meta(model: LayeredModel, layer: int, config: RunConfig) -> nn.Module:
-    """Build a layer on the meta device and not under FakeTensorMode, whose parameters refuse `module.to(dtype)`."""
+    """Build a layer on the meta device. FakeTensorMode is not used, because parameters built under it refuse
+    `module.to(dtype)`."""
     try:
         with torch.device("meta"):
             module = model.build(layer)

@@ -57,8 +57,8 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter of each dtype of the modules, so that its kernels are loaded, compute a checksum,
-        and undo the step.
+        """Run O on a small parameter of each dtype of the modules, compute a checksum and undo the step, so that the
+        kernels of all three are loaded.
 
         Does nothing if this process has done so for the same dtypes. The modules themselves are not changed.
         """

@@ -238,8 +238,8 @@ class WorkerSlices:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor that another slice has computed, detached, as an input of this slice whose gradient autograd
-    stores."""
+    """Return a tensor from another slice, detached from its graph: a leaf whose gradient autograd stores, if its dtype
+    can have one."""
     return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
 
 

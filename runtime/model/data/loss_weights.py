@@ -53,7 +53,7 @@ class LossWeights:
 
 
 def count_loss_tokens(data: Data, iteration: int, samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the number of tokens that the loss of each sample of an iteration is a mean over.
+    """Return, for each sample of an iteration, the number of tokens over which its loss is a mean.
 
     Raises ConfigError if the data do not return one number above 0 for each of `samples` samples.
     """

@@ -17,8 +17,8 @@ Numbers = NDArray[np.uint64]
 
 
 def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
-    """Return which sample (0 to `count` - 1) is at each of the given positions (`places`) of an epoch's order of
-    samples, which `seed` determines.
+    """Return the number of the sample (0 to `count` - 1) at each of the positions `places` in the order of one pass
+    over the data, which `seed` determines.
 
     Each sample is at exactly one position, from 0 to `count` - 1.
     """

@@ -51,7 +51,7 @@ class TokenData:
     microbatches
         Number of micro-batches of each pipeline in an iteration.
     shuffle
-        Whether each epoch has an order of its own; otherwise samples are read in the order of the file.
+        Whether each pass over the tokens has an order of its own; otherwise samples are read in the order of the file.
     read
         Samples that earlier runs have read, from which the count continues.
     """
@@ -106,7 +106,7 @@ class TokenData:
     def _sample_numbers(self, places: range) -> list[int]:
         """Return the number, within the file, of the sample at each position in the order of reading.
 
-        Positions are counted through all epochs.
+        Positions are counted through all passes over the file.
         """
         numbers: list[int] = []
         while places:
@@ -122,8 +122,8 @@ class TokenData:
         """Return the position of the first token of each block of `BLOCK_TOKENS` consecutive tokens that a check or a
         digest reads.
 
-        All blocks are read if these have at most `limit` tokens, else some of them, spread evenly, with the first and
-        the last.
+        All blocks are read if they have at most `limit` tokens together, else some of them, spread evenly, with the
+        first and the last.
         """
         count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
         starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)

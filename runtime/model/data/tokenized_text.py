@@ -44,7 +44,8 @@ def tokenize_file(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
 
 
 def _load_tokenizer(path: Path, vocabulary: int) -> tuple[Any, int]:
-    """Load a tokenizer, and return it with the number of tokens that a model's vocabulary must have for it."""
+    """Load a tokenizer, and return it with the least vocabulary size that a model needs for it. Raises ConfigError if
+    that exceeds `vocabulary`, or if the tokenizer cannot be loaded."""
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError("training.tokenizer needs the package tokenizers: pip install -e '.[tokenizers]'")
     from tokenizers import Tokenizer  # the import takes time and needs the package

@@ -205,7 +205,8 @@ class GPT:
         return cross_entropy(output, target, self.group)
 
     def _initialise_weights(self, module: nn.Module) -> None:
-        """Initialise weights normally, scaled down where they add to the residual stream, and biases to zero."""
+        """Initialise weights from a normal distribution, scaled down where they add to the residual stream, and biases
+        to zero."""
         for name, parameter in module.named_parameters():
             if parameter.dim() >= 2:
                 adds = name.endswith(("attention.out.weight", "down.weight"))
@@ -238,7 +239,8 @@ def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor,
 
 
 def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
-    """Apply a linear layer with columns cut over the ranks, and a bias from `for_all_ranks`; return [B, S, C]."""
+    """Apply a row-parallel linear layer and its `bias`, which is from `for_all_ranks`; return this rank's tokens, [B,
+    S, C]."""
     if group is None:
         result: Tensor = product(x_BTC)
         return result

@@ -19,7 +19,7 @@ from slipstream.runtime.model.layers.split_backward import weight_work
 @torch.library.custom_op("slipstream::grouped_product", mutates_args=())
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # noqa: ARG001
     """Multiply rows [S, n] by matrices [E, n, m], with one matrix for each group of consecutive rows: [S, m]. Group e
-    ends at row `ends[e]`, int32 [E].
+    ends before row `ends[e]`, int32 [E].
 
     Rows behind the last group have arbitrary values. `expected`, the average number of rows of all groups together,
     only serves to count floating-point operations.
@@ -97,7 +97,7 @@ def grouped_linear(value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tenso
 @torch.no_grad()
 def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
     """Return the gradients of the matrices [E, m, n] of groups of rows, from the rows [S, n] and the gradients of their
-    products [S, m]. Group e ends at row `ends[e]`."""
+    products [S, m]. Group e ends before row `ends[e]`."""
     if _has_native_kernel(value, gradient.shape[1]):
         return functional.grouped_mm(gradient.t(), value, offs=ends).to(weight.dtype)
     result = torch.zeros_like(weight)
@@ -123,6 +123,5 @@ def _has_native_kernel(value: Tensor, width: int) -> bool:
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Return the range of each group of consecutive rows, which end at the rows `ends`: its first row, and the row
-    after its last."""
+    """Return the first row of each group of consecutive rows, and the row after its last, which is in `ends`."""
     return list(pairwise([0, *ends.tolist()]))

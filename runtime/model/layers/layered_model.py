@@ -105,7 +105,7 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
     """Divide layers into half-open ranges, one a stage, whose lengths differ by at most one, longer in the middle.
 
     The first and the last layer of a model (embedding, head) usually differ from the others, so the stages that hold
-    them get no extra layer. Raises ConfigError if there are more stages than layers.
+    them are the last to get an extra layer. Raises ConfigError if there are more stages than layers.
     """
     if not 1 <= stages <= layers:
         raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
@@ -132,7 +132,8 @@ def parameter_dtype(config: TrainingConfig) -> torch.dtype:
 
 
 def autocast_context(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context that a forward runs in: bfloat16 autocast for "bf16", otherwise none."""
+    """Return the context that a forward runs in: bfloat16 autocast for dtype "bf16" without master weights, otherwise
+    none."""
     is_cast = config.dtype == "bf16" and not config.master_weights
     return torch.autocast(device.type, torch.bfloat16) if is_cast else nullcontext()
 

@@ -53,7 +53,7 @@ def shards_of(module: nn.Module) -> Shards:
 
 
 def cut_parameters(module: nn.Module, shards: Shards, group: WorkerGroup) -> None:
-    """Replace whole parameters of a layer by this rank's parts."""
+    """Replace whole parameters of a layer, in place, by this rank's parts of them, as `shards` divides them."""
     for name, shard in shards.items():
         part = shard.cut(module.get_parameter(name).detach(), group.rank(), group.size())
         replace_tensor(module, name, nn.Parameter(part))

@@ -46,8 +46,8 @@ class Sharing:
         return (layer, name) in self._first
 
     def copies_in(self, layer: int) -> dict[str, LayerParameter]:
-        """Return the shared parameters of a layer that belong to another layer: by name, the first parameter of the
-        group."""
+        """Return, for each shared parameter of a layer that belongs to another layer, the first parameter of its group,
+        by the shared parameter's name in the layer."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
@@ -59,8 +59,8 @@ class Sharing:
                 yield group[0], places
 
     def tie_parameters(self, layers: Mapping[int, nn.Module]) -> None:
-        """Replace the parameters that these layers share, in place, by one tensor for each group: that of the first of
-        these layers in the group."""
+        """Tie the parameters that these layers share, in place: all of a group become the tensor of the first of these
+        layers that is in the group."""
         for _, (source, *others) in self.groups_in(layers):
             parameter = layers[source.layer].get_parameter(source.name)
             for other in others:

@@ -58,9 +58,9 @@ def weight_work() -> WeightWork | None:
 def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work: WeightWork) -> None:
     """Run I: an ordinary backward from outputs computed under `deferring_weights(work)`, each with its gradient.
 
-    Activation checkpointing works, reentrant or not. Its recomputation must run under the same mode as the forward, so
-    the mode has to be active within the backward. torch.autograd.backward would suspend the mode; the engine that it
-    calls, which is used here, does not.
+    Activation checkpointing works, reentrant or not. Its recomputation must defer weight gradients like the forward, so
+    `deferring_weights` is active within the backward, too. torch.autograd.backward would suspend its TorchFunctionMode;
+    the engine that it calls, which is used here, does not.
     """
     with deferring_weights(work):
         run_backward(outputs, gradients)

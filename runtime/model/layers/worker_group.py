@@ -137,7 +137,8 @@ class WorkerGroup(distributed.ProcessGroup):
         return _FinishedWork()
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:
-        """Reduce `input` over all ranks, and write this rank's part of the result to `output`."""
+        """Reduce `input` over all ranks, by the operation in `opts` (without it, sum), and write this rank's part of
+        the result to `output`."""
         with self._carry_tensors("reducing and scattering tensors", [output], input) as (connection, (out, given)):
             if connection is None:
                 out.view(-1).copy_(given.reshape(self._size, -1)[self._index])
@@ -268,7 +269,7 @@ def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _set_default_group(rank: int, size: int) -> None:
-    """Make a group of this size, in which this process has this rank, torch.distributed's default group."""
+    """Set torch.distributed's default group to a group of `size` ranks, in which this process is rank `rank`."""
     if BACKEND_NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(BACKEND_NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
     distributed.init_process_group(BACKEND_NAME, rank=rank, world_size=size, store=HashStore())

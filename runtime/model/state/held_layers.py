@@ -163,8 +163,8 @@ class HeldLayers:
         self.optimizer.step(iteration, factor)
 
     def undo(self) -> None:
-        """Undo the last optimizer step, if no later one was made and `return_to` has not made it permanent: restore
-        parameters and optimizer state from before it."""
+        """Undo the last optimizer step, which must not be permanent (`return_to`): restore parameters and optimizer
+        state from before it."""
         self.optimizer.undo()
 
     def return_to(self, committed: int) -> None:
@@ -174,7 +174,8 @@ class HeldLayers:
 
     @property
     def last_final(self) -> int:
-        """Last iteration whose step can no longer be undone, of those stepped in this generation; -1 if none."""
+        """Last iteration whose step can no longer be undone, because a later step, or the step of copies of other
+        workers' parts, has been made; -1 if there is none."""
         return self.optimizer.last_final
 
     def sharded_partition(self, layers: LayerRange) -> StatePartition | None:

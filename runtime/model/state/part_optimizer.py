@@ -129,8 +129,8 @@ class PartOptimizer(UndoableSteps):
 
     @property
     def last_final(self) -> int:
-        """Last iteration whose step can no longer be undone, because a later step, or the step of the copies, has been
-        made; -1 if there is none."""
+        """Last iteration whose step can no longer be undone, because a later step, or the step of copies of other
+        workers' parts, has been made; -1 if there is none."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
@@ -245,8 +245,8 @@ class PartOptimizer(UndoableSteps):
             self._late.version.require(after, "the copies that this worker keeps of others' parts")
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
-        """Return the state of a span that lies in one stored part, as live tensors; without `state`, the parameters
-        alone.
+        """Return the state of a span that lies in one stored part, as live tensors; without `state`, leave out the
+        optimizer's.
 
         For a copy of another worker's part, call it only when the last step is committed.
         """
@@ -295,8 +295,8 @@ class PartOptimizer(UndoableSteps):
         """Take over the state of the optimizer `before`, which must not be used afterwards, and then the state in
         `parts`.
 
-        Tensors for equal elements of a parameter keep their memory; others are copied. In both optimizers, the last
-        step must be permanent (`return_to`) or undone.
+        The optimizer's tensors for a span of a parameter's elements that both step as one tensor keep their memory;
+        others are copied. In both optimizers, the last step must be permanent (`return_to`) or undone.
         """
         theirs = {(piece.layer, piece.name, piece.span): piece for piece in (*before._pieces, *before._copies)}
         missing = []

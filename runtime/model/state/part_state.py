@@ -121,7 +121,8 @@ def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], af
 
 
 def require_fits(module: nn.Module, part: PartState) -> None:
-    """Raise ValueError unless a part has all tensors of its span, with the right numbers of elements, and no others."""
+    """Raise ValueError unless a part has all `model` tensors of its span, with the right numbers of elements, and
+    otherwise only the optimizer's tensors for these parameters."""
     expected = {f"model.{name}": both[1] - both[0] for name, _, span in parameter_spans(module)
                 if (both := intersect(span, (part.start, part.stop))) is not None}
     if part.start == 0:
@@ -135,7 +136,7 @@ def require_fits(module: nn.Module, part: PartState) -> None:
 
 
 def select_span(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
-    """Return the tensors of a part, cut to the elements `wanted`; without `state`, those of the parameters alone."""
+    """Return the tensors of a part, cut to the elements `wanted`; without `state`, leave out the optimizer's."""
     tensors: dict[str, Tensor] = {}
     spans = {name: span for name, _, span in parameter_spans(module)}
     for key, tensor in part.tensors.items():

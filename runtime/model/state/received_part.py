@@ -110,7 +110,7 @@ class SteppedPart(UndoableSteps):
 class CopiedPart:
     """Received part without the optimizer's state, or one that does not change because its sender waits.
 
-    Its tensors are those from before an iteration until that iteration's tensors arrive.
+    Until the tensors of an iteration arrive, it has those of the iteration before.
     """
 
     def __init__(self, part: PartState) -> None:

@@ -50,7 +50,7 @@ attribute `whole_parameters`.
 
 
 def optimizer_factory(config: TrainingConfig) -> OptimizerFactory:
-    """Return the factory of the configured optimizer.
+    """Return the function that builds the optimizer that `config` names, from parameter groups and `config`.
 
     Raises ConfigError if there is none of that name, or if the optimizer needs whole parameters, but workers or their
     ranks have parts.
@@ -70,8 +70,8 @@ def optimizer_factory(config: TrainingConfig) -> OptimizerFactory:
 
 
 class OptimizerSteps:
-    """Optimizer over tensors in parameter groups, which steps by their `.grad`, with the learning rate of each
-    iteration."""
+    """Base class of optimizers that step the tensors in parameter groups by their `.grad`, with the learning rate of
+    each iteration. Subclasses decide when to step."""
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         self._config = config

@@ -60,7 +60,7 @@ def test_in_the_terminal(folder):
     text = done.stdout
     for said in ("worker 1.1 was killed by <SIGKILL>", "after a pause of 250 ms", "workers 0.1, 1.0 fetch 3 layers",
                  "layers are to move: 100 MB in 8 s would make the period 1.25 s instead of 2 s, which pays after 9",
-                 "restarted from iteration 25", "ended early: node 0 was told"):
+                 "restarted from iteration 25", "ended early: node 0 was asked to end"):
         assert said in text
     assert all(len(line) <= 80 for line in lines[1:6])
 

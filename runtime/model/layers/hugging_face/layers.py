@@ -75,8 +75,8 @@ class DecoderLayer(nn.Module):
         return self.layer
 
     def forward(self, given: Tensor | RoutedFeatures, batch: Batch | None = None) -> Tensor | RoutedFeatures:
-        """Apply the layer to features [B, T, C], and add its router's counts if the model balances the load of
-        experts."""
+        """Apply the layer to features [B, T, C]; if the model balances the load of experts, return them with the
+        routers' counts up to this layer (`RoutedFeatures`)."""
         features = given if isinstance(given, Tensor) else given[0]
         position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
         extra: dict[str, Any] = {}
@@ -136,7 +136,8 @@ class Head(nn.Module):
 
 @functools.cache
 def _recomputable_class(name: Part, kind: Any) -> Any:
-    """Return a subclass of a transformers class whose forward is the recomputable part `name` of a layer."""
+    """Return a subclass of `kind`, a class of transformers, whose forward is the recomputable part `name` of a
+    layer."""
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recomputable(name, kind.forward, self, *args, **kwargs)
 
@@ -167,7 +168,7 @@ def _has_sliding_window(config: PreTrainedConfig, index: int) -> bool:
 
 
 def _position_ids(of: Tensor, batch: Batch | None) -> Tensor:
-    """Return the position ids of the micro-batch, or consecutive ones for the tokens `of` [B, T, ...] if data give
-    none: [B or 1, T]."""
+    """Return the micro-batch's position ids, [B or 1, T]; if it has none, consecutive ones, [1, T], for tokens or
+    features `of`, [B, T, ...]."""
     given = positions_of(batch)
     return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

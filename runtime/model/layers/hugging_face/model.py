@@ -65,7 +65,8 @@ class HuggingFaceModel:
             if self._config.tie_word_embeddings else ()
 
     def build(self, layer: int) -> nn.Module:
-        """Build one layer, with pretrained weights if there are any. Raises IndexError and ConfigError."""
+        """Build one layer, with pretrained weights if there are any. Raises IndexError if the model has no such layer,
+        and ConfigError if the weights are missing or do not fit."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         with seeded(derive_seed("parameters", self._seed, layer)):
@@ -131,7 +132,8 @@ class HuggingFaceModel:
 
 
 def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """Build the transformers config that a config.json describes. Raises ConfigError if transformers refuses it.
+    """Build the transformers config that `document`, the content of a config.json, describes. Raises ConfigError, which
+    contains `name`, if transformers refuses it.
 
     Silences the log messages and progress bars of transformers from then on.
     """

@@ -59,7 +59,8 @@ class PretrainedWeights:
                                ) from None
 
     def _read_tensors(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
-        """Read the tensors with these names in the files, and return them by name. Raises ConfigError if that fails."""
+        """Return the tensors that have these names (keys, of a mapping) in the files, by name. Raises ConfigError if
+        they cannot be read."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._files[name], []).append(name)

@@ -23,8 +23,12 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Change a layer, on the meta device, in place so that its backward adds the number of tokens of each expert to the
-    gradient of the bias that routers add to the experts' scores; return, by the bias's name, the rule that steps it."""
+    """Change the mixtures of experts in a layer on the meta device, in place, and return the rule that steps the bias
+    of each, by the bias's name.
+
+    Their backward adds the number of tokens of each expert to the gradient of the bias that routers add to the experts'
+    scores, and leaves the gradients of the experts' weights to W.
+    """
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
         if type(module) is GroupedExperts:

@@ -63,7 +63,8 @@ class TorchtitanModel:
             if self._config.enable_weight_tying else ()
 
     def build(self, layer: int) -> nn.Module:
-        """Build one layer, initialised by torchtitan or from a checkpoint. Raises IndexError and ConfigError."""
+        """Build one layer, initialised by torchtitan or from a checkpoint. Raises IndexError if the model has no such
+        layer, and ConfigError if the checkpoint does not fit or the layer cannot be cut over the ranks."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         device = torch.get_default_device()

@@ -57,7 +57,8 @@ def trainer_config(config: ModelConfig) -> Trainer.Config:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Trainer.Config:
-    """Parse torchtitan's command line. Raises ConfigError if torchtitan refuses it."""
+    """Return the Trainer's configuration that torchtitan parses from its command line, `arguments`. Raises ConfigError
+    if torchtitan refuses it."""
     search_working_directory()
     output = io.StringIO()
     try:
@@ -82,8 +83,8 @@ def _strip_box(said: str) -> str:
 
 @functools.cache
 def parse_for_one_process(arguments: Sequence[str]) -> Trainer.Config:
-    """Return the Trainer's configuration by torchtitan's command line, without parallelism, from which the model can be
-    built.
+    """Parse torchtitan's command line, and return the Trainer's configuration without parallelism, from which the model
+    can be built.
 
     Raises ConfigError if torchtitan refuses the command line.
     """
@@ -137,7 +138,8 @@ def _config_by_name(name: str, context: int, causal: bool) -> Trainer.Config:
 
 
 def _update_model_config(config: Trainer.Config) -> Trainer.Config:
-    """Update the model's configuration from that of the Trainer, as the Trainer does before it builds the model."""
+    """Update the model's configuration in `config`, in place, as the Trainer does before it builds the model, and
+    return `config`. Raises ConfigError if the model refuses it."""
     assert config.model_spec is not None
     try:
         config.model_spec.model.update_from_config(config=config)
@@ -173,7 +175,8 @@ def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> No
 
 
 def build_meta_model(config: Trainer.Config, device: torch.device) -> Any:
-    """Build the whole model on the meta device. Raises ConfigError unless it is a chain of supported layers."""
+    """Build the whole model on the meta device. Raises ConfigError unless it is a chain of supported layers whose
+    attention can run on `device`."""
     spec = config.model_spec
     assert spec is not None
     wrong = f"{MODEL_KEY} is '{spec.name}/{spec.flavor}'"

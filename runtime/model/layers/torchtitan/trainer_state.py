@@ -29,8 +29,8 @@ def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | 
     """Save the state of a Trainer so that a run begins with it; return the checkpoint, or None before the first step.
 
     After `trainer.step` steps, the state is written as a checkpoint to `folder`. Before the first step, only the
-    initial parameters are written, to the folder that `build_run_config` has set. Raises ConfigError and
-    CheckpointError.
+    initial parameters are written, to the folder that `build_run_config` has set. Raises ConfigError if the model
+    cannot be built, and CheckpointError if the checkpoint cannot be written.
     """
     if trainer.step == 0:
         save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],

@@ -39,7 +39,8 @@ _REPLACED_SETTINGS = ("pipeline_parallel_schedule", "pipeline_parallel_schedule_
 
 
 def divide_microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
-    """Return each pipeline's number of micro-batches in a step. Raises ConfigError if there are too few."""
+    """Return each pipeline's number of micro-batches in a step. Raises ConfigError if there are fewer micro-batches
+    than pipelines."""
     training = with_one_process(config).training
     each, more = divmod(training.global_batch_size // training.local_batch_size, pipelines)
     if not each:
@@ -94,15 +95,16 @@ def _load_rate_function(arguments: Sequence[str]) -> Callable[[int], float]:
 
 
 def require_supported(config: Trainer.Config) -> None:
-    """Raise ConfigError, with one line that names all settings that a run does not support."""
+    """Raise ConfigError if a run does not support the configuration; its one line names all settings that are not
+    supported."""
     problems = [f"{what}; expected {expected}" for wrong, what, expected in _check_settings(config) if wrong]
     if problems:
         raise ConfigError("not supported by Slipstream: " + ". ".join(problems))
 
 
 def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
-    """Yield for each setting that a run does not support: True if it is set, its description, and what is expected
-    instead."""
+    """Yield, for each setting that a run does not support, a tuple: True if it is set, its description, and what is
+    expected instead."""
     degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
     yield (device_type == "cuda" and not torch.cuda.is_available(), "a machine without GPUs",
            "a machine with GPUs, which torchtitan requires")
