@@ -263,9 +263,9 @@ def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOpt
 
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
-    """Return a copy of the schedule that records the memory for activations of each worker to which the job gives an
-    own capacity, in the role that it plays. A worker whose held layers the schedule lists keeps the room of its own
-    column."""
+    """Return a copy of the schedule that records the memory for activations of each live worker to which the job gives
+    a capacity of its own: what the weights of its role's column leave, or those of its own column if the schedule lists
+    its held layers."""
     assert job.memory is not None and schedule.memory is not None
     rooms = []
     for worker, _ in job.memory.capacity_of:

@@ -1127,7 +1127,7 @@ def set_deadlines_from_ends(instance: Instance, state: State) -> None:
     """Compute the tick by which each group (workers that hold the same layers) must end its compute ops so that its
     last reduction ends by `state.end`, and store it in `state.deadline`.
 
-    Reductions are placed accordingly. Groups keep their ends, or end earlier if they can.
+    Reductions are then scheduled again by these deadlines; where they end earlier, `state.end` is updated.
     """
     if instance.interleaved:
         _set_begins_from_ends(instance, state)
@@ -1771,8 +1771,9 @@ def _group_ending_with(instance, state, late, op):
     """Return the group (workers that hold the same layers) whose end keeps `op`, the last op of a critical path, from
     starting later.
 
-    If a reduction of the group of `op` begins when `op` ends, return a group that takes part in it and ends at that
-    tick; otherwise, the group of `op`. Latest starts are in `late` [op].
+    A reduction between compute ops begins at the earliest end of its groups. If one that the group of `op` shares
+    begins when `op` ends, return a group with that earliest end; otherwise, the group of `op`. Latest starts are in
+    `late` [op].
     """
     group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
     for number in range(instance.between.shape[1]):

@@ -365,6 +365,7 @@ def _without_state(job: Job) -> Job:
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
-    """Return a copy of the job in which failed workers are at usual speed; a slow one's role could not be vacant."""
+    """Return a copy of the job in which failed workers are at usual speed, since the role of a slow worker is never
+    left vacant."""
     alive = tuple((worker, factor) for worker, factor in job.time.slow if worker not in failed)
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))

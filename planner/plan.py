@@ -100,9 +100,10 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def reference_options(options: PlanOptions) -> PlanOptions:
-    """Return a copy of the options for the plan with which others are compared: layers in place, no cut micro-batches.
+    """Return a copy of the options for the plan with which others are compared: layers stay in place, and no
+    micro-batch changes workers within a stage.
 
-    This is how the job runs when nothing has failed, whatever may move or be cut after a failure.
+    This is how the job runs when nothing has failed, even if the options allow both after a failure.
     """
     return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
 

@@ -67,12 +67,12 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 
 
 def _canonical_number(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """Return the number of the first program in `known` that equals `program` once its pipelines are numbered by
-    position.
+    """Return one number for all programs that are equal if re-routed micro-batches have, instead of their pipeline's
+    number, its position in the group.
 
-    The mapping `number_of` has the position of each pipeline in its group, and `known` the number of each program found
-    before. If none is equal, `program` is added to `known` with its own `number`, which is returned. A program that
-    runs only micro-batches of its own pipeline keeps its number.
+    It is the number of the first such program. `number` is the own number of `program`, `number_of` has the position of
+    each pipeline of its group, and `known` the number of each program (with positions) found before, to which a new one
+    is added. A program without re-routed micro-batches keeps its number.
     """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number

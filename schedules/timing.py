@@ -163,10 +163,10 @@ def _ops_by_reduction(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 def _remote_sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
         Iterator[tuple[int, int]]:
-    """Iterate over the steps of other workers than `own` that the op `key` waits for, as (index of the step, ticks of
+    """Yield, for each op of a worker other than `own` that the op `key` waits for, (index of its `ReplayStep`, ticks of
     the transfer).
 
-    The mapping `done` has the index of the step and the worker of each op that has been placed so far.
+    The mapping `done` has the index of the step and the worker of each op that has become a step so far.
     """
     _, _, pipeline, microbatch = key
     for producer, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):

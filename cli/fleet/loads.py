@@ -99,7 +99,8 @@ class Loads:
 
     @cached_property
     def _total_work_seconds(self) -> tuple[float, float]:
-        """Seconds of an iteration's micro-batches on all stages, and of the shortest all-reduce and optimizer step."""
+        """Two times in seconds: the sum of the compute ops of an iteration on all stages, and the least sum of
+        all-reduce and optimizer step of any stage."""
         times, depth = self._job.time, self._job.depth
         work = sum(map(sum, zip(times.forward[:depth], times.backward_input[:depth], times.backward_weight[:depth],
                                 strict=True)))

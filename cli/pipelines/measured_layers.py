@@ -55,7 +55,8 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> str:
-        """Kind of each layer in order, one letter for each, embedding (E) and head (L) included."""
+        """Kind of each layer in order, embedding and head included, as one of the letters listed in the module's
+        docstring."""
         return f"E{self.pattern}L"
 
     def shape_of_layer(self, kind: str) -> LayerShape:

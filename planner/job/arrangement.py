@@ -112,8 +112,8 @@ class MovableLayers:
         return costs.forward[layer] + costs.backward_input[layer] + costs.backward_weight[layer]
 
     def backward_floor_ticks(self, tick: Fraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return two tuples, the ticks of I and those of W, of each layer in a stage other than the first, rounded
-        down.
+        """Return two tuples, the ticks of I and those of W that each of the model's layers takes if it is not in the
+        first stage, rounded down.
 
         The argument `tick` is the length of a tick in seconds.
         """

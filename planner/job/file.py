@@ -298,7 +298,8 @@ def _merge_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -
 
 
 def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the tables `above` into `below`, key by key. A value from `above` replaces the one from `below`."""
+    """Return a copy of the tables `below` with `above` merged in, key by key. A value from `above` replaces the one
+    from `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)

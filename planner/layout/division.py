@@ -219,7 +219,8 @@ class Divider:
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
         """Return a copy of the division with its `workloads` filled in: the work of each worker of replicas whose
-        layers are divided again (`is_recut`), none with more than `limit` ticks."""
+        layers are divided again (`is_recut`). No worker gets more than `limit` ticks, within which the division must be
+        possible."""
         counts = self._task_counts(division.whole, [slice_ for slice_ in division.slices if slice_.worker is None])
         return division._replace(workloads=tuple(
             tuple(self._balance_workloads(replica, of, limit)) if replica.is_recut else ()
@@ -354,8 +355,9 @@ class Divider:
     def _spread_over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
         """Spread `items` shared micro-batches evenly over sets of replicas that keep their stages.
 
-        The workers of a stage in a set take even shares of it. The argument `whole` has the number of whole
-        micro-batches of each replica. Return the slices of the workers, or None if they do not fit into `limit` ticks.
+        In each set, the workers of a stage take even shares of the stage's work. The argument `whole` has the number of
+        micro-batches that each replica runs as a whole. Return each worker's layers of shared micro-batches (`Slice`),
+        or None if a worker's load would exceed `limit` ticks.
         """
         free, slices = self._free_ticks(whole, limit) if items else {}, []
         for batches, replicas in self._form_sets(items):

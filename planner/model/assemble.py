@@ -155,8 +155,8 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
     """Return a worker's program of its compute ops `body` and its closing ops, and the indices of the compute ops in
     it.
 
-    The closing ops are the reductions and the optimizer step, in `closing` by number of the worker's group. They follow
-    the compute ops, or lie between them if `problem.can_reduce_early`.
+    The closing ops are the reductions and the optimizer step, in `closing` by number of the worker's group (workers
+    that hold the same layers). They follow the compute ops, or lie between them if `problem.can_reduce_early`.
     """
     last = closing[problem.group_number(worker)]
     if not problem.can_reduce_early:

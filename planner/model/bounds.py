@@ -194,16 +194,16 @@ class StageShares(NamedTuple):
         stage, for one micro-batch each), from its last F to the end of its last W (`until_weight`) or I.
 
         When the last F starts, memory holds x shares that still wait for their I, including its own, and y that wait
-        only for their W, with x <= k (`max_waiting`). So at most x I and x + y W run from then on, during its own round
-        trip:
+        only for their W, with x <= k (`max_waiting`). So at most x I and x + y W run from then on, during the last
+        share's `round_trip`:
 
             idle >= round trip + (I + W) - max over x, y of (x I + (x + y) W)    until its W ends,
             idle and W meanwhile >= round trip + I - k I                         until its I ends.
 
-        In the second case (`_fill_and_drain_bound`), these W are not among the count - l or more that are done before
-        the last F starts, when memory holds at most l shares. With count > k some I comes before the last F, so that
-        nothing is counted twice: the time of `fill_idle` ends when the first I starts. With fewer, all F may come
-        first, and 0 is returned.
+        If memory holds at most l shares that wait for I or W when the last F starts, at least count - l W are done
+        before that; the second line counts none of them, so `min_gradient_window` adds both. With count > k some I
+        comes before the last F, so that nothing is counted twice: the time of `fill_idle` ends when the first I starts.
+        With fewer, all F may come first, and 0 is returned.
         """
         if count <= self.max_waiting:
             return 0

@@ -387,9 +387,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def min_path_ticks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Least ticks in which a micro-batch passes the first 0, 1, 2, ... stages, transfers to the next included.
+        """Least ticks of a micro-batch's F (first tuple) and its I or B (second) on stages 0 to n - 1 together, by n
+        from 0 on.
 
-        There is one tuple for its F, and one for its I (or B).
+        Each stage but the last of the model includes the transfer between it and the next one.
         """
         stages = range(len(self.grid.stages))
         hops = [self.min_transfer_ticks(stage) for stage in stages[:-1]] + [0]

@@ -332,7 +332,8 @@ class CanonicalNames:
         return self._batches.get(MicroBatch(pipeline, microbatch), MicroBatch(pipeline, microbatch))
 
     def canonical_worker(self, worker: Worker) -> Worker:
-        """Return the worker of the model that represents a worker of the plan."""
+        """Return the worker that takes the place of a worker of the plan in the CP-SAT model: an interchangeable one,
+        or itself."""
         return self._workers.get(worker, worker)
 
 

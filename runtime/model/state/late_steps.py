@@ -105,8 +105,8 @@ class LateSteps(OptimizerSteps):
         self._queue.wait()
 
     def _run_step(self, due: _DueStep) -> None:
-        """Make a registered step of the copies. Raises VersionError unless they are the state after the iteration
-        before."""
+        """Make a registered step of the copies of other workers' parts. Raises VersionError unless the copies are in
+        the state after the iteration before it."""
         self.version.require(due.iteration - 1, "a copy of another worker's part")
         if due.factor is None:
             self.version = Version(due.iteration)

@@ -118,7 +118,8 @@ class PartOptimizer(UndoableSteps):
 
     @property
     def copy_buffer(self) -> int:
-        """Index of the buffer for the copies' gradient sums of the next step."""
+        """Index of the buffer (0 or 1) for the gradient sums of the copies of other workers' parts in the next step.
+        Waits until no step reads from that buffer."""
         return self._late.free_buffer
 
     @property

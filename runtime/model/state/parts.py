@@ -49,7 +49,8 @@ class ElementCounts(NamedTuple):
 
     @property
     def whole_spans(self) -> tuple[Span, ...]:
-        """Spans, within the layer's elements, of the parameters that are not cut."""
+        """Spans, within the layer's elements, of the parameters that all holders store whole because they are not cut
+        into parts."""
         ends = tuple(accumulate(self.whole, initial=self.cut))
         return tuple(pairwise(ends))
 
