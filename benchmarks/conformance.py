@@ -272,6 +272,9 @@ def _blocked(team: Team, call: Callable[[Team, Sequence[GenerationSession]], Any
                                                                                             "Future[Any]"]:
     sessions = team.connected()
     begun = team.begin(team.members[1], call, team, sessions)
+    deadline = time.monotonic() + RELEASED_SECONDS
+    while team.ordered and call is not _meets and sessions[1].is_quiescent() and time.monotonic() < deadline:
+        time.sleep(HELD_UP_SECONDS / 10)  # the operation has not been posted yet
     time.sleep(HELD_UP_SECONDS)
     _expect(not begun.done(), "it did not wait")
     return sessions, begun

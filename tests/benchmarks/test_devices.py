@@ -34,12 +34,14 @@ def fork_server():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", [GLOO, DOUBLE])
-def test_what_every_transport_promises_holds_between_processes(fork_server, tmp_path, transport):
+def test_what_every_transport_promises_holds_between_processes(fork_server, tmp_path, transport, monkeypatch):
+    monkeypatch.setattr("benchmarks.devices.teams.CHECK_SECONDS", SECONDS)
     found = check_in_processes(transport, fork_server, tmp_path / "log", 4 * SECONDS)
     assert (found.passed, found.failures, found.left) == (len(CHECKS), {}, 0), (tmp_path / "log").read_text()
 
 
-def test_a_check_that_fails_in_processes_is_told_and_the_next_one_runs(fork_server, tmp_path):
+def test_a_check_that_fails_in_processes_is_told_and_the_next_one_runs(fork_server, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.devices.teams.CHECK_SECONDS", SECONDS)
     found = check_in_processes(GLOO, fork_server, tmp_path / "log", 4 * SECONDS, ["sums", "commit point"],
                                modules=("tests.benchmarks.broken_sums",))
     assert found.passed == 1 and found.left == 0
@@ -49,17 +51,18 @@ def test_a_check_that_fails_in_processes_is_told_and_the_next_one_runs(fork_serv
 
 def test_a_hanging_process_leaves_its_stacks_and_nothing_below_it_lives(tmp_path):
     text = ("import faulthandler, signal, subprocess, sys, time\n"
-            "def hangs():\n    time.sleep(600)\n"
-            "faulthandler.register(signal.SIGUSR2)\n"
-            "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\nhangs()\n")
+            "def hangs():\n"
+            "    print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+            "    time.sleep(600)\n"
+            "faulthandler.register(signal.SIGUSR2)\nhangs()\n")
     with (tmp_path / "log").open("a") as log:
         hanging = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=log, text=True)
     below = int(hanging.stdout.readline())
     dump_stacks([hanging.pid], tmp_path / "log")
     deadline = time.monotonic() + SECONDS
-    while "hangs" not in (said := (tmp_path / "log").read_text()) and time.monotonic() < deadline:
+    while "in hangs" not in (said := (tmp_path / "log").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert f"process {hanging.pid}" in said and "hangs" in said
+    assert f"process {hanging.pid}" in said and "in hangs" in said
     end_tree(hanging.pid)
     assert hanging.wait(SECONDS) == -signal.SIGKILL
     deadline = time.monotonic() + SECONDS

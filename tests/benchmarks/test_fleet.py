@@ -14,6 +14,7 @@ from benchmarks.fleet import __main__ as command
 from benchmarks.fleet import cases as benchmark
 from benchmarks.fleet.cases import CASES, Case, fidelity, job_of, returned, run_case, trace_of
 from slipstream.cli.fleet.policies import POLICIES
+from tests.patience import SECONDS
 
 SMALL = Case(name="small", title="a small one", job="uniform-3", parameters=1e9, tokens=100, days=20,
              gpus_per_worker=2, failures="delta-a100", slow="greyhound", settle_seconds=0.01)
@@ -45,7 +46,7 @@ def test_a_benchmark_that_is_ended_leaves_no_process_behind():
             for _ in range(2):
                 process.stdout.readline()
             process.send_signal(number)
-            process.communicate(timeout=10)  # until nobody holds the output's other end
+            process.communicate(timeout=SECONDS)  # until nobody holds the output's other end
 
 
 def test_what_is_measured_adds_up(small):

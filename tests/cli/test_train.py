@@ -256,7 +256,7 @@ def test_ctrl_c_leaves_no_process(job, tmp_path):
     began = time.monotonic()
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130 and time.monotonic() - began < 25
+    assert running.returncode == 130 and time.monotonic() - began < 60
     assert "Traceback" not in errors and "interrupted" in errors
     wait_until_gone(processes)
 

@@ -61,7 +61,7 @@ class Planning(FailurePlanner):
 
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         self.asked.append((down, speeds))
-        options = PlanOptions(method="greedy", time_limit=0.1, layers="move", holds=held)
+        options = PlanOptions(method="greedy", steps=40_000, layers="move", holds=held)
         return plan_only(options, with_speeds(self._job, speeds) if speeds else self._job, down).schedule
 
 

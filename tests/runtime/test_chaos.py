@@ -40,7 +40,10 @@ def test_chaos(seed, name, fork_server, tmp_path):
 def test_chaos_where_nodes_die(fork_server, tmp_path):
     """All workers of a machine at once, in one recovery; two of a stage, so that roles move."""
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["nodes"], gap=(5, 8), away=(1, 4))
-    train_through(setting, random.Random(5), fork_server, tmp_path, tally, storm_seconds=4.0)
+    for seed in (5, 6, 7):  # a node counts only if all of its workers are members when it dies
+        train_through(setting, random.Random(seed), fork_server, tmp_path / str(seed), tally, storm_seconds=4.0)
+        if tally.nodes:
+            break
     assert tally.nodes >= 1 and tally.deviation <= TOLERANCE, tally.report()
 
 

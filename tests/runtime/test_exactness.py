@@ -70,6 +70,7 @@ def test_lower_precision_follows_as_closely_as_it_can(dtype, tolerance, fork_ser
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one of a machine compiles for minutes
 def test_compiled_layers_in_workers_give_the_numbers_of_one_process(fork_server, tmp_path):
     """Each process compiles what it runs, with a worker down from the start."""
     job = grid(2, 2, 2)

@@ -173,7 +173,7 @@ def assert_trained(folder: Path, processes: Sequence[Launcher], job: str) -> Non
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_layers_pass_by_the_interface_that_is_named_and_not_by_that_of_the_rendezvous(variable, tmp_path):
     """torchft 329: state went over the management network, although gloo and NCCL were told of another."""
-    job = tiny_text(pipelines=2, iterations=40).replace("width = 16", "width = 96")
+    job = tiny_text(pipelines=2, iterations=120).replace("width = 16", "width = 96")
     (tmp_path / "job.toml").write_text(job)
     with made_network("office", "fast") as network, nodes(
             network, tmp_path, ["--method", "greedy", "--kill", "1.1@5", "--return", "1.1@8"],

@@ -67,7 +67,7 @@ def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, mo
     """The last stage has reported an iteration when one of its workers dies; the first one is still gathering what it
     has stepped, which the end of the order breaks off. Without commit points, all report an iteration, which is then
     committed with what the abort has left: so this would fail."""
-    monkeypatch.setenv(SLOW, "allgather 0.0 1.0")
+    monkeypatch.setenv(SLOW, f"allgather 0.0 {4.0 if hasty else 1.0}")
     if hasty:
         monkeypatch.setenv(HASTY, "1")
     config = tiny(iterations=6, shard_optimizer=True)

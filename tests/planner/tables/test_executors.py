@@ -1,5 +1,6 @@
 """Tables planned by a real Dask cluster and by real processes of MPI, with workers that die."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -56,7 +57,8 @@ def kill_once_a_part_is_there(folder: Path, command: subprocess.Popen[str], pid:
     while not list(folder.glob("there/parts/*.gz")) and command.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

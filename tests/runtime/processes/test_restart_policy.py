@@ -1,5 +1,6 @@
 """Workers that crash are started again, until they crash too often."""
 
+import itertools
 import os
 import signal
 
@@ -20,6 +21,7 @@ from slipstream.runtime.protocol.to_node_agent import StartWorker
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.clock import Clock
 from tests.runtime.failing import Told, tiny, train_until
+from tests.runtime.pacing import Pauses
 
 ONE, OTHER = Worker(0, 0), Worker(0, 1)
 
@@ -98,13 +100,14 @@ def test_who_had_crashed_when_another_coordinator_died_is_started_again(monkeypa
 
 @pytest.mark.slow
 def test_a_worker_that_somebody_kills_takes_part_again_and_the_numbers_are_the_same(fork_server, tmp_path):
-    killed = []
+    iterations, pauses = itertools.count(), Pauses()
 
     def happened(told: Told):
-        if not killed and told.events[-1].iteration >= 2:
-            killed.append(fork_server.pids["0.0"])
-            os.kill(killed[0], signal.SIGKILL)
-        return told.of(Joined, ONE)
+        number, joined = next(iterations), told.of(Joined, ONE)
+        if number == 2:
+            os.kill(fork_server.pids["0.0"], signal.SIGKILL)
+        pauses.wait(number > 2 and not joined)
+        return joined
 
     told = train_until(happened, fork_server, tmp_path, config=tiny(iterations=10_000), faults_per_hour=2)
     assert "worker 0.0 is started again in 1 s: 1 fault within an hour" in [one.text for one in told.of(Noted)]

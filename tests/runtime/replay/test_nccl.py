@@ -40,8 +40,9 @@ def receive_from_one_that_is_gone(team):
     return sessions, arriving
 
 
-def test_the_device_answers_and_not_torch(team):
+def test_the_device_answers_and_not_torch(team, monkeypatch):
     """A peer is gone, torch says at once that the receive is completed, and its watchdog does not know why yet."""
+    monkeypatch.setattr("tests.runtime.replay.double.ERROR_SECONDS", 60.0)
     sessions, arriving = receive_from_one_that_is_gone(team)
     assert not sessions[1].is_quiescent() and sessions[1].failure_reason() is None
     sessions[1].abort()

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.resources import private_kib
 from slipstream.runtime.worker.device_memory import trim_host_memory
+from tests.patience import SECONDS
 
 KIB = 20_000
 
@@ -37,5 +38,5 @@ def freed_and_left() -> tuple[int, int]:
 def test_what_a_thread_has_freed_goes_back_though_something_younger_lives():
     # A process whose heap holds nothing that older tests have freed.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-        freed, left = fresh.submit(freed_and_left).result(timeout=60)
+        freed, left = fresh.submit(freed_and_left).result(timeout=SECONDS)
     assert freed > 0.9 * KIB and left < 0.2 * KIB

@@ -51,6 +51,7 @@ from slipstream.runtime.model.tensor_codec import (
     write_tensors,
 )
 from slipstream.runtime.tools.reference import reference_run
+from tests.patience import SECONDS
 from tests.runtime.running import tiny
 
 IDENTITY = identity_of(tiny(), 4)
@@ -136,11 +137,11 @@ def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
               "share(big, 0, 1, 2), IDENTITY).wait()")
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[4],
                                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SECONDS
     while not list(tmp_path.glob(".saving-20/.layer-*")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait(SECONDS)
     assert list(tmp_path.glob(".saving-20/*"))
     found = open_latest(tmp_path, IDENTITY)
     assert found is not None and found.iteration == 10
@@ -374,11 +375,16 @@ def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     room = threading.Timer(0.5, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
-    room.start()
+
+    def say(line: str) -> None:
+        said.append(line)
+        room.start()
+
     try:
-        save_layer_with_retry(tmp_path, 1, state, said.append, look_seconds=0.02)
-    finally:
+        save_layer_with_retry(tmp_path, 1, state, say, look_seconds=0.02)
         room.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_equal(load_layer(tmp_path, 1), state)
     assert len(said) == 1 and "parameters cannot be written: File too large; the workers wait for free space" in said[0]
     assert [path.name for path in (tmp_path / "parameters").iterdir()] == ["layer-0001.safetensors"]

@@ -436,6 +436,7 @@ def test_holdings_exchange_layers_and_go_on_as_before(optimizer: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one of a machine compiles for minutes
 @pytest.mark.parametrize(("more", "training", "tolerance"), [
     ({"dropout": 0.2}, {"dtype": "float64"}, 1e-9),
     ({"dropout": 0.0}, {"dtype": "bf16"}, 5e-3)], ids=["dropout", "autocast"])
@@ -447,6 +448,7 @@ def test_compiled_layers_give_the_numbers_of_others(more: dict[str, object], tra
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_compiled_layers_leave_the_gradients_of_weights_to_w() -> None:
     """Those of all products, and none is lost; nothing that W needs is written to by what comes before it."""
     config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "compile": True})
