@@ -67,8 +67,8 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
            settled: Settled = False, out_file: OutFile = None, json: Json = False) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 
-    The answer at once leaves all layers in place. Failures that the table does not cover are planned on the spot, with
-    list schedulers.
+    The answer that runs at once leaves all layers in place. Failures that the table does not cover are planned on the
+    spot, with list schedulers.
     """
     down = parse_workers("--failed", failed or [])
     require_writable(out_file)

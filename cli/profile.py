@@ -224,7 +224,7 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
     """Return the layer range of each stage. The argument `counts` has the number of layers of each stage in the job
-    file, with or without embedding and head.
+    file. If it leaves out the embedding and the head, these are added to the first and the last stage.
 
     Raises ConfigError unless all stages have layers and their sum is `layers`, the model's number of layers.
     """

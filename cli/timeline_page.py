@@ -142,10 +142,10 @@ def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence
 
 
 def _encode_columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
-    """Return the ops of a program as columns of numbers, in units of `unit` ticks.
+    """Return the ops of a program as columns of numbers, with times in units of `unit` ticks.
 
     The column `foreign` lists the ops of pipelines other than `own`: index, pipeline, and 1 if the op is shed. The
-    column `links` lists reductions that overlap with compute.
+    column `links` lists start and end of each reduction that overlaps with compute; no other column has these.
     """
     overlapped = [op for op in ops if schedule.has_overlap and op.kind is OpKind.A]
     ops = [op for op in ops if op not in overlapped]

@@ -75,7 +75,8 @@ class Speed:
         return self._end - self.clock.process_seconds()
 
     def pace_for(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
-        """Return the processor seconds per compute op that planning takes on this machine.
+        """Return the processor seconds per compute op that planning, and joining the plans of blocks, take on this
+        machine.
 
         The pace is measured at the first call only: a small sample (`sample_of`) of that call's job is planned with
         `plan_block`. The function `ops_of` counts the compute ops to plan for a job.
@@ -96,7 +97,8 @@ class Blocks(NamedTuple):
 
 def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock, speed: Speed, *,
                   grace: bool = True) -> Blocks | None:
-    """Return into how many blocks of micro-batches to divide a job so that it is planned within `seconds`.
+    """Return the number of blocks of micro-batches into which to divide a job so that it is planned within `seconds`,
+    and the seconds to plan the blocks.
 
     None means that the whole job can be planned at once. With `grace`, the plan may take somewhat longer. The function
     `ops_of` counts the compute ops to plan for a job, and `plan_block` plans a sample to measure the pace. Raises
@@ -217,8 +219,8 @@ def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
 
 
 def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
-    """Return, for each block's schedule, the ticks by which it is shifted in the joined schedule, so that every worker
-    is done with the blocks before when it starts this one."""
+    """Return, for each block's schedule, the ticks by which to shift it in the joined schedule, so that every worker
+    has done its compute ops of earlier blocks before it starts this one."""
     spans = {id(block): _worker_spans(block) for block in blocks}
     free: dict[Worker, int] = {}
     shifts = []

@@ -270,9 +270,9 @@ def defer_interrupts() -> Iterator[threading.Event]:
     """Return a context in which the first Ctrl-C sets the yielded event, and only a second one raises
     KeyboardInterrupt.
 
-    An exception could be raised anywhere, also where Python swallows it. Only the main thread of a program receives
-    signals; in other threads the event is never set. If one search is part of another, an interrupt that ends the inner
-    one also ends the outer one.
+    Python's default handler may raise KeyboardInterrupt anywhere, even where exceptions are swallowed. Only the main
+    thread of a program receives signals; in other threads the event is never set. If one search is part of another, an
+    interrupt that ends the inner one also ends the outer one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield threading.Event()

@@ -74,11 +74,10 @@ class FailurePlanner:
             return moved if moved is not None and self._is_worth_its_pause(moved, in_place) else in_place
 
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return the schedule to continue with when the workers `down` have failed and others are as slow as `speeds`
-        says.
+        """Return the schedule to continue with when the workers `down` have failed and others are slow.
 
-        These are pairs of a worker and the factor by which its ops take longer. Of a new plan, the run's first schedule
-        and the table's, the one with the shortest period at these speeds is returned.
+        The argument `speeds` has pairs of a slow worker and the factor by which its ops take longer. Of a new plan, the
+        run's first schedule and the table's, the one with the shortest period at these speeds is returned.
         """
         with _as_no_plan_error():
             choices = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
@@ -90,7 +89,7 @@ class FailurePlanner:
         """Return a schedule for these failures that needs no layer copied: each worker runs only layers that it has,
         which `held` lists.
 
-        Here and in the methods below, empty `speeds` mean the speeds of the job.
+        Slow workers are those in `speeds`; if it is empty, those of the job.
         """
         options = msgspec.structs.replace(self._greedy, holds=held)
         return plan_only(options, self._job_at_speeds(speeds), down).schedule
@@ -98,7 +97,8 @@ class FailurePlanner:
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """Return the best schedule for these failures, whichever layers move for it, from the table or newly planned.
 
-        The layers that each worker has now are `held`.
+        The layers that each worker has now are `held`. Slow workers are those in `speeds`, for which no table is used;
+        if it is empty, those of the job.
         """
         in_table = None if speeds else self._settled_in_table(down, held)
         if in_table is not None:
@@ -109,7 +109,10 @@ class FailurePlanner:
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """Return a schedule for these failures in which any worker may have any layer, because all workers then load a
-        checkpoint."""
+        checkpoint.
+
+        Slow workers are those in `speeds`; if it is empty, those of the job.
+        """
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
         return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
@@ -264,8 +267,11 @@ def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOpt
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
     """Return a copy of the schedule that records the memory for activations of each live worker to which the job gives
-    a capacity of its own: what the weights of its role's column leave, or those of its own column if the schedule lists
-    its held layers."""
+    a capacity of its own.
+
+    This is what the weights of its role's column leave or, if the schedule lists its held layers, what those of its own
+    column leave.
+    """
     assert job.memory is not None and schedule.memory is not None
     rooms = []
     for worker, _ in job.memory.capacity_of:

@@ -25,10 +25,11 @@ def jit(function: Function) -> Function:
 
 
 def jit_borrowing(function: Function) -> Function:
-    """Compile a function that allocates no arrays, sets no slices of them, and is called by compiled functions only.
+    """Compile a function that allocates no arrays, assigns to no slices of arrays, and is called by compiled functions
+    only.
 
-    Its arrays belong to its caller while it runs. Otherwise numba would count references to every array of a tuple at
-    every call, which is a third to a half of the time of annealing.
+    It uses its caller's arrays without counting references. Otherwise numba would count references to every array of a
+    tuple at every call, which is a third to a half of the time of annealing.
     """
     return _compile_with(function, BORROWED)
 
@@ -222,7 +223,7 @@ def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Int
 @jit_inlined
 def _last_end(sharers: Ints, end: Ints, reduction: int) -> int:
     """Return the largest tick in `end` [group] among the groups (workers that hold the same layers) that share a
-    reduction. It cannot start before."""
+    reduction: the earliest tick at which it can start."""
     last = end[sharers[reduction, 0]]
     for index in range(1, sharers.shape[1]):
         if sharers[reduction, index] >= 0:
@@ -415,8 +416,8 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> 
 
 @jit
 def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool) -> int:
-    """Remove the most urgent F (`which` is FORWARD), or I or B (BACKWARD), that a worker has memory for from its heap,
-    and return the unit; -1 if there is none.
+    """Remove from a worker's heap the most urgent F (`which` is FORWARD), or I or B (BACKWARD), for which the worker
+    has memory, and return its unit; -1 if there is none.
 
     The heap must not be empty. If not `mixed`, all units of the heap are of one slice.
     """
@@ -699,7 +700,7 @@ class Sorting(NamedTuple):
 class Queue(NamedTuple):
     """Queue of ops whose latest start must be recomputed, in buckets by that time; the latest come first.
 
-    An op starts later than the ops for which it waits, so that few ops are evaluated twice.
+    An op is thus recomputed before the ops for which it waits, which start earlier, so that few are recomputed twice.
     """
 
     bucket: Ints
@@ -740,8 +741,8 @@ CHANGED, TOUCHED = range(2)
 
 
 class Path(NamedTuple):
-    """Ops of a critical path at which exchanging neighbouring ops of a worker may shorten the path; it is followed
-    again when a change is accepted."""
+    """Ops of a critical path at which exchanging neighbouring ops of a worker may shorten the path. After a change is
+    accepted, the path is traced anew."""
 
     op: Ints
     """Ops of the critical path that only the next op of their worker keeps from starting later."""
@@ -818,7 +819,8 @@ class Cycle(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Change of an annealing state, with all that is needed to undo it."""
+    """Step that changes an annealing state: an exchange of ops of a worker, a trade of two units, or the move of a
+    unit."""
 
     kind: int
     unit: int
@@ -922,8 +924,7 @@ def state_cost(instance, timing, cycle):
 
 @jit_inlined
 def cost_after(instance, state, timing, log, cycle, before):
-    """Return the cost that annealing reduces (`state_cost`) of a state after a step, in ticks, given the cost `before`
-    it.
+    """Return the cost (`state_cost`, in ticks) of a state after a step, given its cost before the step, `before`.
 
     Only pipelines in the log, whose busy windows the step may have changed, are measured again, which changes `timing`.
     """
@@ -941,8 +942,8 @@ def cost_after(instance, state, timing, log, cycle, before):
 
 @jit_inlined
 def critical_worker(random, instance, state, timing, goal):
-    """Return a random worker with the longest busy window of a random pipeline whose longest window exceeds `goal`
-    ticks, the period at which annealing aims."""
+    """Draw a pipeline whose longest busy window exceeds `goal` ticks, the period at which annealing aims, and return
+    one of its workers with that window, also drawn at random."""
     pipeline, seen = 0, 0
     for other in range(timing.longest.shape[0]):
         if timing.longest[other] > goal:
@@ -963,11 +964,11 @@ def critical_worker(random, instance, state, timing, goal):
 
 @jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
-    """Follow the critical path from `op`, and return its last op. Each op of it is kept from starting later by the next
-    one; the last op, by the tick by which its worker must end compute.
+    """Follow a critical path from `op` by the latest starts `late` [op], and return its last op. Each op on it is kept
+    from starting later by the next one; the last op, by the tick by which its worker must end compute.
 
-    Ops that only the next op of their worker keeps from starting later are stored in `path`, if their latest start is
-    in the range `within` (low, high), high excluded.
+    Fill `path` with the ops whose next op on the path follows them only in their worker's order, without waiting for
+    them, if their latest start is in the range `within` (low, high), high excluded.
     """
     unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
         instance.successors.transfer
@@ -1047,10 +1048,10 @@ def _sort_topologically(instance, state, sorting):
 def _latest_start(instance, state, late, op):
     """Return the latest tick at which an op can start, given `late`, the latest starts of the ops after it.
 
-    The rule is late[op] = min(late[next op of its worker], or if there is none the tick by which its group, the workers
-    with the same layers, must end compute; late[j] - hop over successors j) - duration[op], with a hop if j takes a
-    tensor from another worker. If interleaved (reductions lie between compute ops), a W ends before the reductions that
-    wait for it, and no op overlaps a reduction of its worker.
+    The rule is late[op] = min(end, late[j] - hop over successors j) - duration[op]. Here `end` is late[next op of its
+    worker] or, after the last op, the deadline of its group (workers that hold the same layers); the hop is 0 unless j
+    takes a tensor from another worker. If interleaved (reductions lie between compute ops), a W ends before the
+    reductions that wait for it, and no op overlaps a reduction of its worker.
     """
     successors = instance.successors
     unit, group = instance.unit[op], instance.group[state.worker[instance.unit[op]]]
@@ -1069,10 +1070,11 @@ def _latest_start(instance, state, late, op):
 
 @jit
 def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
-    """Set the deadline of each group (workers that hold the same layers), by which it must end its compute ops, to the
-    earliest tick that the state's orders of ops allow, and the ends of the reductions accordingly.
+    """Let ops start as early as the state's orders allow, set the ends of all groups (workers that hold the same
+    layers) accordingly, reductions included, and set their deadlines to the latest ticks by which compute must end for
+    that.
 
-    Return False, and change nothing, if there is a circular wait.
+    Return False, and leave the state as it is, if there is a circular wait.
     """
     sorting.release[:] = 0
     if not _sort_topologically(instance, state, sorting):
@@ -1201,7 +1203,8 @@ def queue_op(queue, late, op):
 
 @jit_inlined
 def touch_pipeline(timing, log, pipeline):
-    """Add a pipeline to the log of those whose busy windows a step may change, with their present lengths."""
+    """Add a pipeline, with its longest window and its excess from `timing`, to the log of those whose busy windows a
+    step may change, unless it is there already."""
     if not log.marked[pipeline]:
         log.marked[pipeline] = 1
         number = log.counters[TOUCHED]
@@ -1213,8 +1216,8 @@ def touch_pipeline(timing, log, pipeline):
 def _make_retime(interleaved):
     """Return one of two versions of the function `retime`: with `interleaved`, reductions may lie between compute ops.
 
-    A test in the loop would make it a quarter slower. Its rule is that of `_latest_start`. It is one long loop on local
-    names, since a call with all these arrays would take longer than what it does.
+    A single version with a test in its loop would be a quarter slower. The rule for starts is that of `_latest_start`.
+    The function is one long loop on local names, since a call with all these arrays would take longer than its work.
     """
 
     @jit_borrowing
@@ -1305,8 +1308,9 @@ def retime(instance, state, timing, queue, log, limits, run):
     """Recompute the latest starts of the ops in `queue` and of those at places [begin, end) of a worker's order, with
     `run` = (worker, begin, end), and of all ops that these changes affect.
 
-    Return False if some window becomes too long to be accepted: with `limits` = (heads, allowed), an op starts more
-    than `allowed` ticks before its head, the earliest start by which no busy window becomes longer.
+    Return False if some window becomes too long to be accepted, or if the log is full. A window is too long if, with
+    `limits` = (heads, allowed), an op starts more than `allowed` ticks before its head, the earliest start by which no
+    busy window becomes longer.
     """
     if instance.interleaved:
         return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)
@@ -1460,7 +1464,8 @@ def retime_after(instance, state, timing, queue, log, limits, move, places):
 
 @jit_inlined
 def _has_no_circular_wait(instance, state, timing, queue, move):
-    """Return whether none of the ops that a change put in other places is in a circular wait without duration.
+    """Return whether none of the ops that the change `move` put in other places is in a circular wait of ops of zero
+    duration.
 
     Any circular wait that `retime` does not detect includes one of these ops.
     """
@@ -1497,10 +1502,11 @@ def undo_move(instance, state, run, places, move):
 
 @jit_inlined
 def propose_exchange(random, instance, state, timing, cycle, run, path):
-    """Exchange two neighbouring runs of ops in a random worker's order, and return the change. The place is mostly
-    drawn from a critical path.
+    """Exchange two neighbouring runs of ops in a worker's order, and return the change. The place is mostly drawn from
+    a critical path, which `path` keeps for further steps; `run` is a working array.
 
-    If the runs must not change places, the state stays as it is, and NEVER (a `Move` without a change) is returned.
+    If the drawn runs must not change places, the state stays as it is, and NEVER (a `Move` without a change) is
+    returned.
     """
     late = timing.late
     if random_below(random, 5):
@@ -1580,8 +1586,11 @@ def _is_order_within_capacity(instance, state, worker, end):
 
 @jit_inlined
 def propose_trade(random, instance, state, late, cycle):
-    """Exchange the workers and places of two random units of a slice, and return the change; NEVER (a `Move` without a
-    change) if they must not."""
+    """Let two random units of a slice trade workers and places, and return the change.
+
+    Change nothing and return NEVER (a `Move` without a change) if the drawn units cannot trade (`_draw_partner`), or if
+    the first one, by the latest starts `late` [op], is outside of the cycle's range (`_is_unit_in_range`).
+    """
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     other = _draw_partner(random, instance, state, unit)
     if other < 0 or not _is_unit_in_range(instance, late, cycle, unit):
@@ -1869,8 +1878,9 @@ def measure_best(chain: Chain, cycle: Cycle) -> None:
 def _is_better(timing, record, now, scale):
     """Return whether a state, timed in `timing`, is better than the best one by enough to be stored.
 
-    Its period is shorter, or equal at a cost `now` (`state_cost`, in ticks) that is more than 3 % lower even with
-    `scale`, the mean ticks of an op, added. `record` has the best state's period and cost.
+    It is if its period is shorter, or if the periods are equal and `now` + `scale` is more than 3 % below the best
+    state's cost: `now` is the cost of the state (`state_cost`), `scale` the mean duration of an op, both in ticks.
+    `record` has the best state's period and cost.
     """
     # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
     longest = timing.longest[0]

@@ -123,12 +123,14 @@ class WindowBounds:
         """Return the best few ways to distribute failures over columns, best first, as `RankedDistribution`; the first
         has the shortest longest busy window.
 
+        With best[c][f] those of f failures over columns 0 to c, of which column c has k, and w = column_bound(c, k):
+
             best[c][f] = the smallest few (`RoleParams.distributions`) of
                 { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
-                  k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }   with w = bound(c, k).
+                  k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }
 
         The first is exact; the others are near-best alternatives. Among equal windows, even distributions come first,
-        then those with failures in later stages, which wait less.
+        then those with failures in later columns, whose workers wait less.
         """
         if failures not in self._best:
             self._best[failures] = self._rank_distributions(failures)
@@ -151,10 +153,11 @@ class WindowBounds:
         return best.get(failures, [])
 
     def _useful_counts(self, failures: int) -> list[int]:
-        """Return the largest number of vacant roles of each column that needs to be considered.
+        """Return, for each column, the largest number of vacant roles that needs to be considered.
 
-        Windows grow with the number of vacant roles. So repeatedly taking the shortest next window gives the longest
-        window that any distribution needs. One more role of each column is considered, to have a choice.
+        Windows grow with the number of vacant roles. So the longest window is the shortest possible if each failure in
+        turn goes to the column whose window is then the shortest. One more role of each column is considered, to have a
+        choice.
         """
         down = [0] * self.grid.columns
         for _ in range(failures):
@@ -302,9 +305,9 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     """Return the best plan for these failed workers, in which live workers take other roles if that shortens the
     period.
 
-    A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move.
-    Whether layers may move or not, the plan is never longer than with roles in place. What is known of the fault-free
-    period may be passed as `known`. Raises JobError for unknown workers, NoPlanError if no schedule can exist.
+    Moved roles, a special case of moved layers, are tried even if layers may move. Whether layers may move or not, the
+    plan is never longer than with roles in place. What an earlier search has found of the fault-free period may be
+    passed as `known`. Raises JobError for unknown workers, NoPlanError if no schedule can exist.
     """
     clock = clock or options.make_clock()
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)

@@ -88,7 +88,7 @@ def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
     """Return a copy of a problem without reductions that has, for each worker, the reduction that no compute can hide.
 
     Each worker reduces the one of its layers that takes the least time. At least that remains after its last compute
-    op, which is a W. So a bound for this problem also bounds the job, if it allows for cut micro-batches.
+    op, which is a W. So a bound for this problem that allows for cut micro-batches holds for the job, too.
     """
     grid, job_layers = problem.grid, _JobLayers.of(job)
     if job_layers is None:
@@ -279,8 +279,8 @@ class _JobLayers:
 
 
 class _LayerParts(NamedTuple):
-    """Program of a worker whose last micro-batches run layer by layer: its compute ops, and the ranges of layers it
-    reduces."""
+    """Program of a worker whose last micro-batches run in ranges of layers: its compute ops, and the ranges of layers
+    that it reduces."""
 
     ops: list[ProgramOp]
     reduced: list[LayerRange]

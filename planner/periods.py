@@ -88,7 +88,7 @@ class Periods:
     def planned_period(self, down: Counts) -> tuple[float, bool]:
         """Return the shortest period of the planner's list schedules, in seconds, and whether it meets its lower bound.
 
-        `down` is the number of failed workers of each stage.
+        The argument `down` has the number of failed workers of each column.
         """
         return self._shortest_period(down, self._options, self._plan_quickly)
 
@@ -96,8 +96,8 @@ class Periods:
         """Return the shortest period found, in seconds, if healthy pipelines take micro-batches of failed workers in
         turn.
 
-        `down` is the number of failed workers of each stage. This is the rule of ReCycle. The best of some list
-        schedules represents ReCycle's solver; with fused backwards, the memory is that of 1F1B.
+        The argument `down` has the number of failed workers of each column. This is the rule of ReCycle. The best of
+        some list schedules represents ReCycle's solver; with fused backwards, the memory is that of 1F1B.
         """
         return self._shortest_period(down, options, _plan_round_robin)[0]
 
@@ -109,11 +109,11 @@ class Periods:
         return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
 
     def _shortest_period(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
-        """Return the shortest period found if `down` workers of each stage fail, in seconds, and whether it meets its
+        """Return the shortest period found if `down` workers of each column fail, in seconds, and whether it meets its
         bound.
 
         The failures are spread over pipelines in several ways, and each is planned by `solver`. The period is infinite
-        if a stage has no live worker.
+        if a column has no live worker.
         """
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
@@ -125,11 +125,11 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return one problem for each different way to spread failures over pipelines; `down` has the number of
-        failures of each stage.
+        """Return one problem for each of several ways to spread failures over pipelines; `down` has the number of
+        failures of each column.
 
-        Ways that differ only in the numbers of pipelines are equal. The problems of a large job are sorted by the size
-        of their largest subproblem; those with a large one are left out, except for the first.
+        Ways that differ only by an exchange of equal pipelines count as one. The problems of a large job are sorted by
+        the size of their largest subproblem; those with a large one are left out, except for the first.
         """
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))
@@ -204,9 +204,10 @@ def _best_round_robin(problem: Problem) -> Solution:
 
 
 def _round_robin_rules(problem: Problem) -> Iterator[DispatchRule]:
-    """Iterate over dispatch rules that differ in the number of micro-batches in flight.
+    """Iterate over dispatch rules with different limits on micro-batches in flight: only that of memory, that of 1F1B,
+    or twice that of 1F1B.
 
-    It is as large as memory allows, as in 1F1B, or twice as large as in 1F1B.
+    If transfers take time, each limit comes with a rule that ignores them and one that does not.
     """
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):

@@ -110,8 +110,8 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                    progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> FoundPlacement:
-    """Search for the placement and division of a job's layers with the largest mean throughput, and plan it, in about
-    the time of a plan.
+    """Search for the placement and division of a job's layers with the largest mean throughput, and plan it, both
+    within about the time limit of one plan.
 
     The job file in `text` must extend no other. The mean is over 0 to `failures` workers down at once, where each
     worker is down for a share `down` of the time. Raises JobError if the file is wrong or a stage has no layer,
@@ -290,8 +290,8 @@ class _Search:
         return tried
 
     def _evaluate_quickly(self, arrangement: Arrangement, most: int) -> TriedPlacement | None:
-        """Return the best result of a few list schedules of one pipeline with this placement and division, with none,
-        half or all of its stages recomputing.
+        """Return the best result of a few list schedules of one pipeline with this placement and division. If the
+        planner chooses recomputation, none, the first half or all of the stages recompute.
 
         The pipeline has `most` micro-batches; if they are many, fewer are scheduled, and the work of the others is
         added. None if nothing fits.
@@ -339,8 +339,8 @@ class _Search:
         return planned or list(some)
 
     def _plan_with_failures(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
-        """Plan each placement with 1, 2 ... vacant roles. Return those that have plans for the most of these numbers,
-        with their periods."""
+        """Plan each placement with 1, 2 ... vacant roles until there is no plan. Return, with their periods, those that
+        have plans for the largest number of vacant roles."""
         budget = self._budget_share(FAILURES_SHARE)
         quick = self._options.for_comparison
         planned = []

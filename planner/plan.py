@@ -169,8 +169,8 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
 
 
 def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Return whether layouts that keep layers in place can be better than the problem as it is (None: the answer is
-    no).
+    """Return whether layouts that keep layers in place can be better than the problem as it is; False if `problem` is
+    None.
 
     They can if they may cut micro-batches within a stage, or if workers of a column differ in memory.
     """

@@ -150,8 +150,8 @@ def _largest_layer(job: Job, stage: int) -> float:
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return the job's relative weights (one tuple, by layer, for each kind of value) by which values of stages are
-    divided over layers, changed for recomputation.
+    """Return the values by which each stage's times and memory are divided over its layers (one tuple, by layer, for
+    each kind of value), changed for recomputation.
 
     By stage, `chosen` is true if it recomputes, `late` if it does so in W. None if the job divides stages evenly.
     """

@@ -55,8 +55,8 @@ def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDT
 
 
 def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
-    """Return after how many iterations a plan has gained more time than copying the layers in `moved` took, if training
-    stopped meanwhile.
+    """Return the number of iterations after which a plan has saved more time, compared with layers in place, than
+    copying the layers in `moved` takes, if training stops for that.
 
     Training need not stop, since layers can be streamed while it continues. None if nothing is gained or the bytes are
     not known.
@@ -73,7 +73,8 @@ def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
 
 
 def _busiest_bytes(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:
-    """Return the bytes that the busiest worker sends or receives if each layer comes from its least busy live holder.
+    """Return the larger one of the most bytes that a worker sends and the most that one receives, if each layer comes
+    from its least busy live holder.
 
     The layers that each worker receives are in `received`; `size` has the bytes of each layer.
     """

@@ -13,13 +13,13 @@ Work = Callable[[], None]
 
 
 class BackgroundQueue:
-    """Work queue of one owner, run in order concurrently with the owner's thread.
+    """Queue of one owner's work, which is done in order, concurrently with the owner's thread.
 
     Parameters
     ----------
     name
-        Name of the thread, which exists only while there is work, and of the stream, which all queues of this name
-        share.
+        Name of the thread, which exists only while there is work, and of the CUDA stream. Queues of one name share
+        the stream.
     enqueues
         True if work for a GPU only enqueues kernels. Then the queue needs no thread, and `wait` does not block the
         host.

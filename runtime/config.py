@@ -399,7 +399,7 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
 
 
 def _with_vocabulary_size(model: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the `[model]` table with the vocabulary size of a model of transformers, which the data need.
+    """Return the `[model]` table of a Hugging Face transformers model with its vocabulary size, which the data need.
 
     If the model's config cannot be read, the table is returned unchanged; building the model then raises the error.
     """

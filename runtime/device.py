@@ -26,10 +26,10 @@ def gpu_count(device: Literal["cpu", "cuda"]) -> int:
 
 @cache
 def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
-    """Return this process's CUDA stream on a GPU for one purpose, always the same one.
+    """Return this process's CUDA stream on a GPU for one purpose, the same at each call.
 
-    Torch hands out 32 streams in turn. A component that took a new one in each generation would eventually share its
-    stream with one in which something else waits.
+    Torch hands out 32 streams in turn. If a component took a new one in each generation, it would eventually get a
+    stream in which another component waits.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -93,7 +93,7 @@ class OrderGiven(Event, frozen=True, kw_only=True):
 
 
 class PlanAsked(Event, frozen=True, kw_only=True):
-    """Event: the search for a schedule begins, in which it is looked up or planned."""
+    """Event: the coordinator begins to search for a schedule, which is either looked up or planned."""
 
     down: tuple[Worker, ...]
     phase: Phase
@@ -146,7 +146,7 @@ class FetchProgressed(Event, frozen=True, kw_only=True):
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):
-    """Event: a fetch of layers ends without being used. Another fetch may follow."""
+    """Event: a fetch of layers ends, and the layers that it has copied are not used. Another fetch may follow."""
 
     fetch: Count
     reason: str

@@ -45,8 +45,8 @@ def divide_workers_by_node(live: Sequence[Worker], nodes: int,
                            topology: Sequence[Collection[Worker]]) -> list[list[Worker]]:
     """Return the `live` workers of each node, in the order of the nodes' numbers.
 
-    If `topology` names the workers of each machine, workers of a machine stay together; otherwise each node gets
-    consecutive workers.
+    If `topology` names the workers of each machine and there are as many nodes, each node gets the workers of one
+    machine. Otherwise each node gets consecutive workers, in the order of `topology` if it is given.
     """
     if not topology or nodes == 1:
         return assign_workers_to_nodes(live, nodes)
@@ -58,11 +58,11 @@ def divide_workers_by_node(live: Sequence[Worker], nodes: int,
 
 def find_domains(grid: Grid, shares: Sequence[Sequence[Worker]], beside: int,
                  topology: Sequence[Collection[Worker]]) -> FailureDomains:
-    """Return the failure domains of a job's workers, by `topology` if given, else by the nodes' workers (`shares`).
+    """Return the failure domains of a job's workers: those of `topology` if given, else the workers of each machine.
 
-    The argument `beside` is the number of nodes that share node 0's machine; the other machines are assumed to have as
-    many. A worker that is absent at the start counts as one of node 0's, where it would be started. Raises
-    PlacementError if `topology` does not name each worker of the grid once.
+    Node number n has the workers `shares[n]`. Node 0's machine has `beside` nodes, including node 0, and the other
+    machines are assumed to have as many. A worker that is absent at the start counts as one of node 0's, where it would
+    be started. Raises PlacementError if `topology` does not name each worker of the grid once.
     """
     if not topology:
         present = {worker for share in shares for worker in share}

@@ -151,7 +151,8 @@ class RestartLimit:
         self._failures: list[float] = []
 
     def count_failure(self) -> float | None:
-        """Count a failure, and return the seconds to wait before the restart; None if there were too many failures."""
+        """Count a failure, and return the seconds to wait before the restart; None if there were more than
+        `MAX_RESTARTS` failures in the last `RESTART_WINDOW_SECONDS`."""
         now = time.monotonic()
         self._failures = [*(at for at in self._failures if at > now - RESTART_WINDOW_SECONDS), now]
         count = len(self._failures)
@@ -171,8 +172,8 @@ class _ForkServerHolder:
         """True if the server may have workers of an earlier coordinator."""
 
     def get_server(self, found: ForkServer | None) -> ForkServer:
-        """Return the fork server of this node: the one already held, else `found`, else the one passed to `run`, else a
-        new one."""
+        """Return the fork server of this node: the one already held, else `found` (the adopted one), else the one
+        passed to `run`, else a new one."""
         if self.server is None:
             self.server = found or self._given or self._stack.enter_context(ForkServer())
         self.adopted = True
@@ -282,9 +283,10 @@ class _RunLeader:
 
     def _adopt_workers(self, stack: ExitStack) -> ForkServer | None:
         """Adopt the live workers that an earlier node 0 left on this machine, and return their fork server, which
-        `stack` closes; None if there is none.
+        `stack` closes; None if no such server is left.
 
-        Raises NoLiveWorkerError if none can be adopted and there is no other node that could have live workers.
+        Raises NoLiveWorkerError if an earlier run is continued, none can be adopted, and there is no other node that
+        could have live workers.
         """
         if self.behind is None:
             return None
@@ -296,10 +298,11 @@ class _RunLeader:
         return adopted
 
     def _listen_for_workers(self) -> tuple[socket.socket, Rendezvous]:
-        """Return a socket that listens for workers, with its address: that of the earlier coordinator, if any.
+        """Return a socket that listens for workers, and its address: that of the earlier coordinator, if there is one
+        and the options name no port.
 
-        Raises RendezvousError. Raises NoLiveWorkerError if the earlier coordinator's address cannot be used, because
-        workers look for a coordinator only there.
+        Raises NoLiveWorkerError if the earlier coordinator's address cannot be used, because workers look for a
+        coordinator only there, and RendezvousError if another one cannot.
         """
         wanted = self.options.rendezvous
         if self.behind is not None and (wanted is None or wanted.port == 0):
@@ -326,7 +329,8 @@ class _RunLeader:
                                ) -> TakeoverRecord:
         """Return the record from which a new node 0 can continue with the workers of this one if this one dies.
 
-        Workers reach this node 0 at the address `opened`; the run began with the iteration `first`.
+        Workers reach this node 0 at the address `opened`; the run began with the iteration `first`. If `settings` let
+        workers wait for a coordinator, `fork_server` is asked to keep them alive.
         """
         behind = self.behind
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)

@@ -163,10 +163,10 @@ def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettin
 
 
 def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
-    """Return the path of this node's copy of the checkpoint of an iteration: in `folder`, in its subfolder for
-    checkpoints, or `folder` itself.
+    """Return the path of this node's copy of the checkpoint of an iteration.
 
-    Raises CheckpointError if the checkpoint is of another iteration.
+    It is the iteration's folder in the checkpoint folder of `folder`, else the iteration's folder in `folder`, else
+    `folder` itself. Raises CheckpointError if the checkpoint is of another iteration.
     """
     name = f"iteration-{iteration}"
     path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
@@ -312,11 +312,12 @@ class _NodeAgent:
             raise
 
     def _wait_for_coordinator(self, gone: str, woken: socket.socket) -> RunEnded | None:
-        """Wait for another node 0 after the last one is gone, for the reason `gone`; the workers of this node pause
-        meanwhile.
+        """Wait for another node 0 to replace the last one, which is gone (`gone` says why); the workers of this node
+        pause meanwhile.
 
-        Returns None once another coordinator is followed, or its `RunEnded` if it continues without this node. Raises
-        RunError if none comes in time, or if a signal asks this node to leave (data on the socket `woken`).
+        Returns None when this node follows another coordinator, or that coordinator's `RunEnded` if it continues
+        without this node. Raises RunError if none comes in time, or if a signal asks this node to leave (data on the
+        socket `woken`).
         """
         seconds = self._coordinator_timeout_seconds
         if seconds:

@@ -64,9 +64,9 @@ class RunFit:
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
     """Return the iteration from which this run counts samples, and the number of samples read before it.
 
-    These are the iteration and samples of the checkpoint `resume`. Both are 0 (`NOTHING_READ`) if it is None or of an
-    earlier version, which does not store samples, or if it has read as many samples in each iteration as this run with
-    its `microbatches` of each pipeline.
+    These are the iteration of the checkpoint `resume` and its number of samples. Both are 0 (`NOTHING_READ`) if
+    `resume` is None or of an earlier version, which does not store samples, or if the iterations before it have read as
+    many samples as this run would have. `microbatches` has this run's number of micro-batches of each pipeline.
     """
     if resume is None or resume.manifest.samples in (
             None, resume.iteration * config.training.batch * sum(microbatches)):

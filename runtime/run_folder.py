@@ -114,13 +114,13 @@ def read_lock_holder(out: Path) -> str | None:
 
 def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool,
                       again: bool = False) -> None:
-    """Raise FolderError if a run would overwrite the results of another one in this folder. Raises CheckpointError,
-    too.
+    """Raise FolderError if a run would overwrite the results of another one in this folder. Raises CheckpointError if
+    the newest checkpoint in the folder cannot be read.
 
     A run that resumes from the newest checkpoint in this folder (`resume`; None: it does not resume) may replace the
     results that are there. Set `force` to True if everything may be removed. Set `again` to True if this run repeats
     one that was started with the same folder: then the results of a run that saved neither a checkpoint nor parameters
-    may be removed. The folder must be locked.
+    may be removed. The error tells whether a run with `config` can resume. The folder must be locked.
     """
     if resume is not None and _is_in_folder(resume, out):
         newest = open_latest(out / CHECKPOINTS)
@@ -167,8 +167,8 @@ def clear_parameters(out: Path) -> None:
 
 
 def describe_results(out: Path) -> str:
-    """Return a list, as text, of what a run has left in the folder: its iterations, checkpoint and parameters; empty if
-    nothing."""
+    """Return a text that lists what a run has left in the folder: the number of iterations done, the newest checkpoint,
+    and parameters; empty if nothing."""
     done = count_iterations_done(out)
     return ", ".join(([f"{done} iterations"] if done else []) + list_saved(out))
 

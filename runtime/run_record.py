@@ -90,8 +90,8 @@ class GenerationRecord:
 
     @property
     def planned_share(self) -> float | None:
-        """Planned throughput in this generation as a share of the throughput with all workers; None if either period is
-        unknown."""
+        """Planned throughput in this generation as a share of the throughput planned with all workers; None if the
+        period of either plan is unknown."""
         planned = self.order.planned_period
         return self.fault_free_period / planned if self.fault_free_period and planned else None
 
@@ -173,11 +173,12 @@ def read_run(folder: Path) -> RunRecord:
 
 def _build_committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence[float],
                      begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
-    """Return the committed iterations with the seconds that each took.
+    """Return the committed iterations with the seconds that each took: from the commit before it, or, for the first of
+    a start, from that start's first order.
 
     All times are seconds since the first start of the run, without the time between the end of one start and the next.
     The argument `placed` has tuples (iteration, time of its commit, index of the start in which it ran), `offsets` the
-    time at which each start began, and `begun` the time of the first order of each start, by index.
+    time of each start, and `begun` the time of the first order of each start, by index.
     """
     found, last, last_start = list[CommittedIteration](), 0.0, -1
     for one, at, start in placed:

@@ -17,7 +17,8 @@ from slipstream.schedules.schedule import Schedule
 class RunResult:
     """Result of a run.
 
-    Its folder `out` has the same contents, and the parameters (`runtime.model.checkpoints.parameters`).
+    The files in its folder, `out`, hold the same data, and the parameters as well
+    (`runtime.model.checkpoints.parameters`).
     """
 
     first_iteration: int

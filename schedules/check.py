@@ -52,7 +52,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """Numbers of the pipelines whose ops are checked. Of groups of pipelines that behave identically, only one is
+        """Numbers of the pipelines whose ops are checked. Of several pipelines that behave identically, only one is
         checked."""
         return tuple(sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0]))
 

@@ -216,7 +216,8 @@ def _validate_slices(schedule: Schedule) -> None:
 def _validate_holdings(schedule: Schedule) -> None:
     """Raise ValueError unless held layers are ascending ranges that do not touch.
 
-    If any seat lists its layers, the optimizer ticks of each layer are required and, with memory limits, its weights.
+    If any seat lists its layers, the optimizer ticks of each layer are required and, with memory limits, the memory of
+    each layer's weights.
     """
     layers, seats = schedule.grid.layer_count, [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:

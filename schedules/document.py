@@ -29,7 +29,8 @@ _VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind(Generic[T]):
-    """Description of a kind of JSON file, with its reader: one object with the keys `format` and `version`.
+    """Kind of JSON file, with its reader. Each file is one object that has the keys `format` and `version`, among
+    others.
 
     Create instances at import only: msgspec crashes if two threads build the decoder of a type for the first time at
     once.
@@ -88,8 +89,10 @@ class DocumentKind(Generic[T]):
         return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """Raise ValueError if an object has a key twice. The values of the keys in `bulk`, most of the file, are cut
-        out first."""
+        """Raise ValueError if an object in the document has a key twice.
+
+        The values of the keys in `bulk`, most of the file, are cut out first: they contain no objects.
+        """
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)

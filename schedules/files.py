@@ -11,7 +11,8 @@ from pathlib import Path
 def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = "") -> bytes:
     """Return all bytes of a file of at most `limit` bytes. Pipes and devices are read like files, up to the limit.
 
-    Raises `error` with a one-line message that names the file. `remark` is added if the file is too large.
+    Raises `error` with a one-line message that names the file. If the file is too large, the message ends with
+    `remark`.
     """
     try:
         with path.open("rb") as file:

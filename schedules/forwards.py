@@ -18,7 +18,7 @@ from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedu
 
 
 def schedule_forwards(schedule: Schedule) -> Schedule:
-    """Return a schedule that runs only the forwards of a training schedule, each on the same worker.
+    """Return a schedule that runs only the forwards of a training schedule, each on the worker that it has there.
 
     Its rules are those of `schedules.check.check` with `forwards=True`. Its lower bound follows from the work: the
     busiest live worker has at least an even share of it.
@@ -39,7 +39,8 @@ def schedule_forwards(schedule: Schedule) -> Schedule:
 
 
 def _makespan_and_period(ops: Iterable[Op]) -> tuple[int, int]:
-    """Return two tick counts: the end of the last op, and the period at which such iterations can follow each other."""
+    """Return the end of the last op, and the period: the longest time of a worker from its first start to its last end.
+    Both are in ticks."""
     ops = list(ops)
     return max((op.end_ticks for op in ops), default=0), compute_period_ticks(ops)
 
@@ -89,8 +90,10 @@ def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int,
 
 
 def _store_programs(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return the schedule's seats with new programs, and these programs: each live worker runs the ops that `moved` has
-    for it. Equal programs are stored once."""
+    """Return a seat for each live worker, with the number of its new program, and the new programs.
+
+    A worker runs the ops that `moved` has for it. Equal programs are stored once.
+    """
     number: dict[Program, int] = {}
     seats = []
     for seat in schedule.seats:
@@ -102,7 +105,8 @@ def _store_programs(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[
 
 
 def _work_bound(schedule: Schedule, forwards: list[Op]) -> int:
-    """Return the ticks of all forwards at the fastest worker's speed, spread evenly over live workers, rounded up."""
+    """Return the ticks of all forwards at the fastest live worker's speed, divided by the number of live workers and
+    rounded up."""
     quickest = min(schedule.times.per_mille_of.get(seat.worker, 1000) for seat in schedule.seats)
     work = sum(schedule.times.forward[op.slice or 0] * quickest for op in forwards)
     return -(-work // (1000 * len(schedule.seats)))

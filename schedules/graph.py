@@ -216,9 +216,9 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raise ValueError, which describes the circle, if ops and all-reduces wait for each other in a circle.
+    """Raise ValueError if ops and all-reduces wait for each other in a circle, which the message describes.
 
-    It is cheaper than `topological_order`.
+    This check is cheaper than `topological_order`.
     """
     sorter: TopologicalSorter[Node] = TopologicalSorter()
     for before, after in dependency_edges(schedule, programs):
@@ -275,7 +275,11 @@ def component_roots(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def pipeline_groups(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return sorted groups of pipelines that share micro-batches. Between groups, workers wait only for all-reduces."""
+    """Return sorted groups of pipelines that share micro-batches, directly or through others. A pipeline that shares
+    none is a group of its own.
+
+    Workers of different groups wait for each other only in all-reduces.
+    """
     foreign = [{op.pipeline for op in program if op.pipeline is not None} for program in schedule.programs]
     first = component_roots(schedule.grid.pipelines, ((seat.role.pipeline, pipeline) for seat in schedule.seats
                                                       for pipeline in foreign[seat.program]))

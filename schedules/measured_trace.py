@@ -23,7 +23,8 @@ class MeasuredTraceError(DocumentError):
 
 
 class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """Op as measured: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`, half-open.
+    """Measured op: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`. The interval from start
+    to end is half-open.
 
     The field `slice` is None for O; `pipeline` and `microbatch` are None for A and O.
     """

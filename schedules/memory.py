@@ -52,7 +52,7 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
 
 def weights_of(memory: Memory | None, held: Iterable[LayerRange]) -> int:
     """Return the memory that parameters, gradients and optimizer state of some layers take, in multiples of
-    `memory.unit`; 0 if it is not known."""
+    `memory.unit`; 0 if `memory` is None or has no weights."""
     return sum_over_ranges(memory.weights_before, held) if memory and memory.weights else 0
 
 
@@ -66,8 +66,8 @@ def activation_room(schedule: Schedule, seat: Seat) -> int | None:
     """Return the memory for activations of a seat's worker, in multiples of `schedule.memory.unit`; None means no
     limit.
 
-    The field `capacity` is the room that remains next to the layers of a worker's own column. A worker that holds other
-    layers has more or less room by the difference of their weights.
+    The field `Memory.capacity` is the memory that the layers of a worker's own column leave. A worker that holds other
+    layers has more or less by the difference of their weights.
     """
     memory = schedule.memory
     if memory is None:

@@ -57,7 +57,8 @@ def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
     """Iterate over the keys of the ops that must end before this op may start, each with the `Rule` (one of `RULES`)
     that requires it.
 
-    The argument `path` is the slices of the micro-batch's route, in order. An op at another slice waits for nothing.
+    The argument `path` is the slices of the micro-batch's route, in order. An op at a slice that is not in `path` waits
+    for nothing.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:

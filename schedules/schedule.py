@@ -445,7 +445,8 @@ Status = Literal["optimal", "feasible"]
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """One iteration of all live workers, repeated every `period_ticks`. Its rules are those of `schedules.check`."""
+    """Schedule of one iteration of all live workers, repeated every `period_ticks`. Its rules are those of
+    `schedules.check`."""
 
     job: str
     tick_seconds: TickSeconds
@@ -479,7 +480,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def scope(self) -> Scope:
-        """Scope of the lower bound: what the schedules that it covers may change. If the file gives none, it is the
+        """Scope of the lower bound: what the schedules that it covers may change. If the file gives no scope, it is the
         narrowest one that includes this schedule."""
         if self.bound_scope is not msgspec.UNSET:
             return self.bound_scope
@@ -572,8 +573,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.period_ticks / self.lower_bound_ticks - 1 if self.lower_bound_ticks else 0.0
 
     def origin(self, op: Op) -> Origin:
-        """Return `own`, `rerouted` or `shed`: an op's worker runs the micro-batch of its own pipeline, for a failed
-        worker, or for a live one."""
+        """Return whose work an op is: `own` if its micro-batch is of its worker's pipeline, else `rerouted` if the
+        micro-batch's own worker is down, or `shed` if that is alive.
+
+        Ops without a micro-batch are `own`.
+        """
         if op.pipeline is None or op.microbatch is None or op.slice is None or \
                 op.pipeline == self.seat_of[op.worker].role.pipeline:
             return "own"
@@ -593,8 +597,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def _foreign_slice_counts(self) -> Mapping[bool, int]:
-        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs: for True, those whose own
-        worker is down; for False, the others."""
+        """Number of pairs (micro-batch, slice) that another pipeline's worker runs: under the key True those whose own
+        worker is down, under False the others."""
         count = {True: 0, False: 0}
         named = [[op for op in program if op.kind is OpKind.F and op.pipeline is not None] for program in self.programs]
         for seat in self.seats:

@@ -67,12 +67,12 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 
 
 def _canonical_number(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """Return one number for all programs that are equal if re-routed micro-batches have, instead of their pipeline's
-    number, its position in the group.
+    """Return the number of the first program that equals this one if pipelines are named by their positions in the
+    group.
 
-    It is the number of the first such program. `number` is the own number of `program`, `number_of` has the position of
-    each pipeline of its group, and `known` the number of each program (with positions) found before, to which a new one
-    is added. A program without re-routed micro-batches keeps its number.
+    The argument `number` is the own number of `program`, which it keeps if it runs no re-routed micro-batches.
+    `number_of` has the position of each pipeline of its group. `known` has the number of each program (with positions)
+    found before; a new one is added.
     """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number

@@ -85,7 +85,8 @@ def _column_of_tick(tick: int, first: int, ticks: int) -> int:
 
 
 def _op_label(op: Op, own: int) -> str:
-    """Return the text that an op is drawn with on a worker of pipeline `own`."""
+    """Return the text that an op is drawn with on a worker of pipeline `own`, such as `F3`, or `F1.3` for another
+    pipeline's micro-batch. A and O have their letter only."""
     if op.microbatch is None:
         return str(op.kind)
     return f"{op.kind}{op.microbatch}" if op.pipeline == own else f"{op.kind}{op.pipeline}.{op.microbatch}"

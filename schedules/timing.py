@@ -98,7 +98,8 @@ def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
 
 def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_seconds: float, free: Floats,
                    spread: float, random: np.random.Generator) -> None:
-    """Replay one iteration in all replays at once, and update `free`, when each worker is free, [workers, replays].
+    """Replay one iteration in all replays at once, and update `free`, the time from which each worker is free,
+    [workers, replays].
 
     Times are in seconds. `steps` are ops and whole all-reduces, and `lengths` has the duration of each; `spread` is
     that of `Noise`.
@@ -120,10 +121,10 @@ def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_s
 
 def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
     """Return the steps (ops, and whole all-reduces) of an iteration, each after what it waits for, and the number of
-    workers.
+    workers and links.
 
-    If reductions overlap with compute, that number includes a link for each worker, numbered after the workers. Raises
-    ValueError if ops wait for each other in a circle.
+    Only if reductions overlap compute, each worker has a link, numbered after all workers. Raises ValueError if ops
+    wait for each other in a circle.
     """
     programs = programs_of(schedule)
     number = {worker: index for index, worker in enumerate(programs)}

@@ -150,9 +150,9 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
     """Divide a schedule into shares of its workers. `ties` has all holders of each group of layers with tied
     parameters.
 
-    The argument `alike` is a divided schedule that differs from this one only in pipeline numbers, with the new number
-    of each of its pipelines. Its `WorkerProgram` contents are reused, which saves nearly all of the computation. The
-    order of tensors that are planned for the same instant may then differ, but all workers can follow either order.
+    The argument `alike` is a pair: a divided schedule that differs from this one only in pipeline numbers, and the new
+    number of each of its pipelines. Its `WorkerProgram` contents are reused, which saves nearly all of the computation.
+    The order of tensors that are planned for the same instant may then differ, but all workers can follow either order.
     """
     contents: dict[str, bytes] = {}
 
@@ -242,11 +242,11 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int],
     """Return all tensors that workers whose roles are in these pipelines send to each other, numbered from 0 in an
     order in which every worker can exchange its own without a deadlock.
 
-    If `named` is given, it maps pipelines to the numbers that the result uses. These pipelines must not share
-    micro-batches with the rest, and the schedule must pass its checks: its times then give such an order. If ops
-    without duration leave that order open, the graph of ops decides. In a pipeline that shares no micro-batches, each
-    op counts as starting as early as possible; the tensors' numbers then stay the same if a failure elsewhere only
-    delays it.
+    If `named` is given, it maps pipelines to the numbers that the result uses. The pipelines in `pipelines` must share
+    no micro-batches with others, and the schedule must pass its checks: its times then give such an order. If ops
+    without duration leave the order open, the graph of ops decides. If `pipelines` is a single one, each op counts as
+    starting as early as possible; the tensors' numbers then stay the same if a failure elsewhere only delays this
+    pipeline.
     """
     wanted = set(pipelines)
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
@@ -381,8 +381,8 @@ def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the keys of ops that send a tensor, in the order of `schedules.graph.order_transfers`. `places` is the
-    result of `_places_by_op`."""
+    """Return the keys of those ops of these pipelines' workers that send a tensor, in the order of
+    `schedules.graph.order_transfers`. `places` is the result of `_places_by_op`."""
     found: dict[OpKey, None] = {}
     for tensor in order_transfers(schedule, programs_of(schedule, pipelines)):
         path = schedule.route_of(tensor.pipeline, tensor.microbatch)
@@ -426,7 +426,8 @@ def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]
 def _is_in_program_order(crossings: Sequence[Crossing]) -> bool:
     """Return whether every worker can exchange tensors in this order while it runs its program in order.
 
-    At each tensor, its source and its target must not yet be past the op that makes or takes it.
+    At each tensor's turn, the sender must not yet be past the op that makes it, nor the receiver have reached the op
+    that takes it.
     """
     reached: dict[Worker, int] = {}
     for crossing in crossings:

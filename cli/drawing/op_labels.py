@@ -10,8 +10,9 @@ MAX_HELD = 12
 def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
     """Return candidate labels of an op, most informative first.
 
-    Examples are `F3`, re-routed `f1.3`, shed `F1.3`, and `F3:4-6` for a slice that is no whole stage. `prime` is
-    appended to the number of the micro-batch, as a mark of stages after the first if a worker holds several.
+    Examples are `F3` for micro-batch 3, `f1.3` for a re-routed one of pipeline 1, `F1.3` for one offloaded from there,
+    and `F3:4-6` if the slice is no whole stage, but layers 4 to 6. `prime` is appended to the number of the
+    micro-batch, as a mark of stages after the first if a worker holds several.
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]

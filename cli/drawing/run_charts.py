@@ -62,8 +62,8 @@ def build_points(run: RunRecord) -> list[Point]:
 def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
     """Return the planned throughput of a generation, `stretch`, in samples per second, or None if it is unknown.
 
-    The plan gives a share of the throughput with all workers. If the run has measured the latter, the result is that
-    share of it; otherwise it follows from the planned period alone.
+    If the run has measured the throughput with all workers, the result is the planned share of that (`planned_share`);
+    otherwise it follows from the planned period alone.
     """
     samples, whole = run.starts[-1].samples, run.full_grid_iteration_seconds
     if whole and stretch.planned_share is not None:

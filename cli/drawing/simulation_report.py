@@ -90,8 +90,8 @@ def _compare_leader(result: Comparison) -> str:
 
 
 def _initially_shown(result: Comparison) -> set[str]:
-    """Return the names of the policies whose lines are visible at first: the best one, and the best and the worst of
-    those not in `OURS`. More lines would hide each other.
+    """Return the names of the policies whose lines are visible at first: the best one of all, and the best and the
+    worst of those not of this project (`OURS`). More lines would hide each other.
 
     All are visible if there are only reference lines (limits to compare policies with).
     """

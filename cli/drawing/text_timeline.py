@@ -40,7 +40,8 @@ BUBBLE = "·"
 
 
 def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
-    """Return a drawing of the planned iteration in `width` characters and about `height` lines.
+    """Return a drawing of the planned iteration in `width` characters and about `height` lines (None: up to `MAX_ROWS`
+    lines of workers).
 
     Pipelines that run the same programs are drawn once.
     """

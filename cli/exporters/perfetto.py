@@ -105,7 +105,7 @@ def _to_nanoseconds(ticks: int, tick_seconds: float) -> int:
 
 
 def _crossing_tensors(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
-    """Yield producer and consumer of each tensor that goes to another worker.
+    """Yield a pair of ops for each tensor that goes to another worker: the op that makes it, and the op that needs it.
 
     Ops without duration are left out, because no arrow can be bound to them.
     """

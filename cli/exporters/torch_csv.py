@@ -76,8 +76,8 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -> None:
     """Raise ExportError if an op of a seat's worker prevents torch from running `pipeline` by itself.
 
-    Such an op runs a micro-batch of this pipeline on a worker of another one, or the reverse, or is not of a whole
-    stage.
+    Such an op runs a micro-batch of this pipeline on a worker of another one, or a micro-batch of another pipeline on a
+    worker of this one, or a slice that is no whole stage.
     """
     if op.microbatch is None or op.slice is None:
         return

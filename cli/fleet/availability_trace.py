@@ -104,7 +104,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     def _iterate_partial_losses(self) -> Iterator[tuple[int, ...]]:
         """Yield, for each change, the machines that continue with fewer GPUs than before.
 
-        Machines that lack GPUs at time 0 do not count: the trace begins so.
+        Changes at time 0 do not count: they only describe machines that lack GPUs from the beginning.
         """
         alive = dict.fromkeys(self.live, self.gpus_per_worker)
         for change in self.changes:
@@ -120,9 +120,9 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         """Yield the changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
 
         The function `alive_gpus` maps the number of a machine's GPUs that are alive to the number that it continues
-        with; 0: it is down. A machine that continues with n of N takes N / n times as long. A machine that must
-        continue with fewer GPUs than before is removed, and added by the next change, at the same instant: all of its
-        processes have ended, and new ones start on the GPUs left.
+        with; 0: it is down. A machine that continues with n of its N GPUs takes N / n times as long. A machine that
+        must continue with fewer GPUs than before is removed, and added by the next change, at the same instant: all of
+        its processes have ended, and new ones start on the GPUs left.
         """
         if not any(change.slowed or change.gpus for change in self.changes):
             yield from self.changes
@@ -259,11 +259,11 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
                nodes: Sequence[tuple[int, ...]] = ()) -> AvailabilityTrace:
     """Return the trace for a job of this many workers, with places (numbered slots for machines) 0 to workers - 1.
 
-    Without `nodes`, a place of the given trace becomes a worker of the job. With `nodes`, the workers of each node, it
-    becomes a node, whose workers leave and return together. A job smaller than the fleet gets places drawn at random,
-    so that it has the fleet's failure rate per machine, and the same share of machines alive. For a job larger than the
-    fleet, each place of the trace represents several neighbouring workers or nodes, which fail together. Raises
-    ValueError for a trace without places.
+    Without `nodes`, each place of the given trace becomes a worker of the job. With `nodes`, the workers of each node,
+    each place becomes a node, whose workers leave and return together. A job smaller than the fleet gets places drawn
+    at random by `seed`, so that it has the fleet's failure rate per machine, and the same share of machines alive. For
+    a job larger than the fleet, each place of the trace represents several neighbouring workers or nodes, which fail
+    together. Raises ValueError for a trace without places.
     """
     if trace.places < 1 or workers < 1:
         raise ValueError(f"a trace of {trace.places} places and {workers} workers; expected at least one of each")

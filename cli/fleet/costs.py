@@ -29,8 +29,8 @@ BYTES_PER_SECOND = 10e9
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of policies (ways to react to failures): seconds to restart, to switch, to load layers or to write a
-    checkpoint, and for Bamboo its fault-free throughput and the stages that it may cover, as shares. Equal actions of
-    policies cost the same."""
+    checkpoint. For Bamboo, also the share of 1F1B's throughput that it has without faults, and the largest share of
+    stages that it runs on predecessors of dead workers. Equal actions of policies cost the same."""
 
     parameters: float
     """Number of parameters of the model."""

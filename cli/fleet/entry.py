@@ -83,7 +83,7 @@ class Entry(RatedByStage):
 
 class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Row of the file that describes another system for the benchmark: its throughput and pause for a number of dead
-    workers."""
+    workers, in all or of each stage (`down`)."""
 
     down: int | list[int]
     samples_per_second: float
@@ -113,13 +113,14 @@ class _TableEntry(Entry):
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second that the table gives for the number of dead workers of each stage, `down`."""
+        """Return the samples per second of the table's row for `down`, the number of dead workers of each stage;
+        without one, those of the row for the smallest total that is at least the sum of `down`; 0 if there is none."""
         row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """Return the seconds of pause that the table gives before training with the number of dead workers of each
-        stage, `down`."""
+        """Return the seconds of pause before training with `down` dead workers of each stage, from the same row as
+        `rate`; 0 if there is none."""
         row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 

@@ -262,9 +262,10 @@ class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "given by the user"
 
     def hours_between(self, units: int) -> float:
-        """Return the mean hours from the end of a slow time of one unit, a worker or the links, to the next one.
+        """Return the mean hours from the end of a slow time of one worker to its next one; for links, those of all
+        links together, with `units` = 1.
 
-        They are such that a job with `units` of them is affected for `share` of the time.
+        The hours are such that, among `units` workers, at least one is slow for `share` of the time.
         """
         slow = -math.expm1(math.log1p(-self.share) / units)
         return self.hours * (1 - slow) / slow

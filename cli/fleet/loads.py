@@ -26,9 +26,9 @@ class Loads:
         """Return the number of dead workers of each stage if `failures` dead workers are spread evenly; None if a stage
         would have none alive.
 
-        If they do not divide evenly, one more goes to each of the stages where it leaves the other workers the least
-        work; among equal stages, to the last ones, which wait least for others. Of all distributions, this one leaves
-        the most workers to the stage that has the fewest.
+        If they do not divide evenly, the rest go to different stages: those whose workers then have the least work;
+        among equal stages, the last ones, which wait least for others. Of all distributions, this one leaves the most
+        workers to the stage that has the fewest.
         """
         if failures not in self._spread_by_failures:
             self._spread_by_failures[failures] = self._compute_spread(failures)
@@ -60,8 +60,8 @@ class Loads:
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Pair of seconds for each column: F, I and W of one micro-batch, and the all-reduces and optimizer steps, each
-        on all stages of the column."""
+        """Pairs of seconds, by column: F, I and W of one micro-batch on the column's stages (in a bidirectional
+        schedule, the mean of both directions), and the all-reduces and optimizer steps of all these stages."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
             stages = [stage for stage, column_of_stage in enumerate(self._job.columns) if column_of_stage == column]

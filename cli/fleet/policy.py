@@ -19,7 +19,7 @@ from slipstream.cli.fleet.throughput import Throughputs
 
 
 class Cause(StrEnum):
-    """Reason why a job makes less progress than the best one would."""
+    """Reason why a job makes less progress than with the fastest policy and all workers alive."""
 
     RUN = "fewer workers"
     """Training, with all workers or fewer. The loss is relative to the policy's own rate with all workers alive."""
@@ -101,7 +101,8 @@ class Scenario(NamedTuple):
     def checkpoint_interval(self) -> float:
         """Seconds of training between checkpoints: sqrt(2 C M), and at least C.
 
-        C is the time to write a checkpoint, and M the time between failures, in seconds. The formula is Young's (1974).
+        C is the time to write a checkpoint, and M the mean time between failures, in seconds. The formula is Young's
+        (1974).
         """
         return max(self.costs.checkpoint_seconds,
                    math.sqrt(2 * self.costs.checkpoint_seconds * self.seconds_between_failures))
@@ -165,12 +166,13 @@ class Policy(ABC):
 
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second in the long run, without checkpoints, with this many failures where they cost
-        least."""
+        """Return the samples per second in the long run, without checkpoints, with this many dead workers in the places
+        where they cost least."""
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
-        """Return the GPUs that a worker uses if `alive` of `whole` GPUs are alive; 0 if the worker is down.
+        """Return the number of GPUs that a worker uses if `alive` of its `whole` GPUs are alive; 0 if the worker is
+        down.
 
         By default, a worker that lost any of its GPUs is down.
         """
@@ -265,10 +267,10 @@ class Policy(ABC):
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
     def discard_lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
-        """Return the number of samples to redo: those still to be redone in `remaining`, what is left of the planned
-        spans of time (phases), and half an iteration if a worker died while the job trained.
+        """Return the number of samples to redo: those that the phases (spans of time) in `remaining` were still to
+        redo, plus half an iteration if a worker died while the job trained.
 
-        The latter is recorded as discarded. It is at most the samples trained since the job last paused.
+        The half iteration is recorded as discarded, and limited to the samples trained since the job last paused.
         """
         if not worker_died or remaining[0].cause not in TRAINING_CAUSES:
             return count_samples_to_redo(remaining)
@@ -278,8 +280,8 @@ class Policy(ABC):
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
-        """Return whether only the checkpoint holds the parameters, because the cause of the current phase,
-        `remaining[0]`, is that the job waits or restarts."""
+        """Return whether the job waits or restarts in the current phase, `remaining[0]`. If so, only the checkpoint
+        holds the parameters."""
         return remaining[0].cause in STATELESS_CAUSES
 
 
@@ -289,7 +291,7 @@ class RatedByStage(Policy):
 
     @abstractmethod
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with `down` dead workers of each stage."""
+        """Return the samples per second; `down` has the number of dead workers of each stage."""
 
     @property
     def fault_free_rate(self) -> float:
@@ -354,9 +356,9 @@ class PhaseHistory:
 class CheckpointTimes:
     """Times of checkpoints, and the samples that a return to the last one would lose.
 
-    A checkpoint is complete at every multiple of `cycle` seconds (the interval and the pause to write one) at which the
-    job trains. So two policies that train at the same times have checkpoints at the same times, whatever their
-    throughput.
+    A checkpoint is complete at every multiple of `cycle` seconds (the interval plus the pause to write one) of the
+    trace at which the job trains. So two policies that train at the same times have checkpoints at the same times,
+    whatever their throughput.
     """
 
     def __init__(self, spans: PhaseHistory, interval_seconds: float, pause_seconds: float) -> None:

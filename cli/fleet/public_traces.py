@@ -250,8 +250,10 @@ def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
 
 def _slowness_factors(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
     """Return the slowdown factor of each worker in one iteration, by its number (dp_rank x stages + stage), at least 1.
-    It is the sum of the worker's median times, one for each kind of op, divided by the sum of their medians over all
-    workers of its stage."""
+
+    The factor is the sum of the worker's median times, one for each kind of op, divided by the same sum for its stage,
+    which takes for each kind the median of its workers' medians.
+    """
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
         of = np.flatnonzero(ops["optype"] == kind)

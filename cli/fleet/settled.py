@@ -37,7 +37,8 @@ MIN_GROUP_PIPELINES = 8
 
 
 class RebalancedPlan(NamedTuple):
-    """Period of a plan with layers moved, and how many layers the busiest receiver gets, counted in stages."""
+    """Period of a plan with layers moved, and the largest number of layers that a worker receives, in multiples of a
+    stage's."""
 
     period: float
     """Period in seconds."""
@@ -68,8 +69,9 @@ class RebalancedPlans:
         with a line of text about the planning.
 
         A second is a fixed number of search steps. A large job is divided into equal groups of pipelines, of which one
-        is planned. If an undivided job has exactly the workers `dead` down, it is planned as by `slipstream plan`.
-        Schedules that are in `table`, which must be of this job, are not planned again.
+        is planned. If the job is undivided, the plan for as many failures as `dead` has workers is for exactly these,
+        and found as by `slipstream plan`. Schedules that are in `table`, which must be of this job, are not planned
+        again.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
@@ -100,8 +102,8 @@ class RebalancedPlans:
         return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule with layers moved for this many failures; None if the table has none. If exactly
-        so many workers are in `dead`, given to `__init__`, the schedule is for these."""
+        """Return the table's schedule with layers moved for this many failures; None if the table has none. If the
+        argument `dead` of `__init__` has this many workers, the schedule is for exactly these."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):
@@ -129,8 +131,8 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether a plan for this many pipelines and failures is for the whole job with exactly the workers down
-        that `__init__` got as `dead`."""
+        """Return whether a plan for this many pipelines and failures is for the whole job and as many failures as the
+        argument `dead` of `__init__` has workers: then exactly these are down."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:
@@ -191,6 +193,7 @@ def stack_failures(failures: int, pipelines: int, stages: int) -> list[Worker]: 
 
 
 def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Return this many failed workers, in different pipelines if there are enough, and in different stages."""
+    """Return this many failed workers, spread evenly over pipelines, in each one stage before those of the previous
+    pipeline."""
     return [Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
             for index in range(failures)]

@@ -68,9 +68,9 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def ettr(self) -> float:
         """Effective training time ratio: the share of the time in which samples are trained for the first time.
 
-        Productive time over elapsed time, as in "Revisiting Reliability in Large-Scale Machine Learning Research
-        Clusters" (Kokolis et al., HPCA 2025, arXiv 2410.21680), whatever the throughput is in that time. Time spent
-        writing checkpoints is not productive.
+        The ratio is that of "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (Kokolis et al.,
+        HPCA 2025, arXiv 2410.21680): productive time over elapsed time, whatever the throughput is. Time spent writing
+        checkpoints is not productive.
         """
         full = self.useful_rates + self.checkpoint_rates
         training = np.divide(self.useful_rates, full, out=np.zeros_like(full), where=full > 0)
@@ -94,9 +94,10 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return mean
 
     def seconds_lost(self, best: float) -> dict[Cause, float]:
-        """Return the seconds lost by cause, compared with a job that always trains `best` samples per second.
+        """Return a mapping from each cause to the seconds lost by it, compared with a job that always trains `best`
+        samples per second.
 
-        Their sum is length x (1 - throughput / best).
+        The sum of the values is the length of the trace times (1 - throughput / best).
         """
         spans = np.diff(self.seconds)
         lost = {cause: float(spans[self.cause_indices == number].sum()) for number, cause in enumerate(CAUSES)}

@@ -67,11 +67,11 @@ def _draw_rates(random: np.random.Generator, model: FailureModel, places: int) -
 
 
 def _draw_periods(random: np.random.Generator, model: FailureModel, horizon: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a failure rate for each period of `FailureModel.period_days`, and return two arrays, both from 0: the hours
-    of the trace at which periods end, and the same instants in hours at the usual rate.
+    """Draw a failure rate for each period of `FailureModel.period_days`, and return two arrays: 0 and the ends of the
+    periods, in hours of the trace, and the same instants on a second clock.
 
-    At the rates of the periods, as many failures are expected until an instant as in its hours at the usual rate. The
-    last period ends at `horizon` hours of the trace.
+    An hour of the second clock always has as many expected failures as an hour at the usual rate. The last period ends
+    at `horizon` hours of the trace.
     """
     if model.period_days is None:
         return np.array([0.0, horizon]), np.array([0.0, horizon])

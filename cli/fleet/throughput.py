@@ -39,9 +39,10 @@ class Throughputs:
 
         The arguments `plan_seconds` and `settle_seconds` limit the time for one plan, with layers in place and with
         layers moved (None: by the size of the job). `thorough`: plans with layers in place are searched as by
-        `slipstream plan`, may cut micro-batches within a stage, and each takes all of its time; otherwise they are list
-        schedules, which take a hundredth. `dead`: plans for this number of failures are made for exactly these workers.
-        `announce` receives one line before each plan. Periods that `table` has are not planned again.
+        `slipstream plan`, may cut micro-batches within a stage, and each takes all of `plan_seconds`; otherwise they
+        are list schedules, most of which take a hundredth of it. `dead`: plans for as many failures as this has workers
+        are made for exactly these. `announce` receives one line before each plan. Periods that `table` has are not
+        planned again.
 
         Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another job.
         """
@@ -174,8 +175,8 @@ class Throughputs:
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
     def _single_failure_bound(self, down: DownByStage) -> float:
-        """Return a lower bound on the period in seconds with `down` dead workers, one number per stage: the largest
-        bound for any one of them alone."""
+        """Return a lower bound on the period in seconds with `down` dead workers, one number per stage: the largest of
+        the bounds for a single dead worker in each of their stages."""
         windows = self._periods.window_bounds(1)
         return windows.to_seconds(max(windows.column_bound(column, 1) for column, count in enumerate(down) if count))
 
@@ -217,8 +218,8 @@ class Throughputs:
         return self.compute_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
     def scale_by_formula(self, whole: float, now: float) -> float:
-        """Return the samples per second of a system whose iteration times are given by a formula: those of 1F1B, scaled
-        by the ratio of the times.
+        """Return the samples per second of a system whose iteration times are given by a formula: 1F1B's rate with all
+        workers alive, times the ratio of these times.
 
         By the formula, the micro-batches of an iteration take `whole` seconds with all workers alive, and `now` seconds
         after failures. The longest optimizer step is added to both.

@@ -55,12 +55,12 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> str:
-        """Kind of each layer in order, embedding and head included, as one of the letters listed in the module's
-        docstring."""
+        """Letter of the kind of each layer, in order: E embedding, M Mamba, - feed-forward, * attention, # experts, T a
+        whole transformer layer, L head and loss."""
         return f"E{self.pattern}L"
 
     def shape_of_layer(self, kind: str) -> LayerShape:
-        """Return the parameters, work and memory of a layer of this kind."""
+        """Return the parameters, work and memory of a layer of this kind, a letter as in `kinds`."""
         hidden, norm = self.hidden, model_shape.norm_shape(self.hidden)
         if kind == "E":
             return model_shape.embedding_shape(hidden, self.vocabulary)

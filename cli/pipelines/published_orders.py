@@ -67,7 +67,8 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
 def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
     """Return each worker's ops, in order, in ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
-    It is 1F1B in which the W of worker n lags n micro-batches behind, so that memory is that of 1F1B.
+    It is 1F1B, but worker n, counted from 0, runs each W only after the I of n further micro-batches, so that memory is
+    that of 1F1B.
     """
     orders = []
     for worker in range(stages):

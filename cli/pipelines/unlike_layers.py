@@ -82,8 +82,8 @@ class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelBenchmark:
-    """Comparison of all published schedules and Slipstream's on one model, at equal memory: the limit is that of
-    interleaved 1F1B with uniform stages."""
+    """Comparison of all published schedules and Slipstream's on one model, with memory limited to that of interleaved
+    1F1B with uniform stages."""
 
     def __init__(self, model: MeasuredModel) -> None:
         self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
@@ -182,8 +182,8 @@ class ModelBenchmark:
         return find_placement(text, _plan_options(optimizer))
 
     def share_lost_at_once(self, arrangement: Arrangement) -> float | None:
-        """Return the share of the throughput that is lost, with layers in place, when one worker of four pipelines
-        dies.
+        """Return the share of its throughput that a job of `PIPELINES` pipelines loses, with layers in place, when one
+        worker dies.
 
         Stages are placed and divided as in `arrangement`; Slipstream's planner finds the order of the ops. Returns None
         if there is no plan.
@@ -252,7 +252,8 @@ def compare_model(model: MeasuredModel) -> ModelResult:
 
 def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
                             name: str = "unlike-layers") -> Figure:
-    """Return a figure of the throughput of each published schedule and of Slipstream's, for each of the models."""
+    """Return the figure called `name`, with the throughput of each published schedule and of Slipstream's on each of
+    the `models`."""
     results = []
     with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
         for one in pool.map(compare_model, models):

@@ -56,8 +56,7 @@ def _flatten_texts(value: Any) -> Iterator[str]:
 
 
 def _is_same_file(one: Path, other: Path, *, new: bool = False) -> bool:
-    """Return whether both names denote one regular file. With `new`, they also may name a file that does not exist
-    yet."""
+    """Return whether both names denote one regular file; with `new`, also one that does not exist yet."""
     try:
         if new and not one.exists() and not other.exists():
             return one.resolve() == other.resolve()

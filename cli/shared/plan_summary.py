@@ -97,7 +97,8 @@ def placement_lines(found: FoundPlacement | None) -> list[str]:
 
 
 def recomputation_lines(again: Recomputation | None) -> list[str]:
-    """Return a line on the stages that recompute their activations. Empty unless the planner made this choice."""
+    """Return a line on the planner's choice `again` of stages that recompute their activations. Empty if it made no
+    choice (None)."""
     if again is None:
         return []
     if not again.stages:

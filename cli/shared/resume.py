@@ -75,11 +75,12 @@ def _given_options(ctx: typer.Context) -> Iterator[str]:
 
 
 def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
-    """Return the checkpoint to start from, or None if a run begins, or resumes in its own folder without any.
+    """Return the checkpoint to start from; None if the run does not resume, or resumes in its own folder, which has no
+    checkpoint.
 
-    Set `needed` to False if the run continues with workers that live, so that no checkpoint has to be read. If True,
-    the checkpoint must be whole: damaged checkpoints are reported, and those in the run's own folder are set aside.
-    Exits 2 if all are damaged.
+    Set `needed` to False if the run continues with workers that live: if no checkpoint can be read, the result is then
+    None, too. If True, the checkpoint must be whole: damaged checkpoints are reported, and those in the run's own
+    folder are set aside. Exits 2 if all are damaged.
     """
     resume, folder = request.resume, request.folder
     if resume is None:
@@ -121,8 +122,8 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
     """Return the newest checkpoint in `source` that is not damaged, for a run in `folder`; None if there is no
     checkpoint.
 
-    Damaged checkpoints are reported, and those in the run's own folder are set aside. Raises CheckpointError if all are
-    damaged, and FolderError while another run writes there.
+    Damaged checkpoints are reported by `say`, and those in the run's own folder are set aside. Raises CheckpointError
+    if all are damaged, and FolderError if some are to be set aside while another run writes to `folder`.
     """
     whole, damaged = find_newest_undamaged(source)
     if whole is None and damaged:
@@ -147,8 +148,8 @@ def require_usable(request: TrainRequest, resume: Checkpoint | None, config: Run
 
 
 def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> bool:
-    """Warn if a checkpoint has seen all `iterations`, and return whether nothing is left to do: True if its parameters
-    are written, too.
+    """Warn if all `iterations` were done when a checkpoint was written. Return whether nothing is left to do: True if
+    the run's parameters are written, too.
 
     If nothing is left and --json is given, the run's answer is printed.
     """

@@ -191,8 +191,8 @@ class MovableLayers:
         return [_rounded_float(room) for room in rooms]
 
     def _divide_over_layers(self, stages: Sequence[float], shares: Sequence[Fraction]) -> tuple[Fraction, ...]:
-        """Divide a value of each stage over the layers of that stage, in proportion to `shares` of the layers, or
-        evenly if these are 0."""
+        """Return values of all layers: each stage's value in `stages`, divided over its layers in proportion to their
+        `shares`, or evenly if all of these are 0."""
         values: list[Fraction] = []
         for value, count in zip(stages, layer_counts(self.job) if stages else (), strict=False):
             part = shares[len(values):len(values) + count]

@@ -478,8 +478,8 @@ def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
 
 
 def _read_times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
-    """Read the `[time]` table of a job with `virtual` virtual stages in each of `chains` directions. Raises
-    JobError."""
+    """Read the `[time]` table of a job with `pipelines` x `stages` workers, and `virtual` virtual stages in each of
+    `chains` directions. Raises JobError."""
     per = "virtual stage" if virtual != stages else "stage"
     ops, closing = ("forward", "backward_input", "backward_weight"), ("optimizer", "all_reduce")
     times = StageTimes(

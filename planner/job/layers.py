@@ -84,9 +84,11 @@ def add_exactly(one: float, other: float) -> float:
 @lru_cache(maxsize=256)
 def _divide_over_layers(stages: tuple[float, ...], counts: tuple[int, ...],
                         values: tuple[float, ...] | None) -> tuple[Fraction, ...]:
-    """Divide a value of each stage over its layers (`counts` of them), in proportion to `values` of the layers.
+    """Return values of all layers: each stage's value in `stages`, divided over its layers in proportion to their
+    `values`.
 
-    It is divided evenly if `values` is None, or has only zeros for the layers of that stage.
+    The argument `counts` has the number of layers of each stage. The value is divided evenly if `values` is None, or
+    has only zeros for the layers of that stage.
     """
     divided: list[Fraction] = []
     for stage, count in zip(stages, counts, strict=True):

@@ -61,11 +61,11 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """Floating-point operations of one optimizer step with which Muon orthogonalizes the layer's matrices."""
 
     def worst_case_bytes(self, gpus: int) -> tuple[int, int]:
-        """Return the bytes per token that are held from F to I, and those from I to W, on all GPUs of a worker, if
-        tokens choose experts in the worst way.
+        """Return the bytes per token that all GPUs of a worker together must have room for: those held from F to I, and
+        those from I to W.
 
-        Each GPU has equally many of the experts, and needs room for all choices that can fall on these: on one GPU as
-        many as a token makes, on more GPUs up to that many on each.
+        Each GPU has equally many of the experts, and needs room for as many choices of a token as can fall on these: at
+        most one for each of its experts.
         """
         extra = gpus * min(self.chosen, self.experts // gpus) - self.chosen
         return self.activation + extra * self.expert_activation, self.stash + extra * self.expert_stash
@@ -265,9 +265,9 @@ def mamba_2_shape(hidden: int, *, heads: int, head_width: int, groups: int, stat
                   convolution_bias: bool = True, bias: bool = False) -> LayerShape:
     """Return size, work and memory of a Mamba-2 mixer, whose scan works in chunks of `chunk` tokens.
 
-    With q tokens in a chunk, g groups, and states of n x p: per token 2 q g n operations for the scores, 2 q p for
-    their values, 4 p n into states and out. The fused op keeps its inputs and its output, and recomputes the
-    convolution.
+    With q = `chunk`, g = `groups`, n = `state` and p = `heads` x `head_width`, the scan takes per token 2 q g n
+    operations for the scores, 2 q p for their values, and 4 p n into the states and out of them. The fused op keeps its
+    inputs and its output, and recomputes the convolution.
     """
     inner = heads * head_width
     convolved = inner + 2 * groups * state
@@ -280,7 +280,7 @@ def mamba_2_shape(hidden: int, *, heads: int, head_width: int, groups: int, stat
 
 
 def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
-    """Return the size of an embedding lookup, which has no matrix product, and a gradient for only a few of its
+    """Return the size of an embedding. It has no work: a lookup is no matrix product, and its gradient has only a few
     rows."""
     return LayerShape(kind="embedding", parameters=hidden * vocabulary)
 

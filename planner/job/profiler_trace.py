@@ -58,8 +58,8 @@ def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
     """Read the runs of ops from a trace file, `.json` or `.json.gz`.
 
     The argument `pattern` is a regular expression for the whole name of an op, with groups `kind` (F, I, W or B),
-    `stage` and optionally `microbatch`. If the trace has ranges with their times on the GPU, only these are read.
-    Raises ProfilerTraceError.
+    `stage` and optionally `microbatch`; None: names such as `PP:2F0`. If the trace has ops with their times on the GPU,
+    only these are read. Raises ProfilerTraceError.
     """
     name_pattern = _compile_pattern(pattern or PYTORCH)
     events = _read_events(path)

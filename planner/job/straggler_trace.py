@@ -58,8 +58,8 @@ class StragglerTrace(NamedTuple):
                 for pipeline, stage in np.argwhere(factors > SLOW_FACTOR).tolist()}
 
     def sample_costs(self) -> npt.NDArray[np.float64]:
-        """Return F, I and W of each sample as multiples of the usual time of its stage, [iterations, samples, stages,
-        3].
+        """Return the times of F, I and W of each sample (micro-batch of any pipeline) as multiples of the usual time of
+        its stage, [iterations, samples, stages, 3].
 
         The factor of a slow worker applies to all of its samples, so it is not part of their costs. A replay of the job
         with these costs reproduces the traced times.

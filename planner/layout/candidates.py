@@ -128,7 +128,7 @@ def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 
 def _can_hold_all(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether the memory of these workers together, in order of columns, suffices for all layers."""
+    """Return whether these workers have room for all layers if each holds consecutive ones, in order of columns."""
     return pack_workloads(problem, _sorted_by_layers(workers), [1] * problem.grid.layer_count,
                           problem.ample_ticks * 4) is not None
 
@@ -140,8 +140,8 @@ def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
                    make: Callable[[Problem], Layout | None]) -> Layout | None:
     """Make a layout of a problem from layouts of groups of pipelines that share work; None if some group has no layout.
 
-    The function `make` is called once for all groups that are equal. Raises LookupError if the live workers cannot hold
-    all layers.
+    The function `make` returns the layout of one group's problem. It is called once for all groups that are equal.
+    Raises LookupError if the live workers cannot hold all layers.
     """
     if len(groups) == 1:
         return make(problem)
@@ -239,8 +239,8 @@ def generate_layouts(problem: Problem, *, largest_fine: float = math.inf,
                      params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Iterate over different layouts, the most promising first; each is made when it is requested.
 
-    Layouts with slices shorter than a stage are made only if the number of micro-batches times that of such slices is
-    at most `largest_fine`, and at most as many layouts as `params` allow. Raises LookupError if there is no layout: no
+    Layouts with moved layers and slices shorter than a stage are made only if all micro-batches together have at most
+    `largest_fine` of such slices, and within the limits in `params`. Raises LookupError if there is no layout: no
     worker holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
     """
     _require_layers(problem)
@@ -337,12 +337,13 @@ def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True,
 
 
 def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
-    """Return the layout with its slices cut at the ends of the job's stages and of `parts` equal lengths of each stage.
+    """Return a copy of the layout whose slices are also cut at the ends of the job's stages and of `parts` equal ranges
+    of each stage's layers.
 
     The workers of a stage reduce gradients together; a later stage may end later. A slice over two stages would have to
-    end in time for the earlier one; of two slices, the second has more time. With several lengths per stage, a more
-    urgent op waits no longer than one of them takes, and an idle worker receives work sooner than after a whole stage.
-    No tensor passes between slices of one worker.
+    end in time for the earlier one; of two slices, the second has more time. With several ranges per stage, a more
+    urgent op waits no longer than one range takes, and an idle worker receives work sooner than after a whole stage. No
+    tensor passes between slices of one worker.
     """
     ends = {first - (first - end) * number // parts for path in problem.path_by_chain for (first, end), _ in path
             for number in range(1, parts + 1)}

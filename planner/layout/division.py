@@ -301,8 +301,8 @@ class Divider:
         return slices
 
     def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Return, for each worker of a replica that keeps its stages, the ticks of `limit` that are left next to its
-        replica's whole micro-batches, `whole` by replica."""
+        """Return, for each worker of a replica that keeps its stages, the ticks of `limit` that its replica's whole
+        micro-batches leave it. The argument `whole` has the number of these for each replica."""
         return {worker: limit - self._unchanged_load(replica, position, whole[index])
                 for index, replica in enumerate(self._replicas) if not replica.is_recut
                 for position, worker in enumerate(replica.workers)}
@@ -392,7 +392,8 @@ class Divider:
             yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
 
     def _max_stage_work(self, items: int, replicas: int) -> Fraction:
-        """Return the largest work of a worker at any stage if `replicas` share `items` micro-batches.
+        """Return the most work that a worker gets at any stage if this number of `replicas` share `items` micro-batches
+        by whole layers, or the share `LayoutParams.least_share` if that is more.
 
         The unit is the work of a whole stage for one micro-batch.
         """
@@ -413,8 +414,8 @@ class Divider:
         return shares
 
     def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Return, for each replica, the number of micro-batches that run each layer there: `whole` of the replica, and
-        those with the layer in its `segments`."""
+        """Return, for each replica and layer, how many micro-batches run the layer there: the replica's whole ones,
+        given by `whole`, and the shared ones of which `segments` gives it the layer."""
         counts = [[most] * self._problem.grid.layer_count for most in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):

@@ -97,7 +97,8 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
 
 
 def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
-    """Return the schedule with another bound, converted from ticks of `tick_seconds` and rounded down."""
+    """Return a copy of the schedule with another bound, converted from ticks of `tick_seconds` to those of the schedule
+    and rounded down."""
     return schedule.with_bound(math.floor(bound.ticks * limited_ratio(tick_seconds, schedule.tick_seconds)),
                                bound.scope)
 

@@ -331,8 +331,8 @@ def _scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
 
 
 def _max_shares_within(shares: StageShares, ticks: int) -> int:
-    """Return how many shares of a stage (one of p equal layers, for one micro-batch each) a holder can run, at most
-    all, in a busy window of `ticks` ticks / p."""
+    """Return how many of all shares of a stage (one of p equal layers, for one micro-batch each) a holder can run in a
+    busy window, without reductions and optimizer step, of `ticks` (in ticks / p)."""
     return bisect_right(range(1, shares.most + 1), ticks, key=shares.min_window)
 
 
@@ -536,8 +536,8 @@ def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
 
 
 def layout_lower_bound(below: Problem) -> Bound:
-    """Return a lower bound for all layouts in the scope of the problem `below`, whose layers may cost more time and
-    memory than in `below`, but not less.
+    """Return a lower bound on the period for all layouts in the scope of the problem `below`. It also holds if layers
+    cost more time and memory than in `below`, but not if they cost less.
 
     A schedule stays valid if ops take less time and each ends at the same time as before: ops that wait for its end
     wait no longer, no two ops of a worker overlap, an activation is held from a later F on, and no worker's window is
@@ -586,8 +586,8 @@ def period_bound(problem: Problem) -> Bound:
 
 
 def any_layers_bound(problem: Problem) -> int:
-    """Return a lower bound on the period, in ticks, for all layouts in which whole layers are run for whole
-    micro-batches.
+    """Return a lower bound on the period, in ticks, for all layouts, whichever layers workers hold. No layer of a
+    micro-batch is divided between workers.
 
     A worker that holds h layers does at most the work that all micro-batches have in h layers. The all-reduces and
     optimizer steps of h layers are not available for F, I and W. In the rest of the period it does a sum of layers'
@@ -609,10 +609,10 @@ def any_layers_bound(problem: Problem) -> int:
 
 
 def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
-    """Return a lower bound on the period for all placements of virtual stages, with no failures.
+    """Return a lower bound on the period, in ticks, for all placements of virtual stages, with no failures.
 
-    It counts the work, and the time that activations occupy memory. `input_free`: the first stage has no I, whichever
-    layers it has; all of its backward is W.
+    It is the larger one of two, from the work and from the time that activations occupy memory. With `input_free`, the
+    first stage has no I, whichever layers it has; all of its backward is W.
     """
     from_work = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
                       "the work of all layers, shared by a pipeline's workers")

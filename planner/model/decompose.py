@@ -94,8 +94,8 @@ def _make_healthy_piece(problem: Problem, members: Sequence[int]) -> Piece:
 
 
 def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) -> list[list[int]]:
-    """Return groups of broken pipelines, each with healthy pipelines that help it: as many groups as there are healthy
-    pipelines for.
+    """Divide the broken pipelines into groups, and return each with healthy pipelines that help it. There are as many
+    groups as the healthy pipelines suffice for, but at least one.
 
     The mapping `dead` has the columns whose workers are down, by broken pipeline.
     """

@@ -50,8 +50,8 @@ Rounded = Callable[[Fraction], int]
 
 
 def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the coarsest tick, in seconds, that represents all times of a job exactly, or a coarser one: at least the
-    longest time / MAX_TICKS.
+    """Return the tick, in seconds: the coarsest that represents all times of a job exactly, but at least the longest
+    time / MAX_TICKS.
 
     If `costs` is given, the times of single layers are considered, too.
     """
@@ -99,10 +99,10 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
 
 
 def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the coarsest unit, in the job's unit, that represents all memory exactly, or a coarser one.
+    """Return the memory unit, in the job's unit: the coarsest that represents all memory exactly, but at least the
+    largest amount / MAX_MEMORY_UNITS.
 
-    It is at least the largest amount / MAX_MEMORY_UNITS. If `costs` is given, the memory of single layers is
-    considered, too.
+    If `costs` is given, the memory of single layers is considered, too.
     """
     if job.memory is None:
         return Fraction(1)

@@ -271,7 +271,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def reduction_root(self) -> tuple[int, ...]:
-        """First of the columns that hold copies of the same stages, and so reduce their gradients together, by column.
+        """First column that holds copies of a column's stages, and so reduces gradients with it, by column.
 
         It is the column itself unless pipelines are bidirectional.
         """
@@ -315,8 +315,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_unequal_time(self) -> bool:
-        """True if live holders of a stage, which may share all micro-batches, would take different times if each ran
-        only its own."""
+        """True if live holders of a stage may share its micro-batches, and would take different times if each ran only
+        those of its own pipeline."""
         return self.sharing and not self.assigned and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
 
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
@@ -329,7 +329,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def host_operation_count(self) -> int:
-        """Number of pairs of a compute op and a worker that may run it, which measures the size of an exact model."""
+        """Number of pairs of a compute op and a worker that may run it, which measures the size of a CP-SAT model."""
         return sum(len(self.allowed_hosts(unit.slice, unit.pipeline))
                    for unit in self.iterate_units()) * len(self.op_kinds)
 
@@ -381,8 +381,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(count != 1 for count in self.parts)
 
     def count_parts(self, stage: int) -> int:
-        """Return the number of slices into which a micro-batch may cut a stage: that of its layers if they are equal,
-        otherwise 0; 1 if no stage may be cut."""
+        """Return the number of slices into which a stage may be cut for a micro-batch: the number of its layers if they
+        are equal, otherwise 0; 1 if no stage may be cut."""
         return self.parts[stage] if self.parts else 1
 
     @cached_property
@@ -424,7 +424,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def can_reduce_early(self) -> bool:
-        """True if a worker may reduce layers that are complete between compute ops of its other layers.
+        """True if a worker may reduce the gradients of some of its layers before it has run all compute ops of the
+        others.
 
         This requires reductions that take no time; otherwise each would occupy all holders at once.
         """

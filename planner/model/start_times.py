@@ -117,8 +117,8 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
 def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None) -> int:
     """Return the period of a solution, in ticks.
 
-    The argument `ends` has the ticks by which groups (workers that hold the same layers) end their compute ops, if
-    other subproblems count, too; None: those of this solution.
+    The argument `ends` has the ticks by which groups (workers that hold the same layers) end their compute ops in all
+    subproblems; None: those at which they do so in this solution.
     """
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
@@ -159,10 +159,10 @@ def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
 
 
 def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
-    """Compute the shortest period, in ticks, that an order of ops allows, and the start ticks of all ops for it.
+    """Return the period, in ticks, and the start tick of each op, if workers run the ops in the sequence `order`.
 
-    With a staggered optimizer, ops start first as early as possible, then as late as allowed by the ends of the groups
-    (workers that hold the same layers), which shortens the windows.
+    Ops start as early as possible. With a staggered optimizer, they then start as late as the ends of the groups
+    (workers that hold the same layers) allow, which shortens the windows.
     """
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     kernel_loops().set_earliest_starts(arrays.ops, order, start, free)

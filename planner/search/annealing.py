@@ -177,7 +177,8 @@ class AnnealingChain:
     not on the clock.
 
     Workers that hold the same layers form a group, whose deadline is the tick by which all of its compute ops must end.
-    The deadlines start as those of the plan, and annealing shifts them until `fix_deadlines` fixes some.
+    The deadlines start as those of the plan. With a staggered optimizer, annealing shifts them until `fix_deadlines` is
+    called.
     """
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:
@@ -373,10 +374,10 @@ def choose_target_period(period: int, goal: int, share: float) -> int:
 
 
 def count_first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Return the number of steps of each of the first cooling cycles (`AnnealingParams.cycles`); it is doubled after
-    them.
+    """Return the number of steps of each of the first cooling cycles, as many cycles as `AnnealingParams.cycles` has;
+    it is doubled each time that so many cycles are completed.
 
-    A step recomputes the times of at most one pipeline's ops.
+    A step is assumed to recompute the times of one pipeline's ops.
     """
     return max(params.fewest_steps, min(params.steps_per_op * ops, params.ops_per_cycle * pipelines // ops))
 

@@ -23,8 +23,8 @@ from slipstream.schedules.schedule import OpKind, Worker
 
 
 class Variables:
-    """Variables of the model: a start per op, a literal per possible host of a unit, a window per column, and the
-    period.
+    """Variables of the CP-SAT model: a start per op, a literal per possible host of a unit, the first start and the
+    last end in each column, and the period.
 
     A host is a worker that may run the unit. Units with a single possible host have no literal.
     """
@@ -76,7 +76,8 @@ class Variables:
                 self.runs[host].append((kind, unit, interval))
 
     def iterate_literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
-        """Iterate over the workers that may run a unit, with the literals that choose them; None without a choice."""
+        """Iterate over the workers that may run a unit, each with the literal that chooses it; None if it is the only
+        one."""
         for host in self.hosts[unit]:
             yield host, self.host_literals.get((unit, host))
 
@@ -85,7 +86,7 @@ class Variables:
 
 
 class Constraints:
-    """Builder that adds all rules to the model. In the formulas, F, I and W are start times, p durations and h
+    """Builder that adds all rules to the CP-SAT model. In the formulas, F, I and W are start times, p durations and h
     hosts."""
 
     def __init__(self, model: CpModel, problem: Problem, variables: Variables) -> None:
@@ -176,7 +177,8 @@ class Constraints:
         return intervals
 
     def _add_windows(self) -> None:
-        """Require R_c <= every start and E_c >= every end in column c, and derive the period from these windows.
+        """Let the variables R_c be at most every start and E_c at least every end in column c, and derive the period
+        from them.
 
         Columns that reduce gradients together end together.
 
@@ -246,8 +248,8 @@ class Constraints:
     def _order_forwards(self) -> None:
         """Break symmetry: micro-batches of a group of `find_interchangeable` begin in the order of their names.
 
-        If n workers hold their first stage, the F of the group's micro-batch k + n starts only after the F of
-        micro-batch k has ended.
+        If n workers hold their first stage, the F of the group's micro-batch k + n starts after that of micro-batch k,
+        later by at least the ticks of an F on the fastest of these workers.
         """
         problem, variables = self._problem, self._variables
         for batches in find_interchangeable(problem):
@@ -360,9 +362,10 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
                      params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
     """Search with CP-SAT, within the budget, for a shorter plan than the given one, `hint`.
 
-    Return the best plan, its period, and the proven bound, at least `lower_bound`, all in ticks. The same seed gives
-    the same result whenever optimality is proven in time: with one search thread, only the end depends on the clock.
-    (Eight threads on two cores were no faster on the jobs of the tests; tables use the cores for different entries.)
+    Return the best plan, its period in ticks, and the proven bound in ticks, at least `lower_bound`. The same seed
+    gives the same result whenever optimality is proven in time: with one search thread, only the end depends on the
+    clock. (Eight threads on two cores were no faster on the jobs of the tests; tables use the cores for different
+    entries.)
     """
     hint_period = solution_period(hint)
     model, variables = _build_model(problem, lower_bound, hint_period)

@@ -164,11 +164,11 @@ class _Engine:
     # --- Improve the promising ---
 
     def _improve_small(self, budget: Budget) -> None:
-        """Improve candidates with layers in place that CP-SAT may prove optimal, each with the whole budget, as if
-        there were no other.
+        """Improve candidates that move no layers and are small enough for a proof by CP-SAT, each with the whole
+        budget.
 
-        A search with layers in place has only such a candidate, and a search over more layouts must not return a worse
-        plan.
+        A search that may move layers thus returns no worse plan than one that may not, whose only candidate is such a
+        one.
         """
         for known in self._rank_promising():
             small = not known.moved and find_provable_pieces(known, self._params.cp_sat)
@@ -205,7 +205,8 @@ class _Engine:
                                                                          self._layouts.restart_steps))
 
     def _anneal_promising(self, budget: Budget) -> None:
-        """Anneal the most promising candidates in turns, fewer each time, then improve the best one."""
+        """Anneal the most promising candidates in rounds with fewer candidates each, then improve the most promising
+        one (`improve_candidate`)."""
         for count, share in self._layouts.halvings:
             ranked = self._rank_promising()[:count]
             if len(ranked) < 2:

@@ -17,9 +17,9 @@ def improve_by_list_schedules(known: Incumbent, budget: Budget, params: ListPara
                               steps: int | None = None) -> Incumbent:
     """Try many list schedules of each subproblem of a candidate, and return the candidate with the best ones.
 
-    At most `steps` dispatch rules of a subproblem are drawn at random. The search for a subproblem ends when its period
-    is at most the longest one found for another. If there are several subproblems, only the final period of the whole
-    is reported as progress.
+    At most `steps` dispatch rules of each subproblem are drawn at random (None: `most_steps` of `params`). The search
+    for a subproblem ends when its period is at most the longest one found for another. If there are several
+    subproblems, only the final period of the whole is reported as progress.
     """
     candidate = _search_each_piece(known, budget, params, params.most_steps if steps is None else steps)
     if len(known.pieces) > 1:

@@ -69,12 +69,13 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.period_seconds, self.moved, self.problem.operation_count
 
     def expected_rank(self, again: float) -> tuple[float, int, int]:
-        """Return the sort key `rank` as it would be if more annealing gained `again` times as much as the last."""
+        """Return the sort key `rank` as it would be if more annealing shortened the period by `again` times as much as
+        the last annealing."""
         return max(0.0, self.period_seconds - again * self.gained), *self.rank[1:]
 
     @property
     def operation_count(self) -> int:
-        """Number of compute ops of all different subproblems; copies do not count."""
+        """Number of compute ops of all subproblems. One whose solution several sets of pipelines run by counts once."""
         return sum(piece.problem.operation_count for piece in self.pieces)
 
     @property
@@ -94,8 +95,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
         """Return a copy of the candidate with other solutions of all subproblems, and their periods in ticks.
 
-        If `deadlines` are given, which are the ticks by which groups (workers that hold the same layers) end compute,
-        the start ticks of all solutions are relative to them.
+        If given, `deadlines` has, for each group (workers that hold the same layers), the tick by which it ends
+        compute, and the start ticks of all solutions are on the same clock as these.
         """
         whole = periods[0] if len(self.pieces) == 1 else \
             assemble.compute_period(self.problem, solutions, deadlines)

@@ -366,13 +366,14 @@ class ListScheduler:
 
     @property
     def last_order_and_starts(self) -> tuple[Ints, Ints]:
-        """Order of all ops, and start tick of each, in the list schedule that the last call of `evaluate_rule` made."""
+        """Numbers of all ops in their order, and start tick of each op by its number, in the list schedule that the
+        last call of `evaluate_rule` made."""
         assert self._last_order_and_starts is not None
         return self._last_order_and_starts
 
     def _in_flight_slots(self, rule: DispatchRule) -> Ints:
-        """Return how many micro-batches a worker may have between F and the end of I under a rule, [workers,
-        slices]."""
+        """Return how many micro-batches each worker may have between F and the end of I under a rule, by worker and
+        slice: shape [workers, slices]."""
         load = self.arrays.load
         if rule.in_flight is None:
             return np.full((len(load), len(self._memory.room)), UNLIMITED)
@@ -421,11 +422,12 @@ def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
 
 
 class ReservedMemory(NamedTuple):
-    """Memory that must be free, and that is taken, when a micro-batch's F starts, by slice, so that no deadlock occurs.
+    """Memory, by slice, that must be free when a micro-batch's F starts, and that this F takes, so that no deadlock
+    occurs.
 
-    Of all micro-batches that wait for room, take one whose next op is at the deepest position p of its route, an I
-    before an F. Everything else on its worker was begun at positions up to p (before p, if the op is an F), and the
-    last of it was begun only while the room needed at p remained. So the op fits.
+    Proof: of all micro-batches that wait for room, take one that is furthest along its route, at position p; of
+    several, one that waits for its I. Everything else on its worker was begun at positions up to p (before p, if it
+    waits for its F), and the last of it was begun only while the room needed at p remained. So the op fits.
     """
 
     at_start: tuple[int, ...]
@@ -497,11 +499,11 @@ def _reserve_by_column(problem: Problem) -> ReservedMemory:
 
 
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
-    """Return whether too few micro-batches could start if memory were reserved for what W needs, where this is more
-    than the activation.
+    """Return whether a worker would have room for fewer micro-batches than 1F1B has in flight if memory were reserved
+    for what W needs, at a stage where this is more than the activation.
 
-    The argument `room` has the memory for activations by column. The answer is yes with activation recomputation:
-    little is held until I, and then as much as without it.
+    This is so with activation recomputation: little is held until I, and from then on as much as without it. The
+    argument `room` has the memory for activations by column. The result is False for bidirectional pipelines.
     """
     grid = problem.grid
     return grid.chains == 1 and any(

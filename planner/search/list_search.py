@@ -130,8 +130,8 @@ def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) 
 
 def _change_place(problem: Problem, places: Sequence[PlaceChange], random: random.Random,
                   params: ListParams) -> tuple[PlaceChange, ...]:
-    """Return a copy of `places`, which lists micro-batches that go before or after the turn that their age gives them,
-    with one random micro-batch moved further."""
+    """Return a copy of `places`, which lists micro-batches that do not keep the order by age, with one random
+    micro-batch moved forward or back by a random number of places (`params.places`)."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
@@ -244,8 +244,9 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
                           steps: int | None = None, tell: PeriodCallback = lambda _: None) -> tuple[Solution, int]:
     """Return the best of many list schedules within the budget, and its period in ticks. At least one is tried.
 
-    The search ends at the `bound`, in ticks. The callback `tell` receives the period, in ticks, of each better plan.
-    `steps` limits the random changes of rules. Raises StuckError if all schedules get stuck.
+    The search ends when a plan reaches the `bound`, in ticks. The callback `tell` receives the period, in ticks, of
+    each better plan. At most `steps` random changes of rules are tried (None: `most_steps` of `params`). Raises
+    StuckError if all schedules get stuck.
     """
     best = _SearchState(problem, bound, budget, tell)
     starts = _try_grid(best, params)
@@ -291,7 +292,8 @@ def _get_scheduler(best: _SearchState, made: list[ListScheduler | None], index: 
     """Return the list scheduler for the assignment rule at `index`, or None if an earlier rule gives the same
     assignment.
 
-    Schedulers are built on demand, and added to `made`, one element for each rule: a first plan needs only one.
+    A first plan needs only one scheduler, so each is built on demand: `made` has those of the first rules, and those up
+    to `index` are added.
     """
     problem = best.problem
     for rule in ASSIGNMENT_RULES[len(made):index + 1]:
@@ -337,10 +339,11 @@ def _can_exchange(problem: Problem) -> bool:
 
 
 def _exchange_hosts(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
-    """Return the arrays with workers of re-routed units exchanged at random, at one stage or at all stages.
+    """Return a copy of the arrays in which re-routed units of one random stage, or of each stage, have exchanged their
+    workers at random. All workers keep their load.
 
-    All workers keep their load. Units exchange over the whole iteration, which finds other pairs of pipelines, or only
-    with the next unit in the order of pipelines and micro-batches, which finds a better order.
+    Half of the calls shuffle the workers of all these units, which finds other pairs of pipelines. The others exchange
+    only neighbours in the order of pipelines and micro-batches, which finds a better order.
     """
     slices = arrays.ops.slice
     rerouted: dict[int, list[int]] = {}

@@ -54,12 +54,12 @@ from slipstream.schedules.tables.pattern import (
 
 
 def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
-    """Return those entries for 0 to `most` failures, by key, for which the plan of another entry is shorter, each with
-    that plan in place of its own. An entry is the schedule that a table has for a number or pattern of failures.
+    """Return, by key, those entries for 0 to `most` failures for which another entry's plan is valid and shorter, each
+    with that plan. An entry is the schedule that a table has for a number or pattern of failures.
 
-    Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All finished
-    entries of the table are in `parts`. With `slow`, the improved entries are those with this slow worker among the
-    failures.
+    In a table with them, fewer failures are never slower than more, and layers moved are never slower than in place.
+    All finished entries of the table are in `parts`. With `slow`, the improved entries are those with this slow worker
+    among the failures.
     """
     better: dict[str, FinishedPart] = {}
     for failures in range(most, -1, -1):
@@ -91,9 +91,10 @@ def _period_seconds(part: FinishedPart) -> float:
 
 
 def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
-    """Return a copy of the finished entry `own` with the plan of `source`, which may be for one failure more.
+    """Return a copy of the finished entry `own` with the plan of the entry `source`.
 
-    Return None if it is, and none of its failed workers can be alive again (`with_standby_worker`).
+    If `source` is for one failure more, one of its failed workers is alive again in the copy; return None if none of
+    them can be (`with_standby_worker`).
     """
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
@@ -242,13 +243,14 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
 
     The table stores a copy of the job file `job_text`, and has entries for up to `max_failures` failures: by number,
     with `exact` also by pattern, with `by_node` for lost nodes, and with `settled` further ones with layers moved.
-    Entries are planned by `jobs` processes, or by an executor.
+    Entries are planned by `jobs` processes, or by an executor. The callback `progress` receives how many entries of the
+    share are finished, and how many it has.
 
-    The entries without `settled`, which a run uses right after a failure, leave all layers in place, and cut
-    micro-batches within a stage if that is faster. After an interruption, finished entries are stored, and the next
-    call continues from there. Raises NoPlanError if the job has no plan even without failures, JobError if it is too
-    large for the time limit, TableError if the folder holds something else or is damaged, OSError if it cannot be
-    written, PoolError if a process dies.
+    All entries but the further ones leave all layers in place, and cut micro-batches within a stage if that is faster;
+    a run uses them right after a failure. After an interruption, finished entries are stored, and the next call
+    continues from there. Raises NoPlanError if the job has no plan even without failures, JobError if it is too large
+    for the time limit, TableError if the folder holds something else or is damaged, OSError if it cannot be written,
+    PoolError if a process dies.
     """
     began = time.monotonic()
     basis = basis_of(job, options)
@@ -304,8 +306,8 @@ def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: Nodes
     plans of others, as `improve_parts` finds them.
 
     By key, `nodes` has the sets of nodes whose loss an entry is for; the arguments from `job_text` on are those of
-    `build_share`. Several processes that end together may write at once: all write the same bytes, and one that finds
-    files removed finds the table published.
+    `build_share`. Several processes may call this at once: all write the same bytes. If another process has already
+    removed the files, the index that it has published is returned.
     """
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
     try:
@@ -335,12 +337,14 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
 
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,
               settled: bool = False) -> list[EntryTask]:
-    """Return the entries to plan for a table, in its order.
+    """Return the entries to plan for a table, in its order:
 
-    First come those for each number of failures, then for each number with each slow worker among the failures, for
-    patterns (which columns of a pipeline failed) by number of failures, and for the loss of nodes, if not among these.
-    Without `exact`, the only patterns are those of one failure, if they are few. Last, with `settled`, come entries
-    with layers moved, one for each entry with failures except these one-failure patterns.
+    - one for each number of failures, then for each number with each slow worker among the failures;
+    - one for each pattern (which columns of a pipeline failed), by number of failures: with `exact`, for up to
+      `max_failures`; otherwise for one failure, if these patterns are few;
+    - with `by_node`, one for each further pattern that the loss of one or two nodes leaves;
+    - with `settled`, one with layers moved for each of these with failures, except for the one-failure patterns without
+      `exact`.
 
     With `by_node`, there is also an entry for each number of workers that one or two nodes have: in it, roles have
     moved to where their loss costs least. Raises TableError for more failures than workers, for too many patterns or

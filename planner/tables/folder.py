@@ -140,8 +140,8 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
     """Return the finished entry of a table with this key and schedule, to be stored as a file until all entries are
-    finished. The `basis` is the job and options of the table. If its layers have moved, `moved` is what must be copied.
-    """
+    finished. The `basis` is the job and options of the table, `moved` what must be copied for a schedule with layers
+    moved."""
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
     return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),

@@ -101,10 +101,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Return a context in which started processes do not import modules from the working directory.
-
-    That is so until they have received the caller's path.
-    """
+    """Return a context in which started processes import no modules from the working directory before they have
+    received the caller's path."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -124,7 +122,7 @@ def _start_process(pipe: Connection, callers: Connection | None, function: Calla
     """Initialize a process of the pool: ignore Ctrl-C, store the function, and end when the caller's end of `pipe` is
     closed.
 
-    If given, `callers` is the caller's end, which a forked process also has, and closes.
+    A forked process inherits the caller's end; it is then passed as `callers`, and closed here.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if callers is not None:

@@ -139,7 +139,8 @@ class EventLoop:
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
         """Serve the run until all iterations are done or it has ended because it was told to.
 
-        Raises RunError if the run cannot continue, and CoordinatorFailedError if another coordinator could continue it.
+        Raises RunError if the run cannot continue, NoLiveWorkerError if no worker of a dead coordinator was found, and
+        CoordinatorFailedError if another coordinator could continue it.
         """
         self.processes.connect_agents(self._agents.send, self.news.report_note)
         connected = Server(self._run.secret, self._receive_message, self._notify,

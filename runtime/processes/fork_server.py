@@ -63,8 +63,8 @@ def build_environment(**more: str) -> dict[str, str]:
     """Return this process's environment, with the variables `more`, for another process that imports modules of this
     program.
 
-    PYTHONPATH is set so that it finds them. The run's secret is left out: workers get it over a socket, and programs
-    that they start need not know it.
+    PYTHONPATH is set so that the imports work. The run's secret is left out: workers get it over a socket, and programs
+    that workers start need not know it.
     """
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -164,8 +164,8 @@ class ForkServer:
         return self._connection.fileno()
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
-        """Return the processes whose end the server has reported since the last call, after waiting at most `seconds`
-        for a report. Raises ForkServerError if the server has ended."""
+        """Return the server's reports of ended processes since the last call, after waiting at most `seconds` for one.
+        Raises ForkServerError if the server has ended."""
         ended_processes: list[ProcessEnded] = []
         if self._selector.select(seconds):
             ended_processes = self._apply_reports(self._lines.read_lines())

@@ -80,8 +80,11 @@ class _Server:
                     self._report_end(key.fd, key.data)
 
     def _wait_for_adoption(self) -> bool:
-        """Wait for another launcher after the first is gone, while any process is alive. Return whether one has
-        connected."""
+        """Wait for another launcher after the last one is gone, and return whether one has connected.
+
+        The wait ends after the seconds that the last launcher asked for (`HoldProcesses`; without that, at once), or
+        when no process is alive.
+        """
         hold, listener = self._hold, self._listener
         if hold is None or listener is None:
             return False

@@ -113,8 +113,8 @@ def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo 
 
 
 def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
-    """Return the launch values of the node that is formed by `ranks` consecutive processes, started for the ranks of
-    one worker; `here` has those of this process.
+    """Return the launch values of a node for one worker, which was started as `ranks` consecutive processes, one for
+    each rank of the worker; `here` has the values of this process.
 
     The first of these processes is the node, and starts all ranks of the worker. Returns None for the others, which
     have nothing to do. Raises ValueError unless all ranks of each worker are on one machine.
@@ -163,8 +163,8 @@ def find_node_0(here: LaunchInfo, timeout_seconds: float,
 
 
 def choose_listen_address(here: LaunchInfo) -> Rendezvous | None:
-    """Return the address at which node 0 listens: its own, with a free port if torchrun's agent uses the given one.
-    Returns None if there is a single node, which listens on loopback."""
+    """Return the address at which node 0 listens: the one set for this process, but with a free port if torchrun's
+    agent uses that port. Returns None if there is a single node, which listens on loopback."""
     return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
 
 

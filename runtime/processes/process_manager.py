@@ -21,7 +21,8 @@ SendToAgent = Callable[[int, ToNodeAgent], None]
 
 
 class Return(msgspec.Struct, frozen=True):
-    """Restart of a dead worker's process in a given iteration, or as soon after that as the worker is dead."""
+    """Restart of a dead worker's process in a given iteration or, if the worker is still alive then, as soon as it is
+    dead."""
 
     worker: Worker
     iteration: int
@@ -35,8 +36,8 @@ class NodeFailure(msgspec.Struct, frozen=True):
 
 
 class NodeProcesses:
-    """Worker processes of this node. Each uses the next of the machine's `cards` GPUs, beginning with number
-    `first_card`.
+    """Worker processes of this node. They use the machine's `cards` GPUs in turn, beginning with number `first_card`
+    and continuing with number 0 after the last.
 
     If a worker has several processes, they live and die together. When one ends, the others are killed, and the worker
     has ended when all of them have.
@@ -60,8 +61,8 @@ class NodeProcesses:
         """Start this node's workers, keep them running within the context, and kill all that are left at its end,
         except after CoordinatorFailedError: another coordinator continues with them. Raises RunError.
 
-        With `restarted`, the run has continued without these workers. With `found`, the workers of a continuing run are
-        alive already, and none is started.
+        Set `restarted` if the run has continued without these workers, which are told so. With `found`, the workers of
+        a continuing run are alive already, and none is started.
         """
         try:
             for worker in () if found else tuple(self._places):
@@ -226,7 +227,8 @@ class ProcessManager:
             self._note(verdict.reason)
 
     def restart_due_workers(self) -> None:
-        """Start the crashed workers whose pause is over. To be called at intervals. Raises ForkServerError."""
+        """Start again the crashed workers whose pause after the crash is over. To be called at intervals. Raises
+        ForkServerError."""
         now = time.monotonic()
         for worker in sorted(worker for worker, at in self._again.items() if at <= now):
             del self._again[worker]

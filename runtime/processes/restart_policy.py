@@ -38,8 +38,11 @@ CrashTimes = tuple[tuple[Worker, tuple[float, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class FaultHistory:
-    """Times of all workers' faults (crashes) in the last hour, by `time.monotonic`. Each worker is started again, after
-    a pause, after up to `limit` faults of its own in an hour; with 0, never."""
+    """Times of all workers' faults (crashes) in the last hour, by `time.monotonic`.
+
+    After a fault, the worker is started again when a pause has passed, unless it has had more than `limit` faults in
+    the last hour, or its node too many. If `limit` is 0, no worker is started again.
+    """
 
     limit: int
     of: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)

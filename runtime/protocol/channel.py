@@ -128,8 +128,8 @@ class Channel(Generic[T]):
     """Connection to the coordinator, at the end of a worker or node agent. One thread reads; any thread may send.
 
     The constructor connects and sends `hello`. It waits up to `timeout_seconds` for the coordinator to listen, and then
-    as long again, but at most `ANSWER_SECONDS`, for its part of the handshake. `waiting` is called with a line at the
-    first failed attempt, and every 30 s. Raises RendezvousError.
+    as long for the coordinator's part of the handshake, but at least 10 s and at most `ANSWER_SECONDS`. `waiting` is
+    called with a line at the first failed attempt, and every 30 s. Raises RendezvousError.
     """
 
     def __init__(self, address: Rendezvous, secret: Secret, hello: msgspec.Struct, decode: Callable[[bytes], T],

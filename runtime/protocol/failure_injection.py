@@ -28,8 +28,8 @@ Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", 
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """Failure of a worker on purpose in an iteration, before an op (`place` is its number in the worker's program) or
-    at another point that has a name.
+    """Deliberate failure of a worker in an iteration, before an op (`place` is the op's number in the worker's program)
+    or at a named point (`place` is the name).
 
     It happens once in a run, even if the worker returns.
     """
@@ -72,8 +72,8 @@ class Injector:
     injections
         Failures of this worker, each with its index among all failures of the run.
     announce
-        Function that is called with an index just before that failure. It must return only after the message is certain
-        to arrive.
+        Function that reports a failure to the coordinator; called just before it, with its index. It must return only
+        when the report is certain to arrive.
     """
 
     def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:

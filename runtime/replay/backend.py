@@ -34,10 +34,10 @@ class Backend(Protocol):
     direction, so that no send waits behind a receive."""
 
     def creating_groups(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
-        """Return a context manager, within which `create_group` must be called.
+        """Return a context manager within which `create_group` must be called.
 
-        Over gloo, an abort shuts down all sockets opened within it, except those that `spared` then returns: sockets
-        that other threads have opened for other purposes.
+        Over gloo, an abort shuts down all sockets that were opened within it, except those that `spared` returns at the
+        time of the abort: sockets that other threads have opened for other purposes.
         """
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
@@ -58,8 +58,8 @@ class Backend(Protocol):
         abort."""
 
     def count_started(self, group: Group) -> int:
-        """Return the number of operations that this process has started in the group since its creation. A group is
-        reused only if all members have started equally many; 0 if groups of this backend are not reused."""
+        """Return the number of operations that this process has started in the group since its creation; 0 if groups of
+        this backend are not reused. A group is reused only if all members have started the same number."""
 
     def close_groups(self, groups: Collection[Group]) -> None:
         """Release groups that are no longer used. Over gloo, this may wait without limit."""

@@ -47,8 +47,8 @@ def find_cost_function(data: Data, training: TrainingConfig,
     """Return the function that maps an iteration to the costs of its samples: times of F, I and W of each sample,
     relative to the mean (`schedules.dealing.Costs`).
 
-    Returns None if no costs are known, or samples are not dealt. The costs come from the data, or follow from the
-    lengths of their documents. The argument `layers_by_stage` has the model's layers of each stage.
+    Returns None if no costs are known, or samples are not dealt. The costs come from the data, or are computed from the
+    lengths of the samples' documents. The argument `layers_by_stage` has the model's layers of each stage.
     """
     if training.deal_swaps and has_costs(data):
         return data.costs  # type: ignore[attr-defined, no-any-return]
@@ -211,9 +211,9 @@ class DealtSamples:
 
 
 def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """Return which of the kinds of work F, I and W an op of some kind on some layers contains.
+    """Return the kinds of work (of F, I and W) that an op of kind `kind` on some layers does.
 
-    A B contains I and W. On layers that begin with layer 0, W contains the whole backward, and I contains no work.
+    A B does I and W. On layers that begin with layer 0, W does the whole backward, and I does no work.
     """
     if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
         return OpKind.I, OpKind.W

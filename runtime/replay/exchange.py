@@ -140,11 +140,11 @@ class Exchange:
             tensors.clear()
 
     def _free_arrived(self, number: int) -> None:
-        """Free the tensors that this worker has sent to the sender of transfer number `number`, and that the sender
-        must have received, because this transfer has arrived here.
+        """Free the tensors that another worker must have received from this one, because its transfer number `number`
+        has arrived here.
 
-        The sender took those tensors before it computed what it sent. Transfers are numbered over all runs of the
-        schedule.
+        That worker took the tensors as inputs before it computed what it sent. Transfers are numbered over all runs of
+        the schedule.
         """
         rounds, place = divmod(number, len(self._crossings))
         source, produced = self._crossings[place].source, (rounds, self._crossings[place].made)

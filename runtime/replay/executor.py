@@ -46,8 +46,8 @@ class Executor:
 
     A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
 
-    The function `sample_of` returns the sample of a micro-batch's name: data, seeds and weights belong to the sample,
-    tensors between workers are addressed by the name.
+    The function `sample_of` returns the sample that a micro-batch of the schedule runs: its data, seeds and weights are
+    the sample's, while tensors between workers bear the name of the micro-batch.
 
     The function `before_exchange` is called before each input, output, reduction and step. An error that it raises ends
     the iteration.

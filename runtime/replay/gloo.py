@@ -163,7 +163,8 @@ class GlooGroup:
         self.waits = waits
 
     def join_members(self, meeting: GroupRendezvous, devices: Sequence[GlooDevice]) -> None:
-        """Create torch's group, and return when all members have joined. Raises RuntimeError if one does not."""
+        """Create torch's group over `devices` (gloo's listening sockets), and return when all members have joined.
+        Raises RuntimeError if one does not."""
         self._torch_group_slot.append(create_gloo_group(meeting.keys, meeting.rank, meeting.size, TRANSFER_TIMEOUT,
                                                         devices))
 
@@ -176,14 +177,14 @@ class GlooGroup:
         self._torch_group_slot.clear()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
-        """Return the method `name` of torch's group, such as `send`. Waits for the work that it starts can be ended
-        (`InterruptibleCalls`)."""
+        """Return the method `name` of torch's group, such as `send`. `InterruptibleCalls` can end a wait for the work
+        that the method returns."""
         begin = getattr(self._open_group, name)
         return lambda *arguments: self._as_interruptible(begin(*arguments))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive tensors from the member of rank `source`, which sends them with the same `tag`. The wait of
-        the returned work can be ended (`InterruptibleCalls`), unless the tensors are small."""
+        """Start to receive tensors from the member of rank `source`, which sends them with the same `tag`.
+        `InterruptibleCalls` can end a wait for the returned work, unless the tensors are small."""
         work = self._open_group.recv(tensors, source, tag)
         return work if sum(tensor.nbytes for tensor in tensors) <= MAX_UNSPLIT_BYTES else self._as_interruptible(work)
 
@@ -220,8 +221,8 @@ class GlooBackend:
 
     @contextlib.contextmanager
     def creating_groups(self, spared: Callable[[], Sockets]) -> Iterator[None]:
-        """Remember the sockets that are opened within this context, which an abort shuts down, except those that
-        `spared` returns."""
+        """Return a context manager within which `create_group` must be called. An abort shuts down the sockets that are
+        opened within it, except those that `spared` returns at the time of the abort."""
         self._exempt_sockets, self._sockets_before = spared, find_open_sockets()
         if not self._devices:
             self._sockets = frozenset()
@@ -265,6 +266,6 @@ class GlooBackend:
         return 0
 
     def close_groups(self, groups: Collection[Group]) -> None:
-        """Release torch's process groups, which may wait without limit."""
+        """Release torch's process groups. May wait without limit."""
         for group in cast(Collection[GlooGroup], groups):
             group.close()

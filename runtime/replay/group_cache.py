@@ -63,9 +63,9 @@ class GroupCache:
     """The process groups of one process, kept from generation to generation.
 
     An NCCL group is kept if the next generation needs it, all of its members live, and nothing was aborted in it. So
-    the time that a change takes depends on the number of workers that come and go, not on the number of all workers.
-    Groups over gloo stay open until the next generation, as other workers may still receive through them what they need
-    to end an iteration.
+    the time for connecting a generation depends on the number of workers that come and go, not on the number of all
+    workers. Groups over gloo stay open until the next generation, as other workers may still receive through them what
+    they need to end an iteration.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -79,7 +79,7 @@ class GroupCache:
         """Groups that no session uses, by name."""
 
     def close_idle(self) -> None:
-        """Close the groups that no session uses. Over gloo, this may wait without limit."""
+        """Close the groups that no generation uses now. Over gloo, this may wait without limit."""
         idle, self.idle = self.idle, {}
         _close_groups([*idle.values()])
 

@@ -128,7 +128,7 @@ class Communicator:
 
     def _connect_and_probe(self, directed: bool) -> None:
         """Connect, and run one operation, so that NCCL creates now what it would otherwise create in the first
-        operation."""
+        operation; `directed` as in `connect`."""
         device = self._nccl.device
         try:
             with get_stream_rotation(device).reserve_stream(self) if device.type == "cuda" \

@@ -34,8 +34,8 @@ class PartExchange:
 
     def reduce_gradients(self, layers: LayerRange, gradients: Tensor, cut: StatePartition,
                          copies: Mapping[Span, Tensor]) -> None:
-        """Sum the gradients of a range over the workers that hold it: each owner of a part gets the part's sums in
-        `gradients`.
+        """Sum the gradients of a range over the workers that hold it: each owner of a part of the partition `cut` gets
+        the sums of that part in `gradients`.
 
         The buffers in `copies` get the sums of the parts of which this worker is the buddy. They are complete when
         `wait_for_copies` returns; until then the gradients must not change.
@@ -75,7 +75,8 @@ class PartExchange:
 
     def _scatter_to_owners(self, group: Group, place: int, gradients: Tensor, cut: StatePartition,
                            copies: Mapping[Span, Tensor]) -> None:
-        """Give each owner of a part the sums of the part's gradients, and start to copy these to its buddy.
+        """Give each owner of a part of the partition `cut` the sums of the part's gradients, and start to copy them to
+        the buddy.
 
         This worker is the member with index `place`; `copies` is as in `reduce_gradients`. Two collectives are used,
         because point-to-point transfers in one group would wait for each other if buddies form a circle.
@@ -122,10 +123,11 @@ class PartExchange:
                     target.copy_(source)
 
     def start_gather(self, layers: LayerRange, parameters: Tensor, cut: StatePartition) -> Callable[[], None]:
-        """Start to send each part of a range's flat parameters from its owner to all other members.
+        """Start to send each part, in the partition `cut`, of a range's flat parameters from its owner to all other
+        members.
 
-        Returns a function that waits until `parameters` contains all parts; until then they must not be used. Both
-        raise CommunicationError.
+        Returns a function that waits until `parameters` contains all parts; until then `parameters` must not be used.
+        Both functions raise CommunicationError.
         """
         group = self._session.sharer_group(layers)
         what = f"gathering the parameters of {layers_text(layers)}"
@@ -180,7 +182,7 @@ def _transfer_tag(kind: int, part: int) -> int:
     """Return the tag, by which gloo matches a send to a receive, of a transfer of part number `part`; `kind` is
     `_REDUCE`, `_COPY` or `_GATHER`.
 
-    A member can own several parts after others have failed.
+    The part's number is needed because a member can own several parts after others have failed.
     """
     return kind + _KINDS * part
 

@@ -132,7 +132,7 @@ def _relative_deviation(seconds: Sequence[float]) -> float:
 
 
 def _elapsed_seconds(start: Stamp, end: Stamp) -> float:
-    """Return the seconds between two recorded times: readings of the host's clock on a CPU; on a GPU, events that its
+    """Return the seconds between two recorded times: readings of the host's clock, or CUDA events, which the GPU's
     stream must have passed."""
     if isinstance(start, float):
         assert isinstance(end, float)

@@ -64,7 +64,7 @@ class GenerationSession:
     store
         Store in which the members find each other: one that all of them share, for NCCL a TCPStore.
     spared
-        Function that returns the sockets that other threads opened meanwhile, which `abort` leaves open.
+        Function that returns the sockets for other purposes, such as fetching layers, which `abort` must leave open.
 
     Nothing is connected before `connect`, so that `abort` can also end the connecting. If a worker is a group of
     processes, each communicates with the processes of the same rank in all workers; only `start_sum_over_all` is over
@@ -147,7 +147,7 @@ class GenerationSession:
 
     def _send_staged(self, group: Group, tensor: Tensor, rank: int, tag: int) -> Future[Work]:
         """Send a tensor through pinned host memory once the device has computed it, without blocking the host. Returns
-        a future of the work of the transfer."""
+        a future whose result is the work of gloo's send, when that has started."""
         begun, payload = Future[Work](), torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
         def send() -> None:
@@ -192,8 +192,8 @@ class GenerationSession:
                 tensor.copy_(total)
 
     def sharer_group(self, layers: LayerRange) -> Group | None:
-        """Return the group of all workers that sum the gradients of a range, ranked in ascending order; None if this
-        worker is the only one."""
+        """Return the process group of all workers that sum the gradients of a range of layers, ranked in ascending
+        order of worker; None if this worker is the only one."""
         return self._open_sharer_group(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
@@ -218,7 +218,8 @@ class GenerationSession:
             return payload.numpy().tobytes()
 
     def abort(self) -> None:
-        """End the generation: abort all calls that wait for other workers, and let no later result count.
+        """End the generation: abort all operations of its groups, so that calls that wait for other workers raise. From
+        now on `reach_commit_point` raises.
 
         Any thread may call this. It returns at once.
         """
@@ -237,7 +238,8 @@ class GenerationSession:
         return self._groups.failure_reason()
 
     def reach_commit_point(self) -> None:
-        """Wait until the device has completed all work of this thread, and check that it is valid.
+        """Wait until the device has completed all work of this thread, and check that the generation is open and no
+        group has failed.
 
         Raises GenerationEndedError if the generation has ended, and CommunicationError if a group has failed: results
         may then be garbage.
@@ -356,7 +358,8 @@ class GenerationSession:
                 yield GroupSpec(*self._describe_group(members, "bytes"), links.host)
 
     def _look_up_groups(self, pairs: Collection[tuple[Worker, Worker]]) -> None:
-        """Look up the groups of all transfers and sums once, so that each call is fast."""
+        """Look up once the groups for all sums, and for transfers between `pairs` (sender, receiver), so that each call
+        is fast."""
         for source, target in pairs:
             ends = self._pair_members((source, target))
             other = ends.index(source if target == self.worker else target)
@@ -369,8 +372,8 @@ class GenerationSession:
         return pair if self.ordered else tuple(sorted(pair))
 
     def _describe_group(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
-        """Return the name of a group of processes, one of each worker in `workers`, the names of these processes, and
-        the index of this process among them. The processes are those of this process's rank.
+        """Return three things about the group that consists of this rank's process of each of `workers`: its name, the
+        names of its processes, and the index of this process among them.
 
         The group's name is made of the processes' names, joined by `word`.
         """
@@ -399,7 +402,8 @@ class GenerationSession:
     def _wait_for_device(self) -> None:
         """Wait until a GPU has completed what this thread has issued in its current stream.
 
-        A thread in this call is never abandoned (`runtime.replay.stuck_calls`), because the device would continue.
+        A thread in this call is never abandoned (`runtime.replay.stuck_calls`), because the GPU would still write to
+        tensors.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -432,8 +436,8 @@ def _measure_offset(group: Group) -> tuple[float, float]:
 
 
 def _bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES`, which are the same on all workers
-    that hold the tensors."""
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES` bytes; a larger tensor gets a bucket
+    of its own. All workers that hold the tensors get the same buckets."""
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

@@ -36,7 +36,8 @@ def identify_sockets(sockets: Iterable[socket.socket]) -> Sockets:
 
 
 def shut_down_sockets(sockets: Iterable[tuple[int, str]]) -> Sockets:
-    """Shut down the connections of these sockets, and return the sockets shut down.
+    """Shut down the connections of these sockets, given by descriptor and identity, and return the sockets concerned.
+    Sockets that listen or are closed are left out.
 
     Calls that wait in them get an error, here and at the other end.
     """

@@ -69,7 +69,7 @@ class SumTree:
                 work.wait()
 
     def _parent_group(self, child: int) -> Group:
-        """Return the group of process `members[child]` and its parent in the tree."""
+        """Return the process group that connects process `members[child]` with its parent in the tree."""
         return self._groups.get_group(_group_name(self._members[child]))
 
 

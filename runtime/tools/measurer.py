@@ -168,7 +168,7 @@ class _Measurer:
 
     def _measure_stages(self) -> tuple[dict[int, StageProfile], float]:
         """Return the profiles of the stages that this worker measures, by stage, and the fraction of time in which this
-        process waited for others: 0 on a GPU, and for a worker of several processes."""
+        thread did not run because others had the core: 0 on a GPU, and for a worker of several processes."""
         task = self._task
         self._benches = benches = {index: self._build_bench(index, task.config) for index in task.measured_stages}
         # Torch's modes do not see what compiled layers keep, which is at most as much as without compilation.
@@ -328,11 +328,10 @@ class _Measurer:
 
     def _measure_part_exchange(self, session: GenerationSession, total: int, members: Sequence[Worker]
                                ) -> tuple[float, float]:
-        """Return the seconds to reduce gradients, and to gather parameters, if optimizer state is sharded over
-        `members`.
+        """Return the seconds to reduce the gradients of `total` elements, and to gather as many parameters, if
+        optimizer state is sharded over `members`, each of which owns one part.
 
-        The `total` elements are cut into parts, of which each member owns one. Both are 0 if nothing is sharded, as
-        with one member.
+        Both are 0 if nothing is sharded, as with one member.
         """
         training, shares = self._task.config.training, build_partition(total, members, (), sharded=True)
         if not shares.sharded:

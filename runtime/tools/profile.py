@@ -72,11 +72,11 @@ def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copi
     """Measure the ops, memory and transfers of stages, each of which holds one of `ranges`, ranges of the model's
     layers.
 
-    The number of `workers` of the whole job and the number of `copies` of each stage determine how many workers measure
-    at a time. The number of `microbatches` of all pipelines together determines the scale of the loss. Times are
-    medians of `rounds` measurements. With `by_lengths`, ops are measured also with samples of several documents and of
-    half the length. A `fork_server` may serve several profiles, one after the other; None: start one. Raises
-    ConfigError and ProfileError.
+    The job has `workers` workers, of which `copies` hold each stage. All that hold the measured stages compute at the
+    same time, or as many as fit on this machine. The number of `microbatches` of all pipelines together determines the
+    scale of the loss. Times are medians of `rounds` measurements. With `by_lengths`, ops are measured also with samples
+    of several documents and of half the length. A `fork_server` may serve several profiles, one after the other; None:
+    start one. Raises ConfigError and ProfileError.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
@@ -120,8 +120,8 @@ def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -
 def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
     """Return the profile of each stage, made of the results of all measuring processes.
 
-    All-reduces, and the gathering of parameters, which `optimizer` includes, were measured by worker number 0; all else
-    is from the first worker that measured the stage. Each value is the largest of any of the worker's ranks.
+    All-reduces, and gathers of parameters (part of `optimizer`), were measured by worker number 0; all else is from the
+    first worker that measured the stage. Each value is the largest of any rank of that worker.
     """
     profiles = []
     for stage in range(len(tasks[0].ranges)):

@@ -108,8 +108,8 @@ class StageBench:
 
     def measure_round(self) -> dict[str, float]:
         """Run and time the ops of a few micro-batches and a step; return the seconds, by the names of `StageProfile`.
-        Those of F, I and W are the mean over `ROW_MICROBATCHES` micro-batches, for which the same op is run one after
-        the other."""
+        Those of F, I and W are means over `ROW_MICROBATCHES` micro-batches, of which all F run first, then all I, then
+        all W."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW_MICROBATCHES)]
         self._rounds += 1
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives), 5e-4)

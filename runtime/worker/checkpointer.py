@@ -119,8 +119,8 @@ class Checkpointer:
             raise
 
     def _open_initial_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint that the run began from; None if there is none, if it cannot be read, or if its place
-        now has one of another iteration."""
+        """Return the checkpoint that the run began from; None if there is none, if it cannot be read, or if its folder
+        now holds a checkpoint of another iteration."""
         if self._resume is None:
             return None
         try:

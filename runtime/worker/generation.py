@@ -80,8 +80,8 @@ class GenerationRunner:
 
     @property
     def _validated_factor(self) -> StepFactor | None:
-        """Last iteration of this order whose gradient factor this worker knows (by which all members scale gradients,
-        to clip them), with that factor; None if it knows none."""
+        """Last iteration of this order whose clip factor this worker knows, with the factor, by which all members scale
+        that iteration's gradients; None if it knows none."""
         last = None if self._training is None else self._training.steps.validated
         return None if last is None else StepFactor(*last)
 

@@ -41,13 +41,14 @@ class IterationReports:
         self._acknowledged.put(message)
 
     def cancel_wait(self) -> None:
-        """End the wait for an acknowledgement, which would need the reports of other workers: they may be gone."""
+        """End another thread's wait for an acknowledgement, which may never come: it requires reports of other workers,
+        which may be gone."""
         self._acknowledged.put(None)
 
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
                     evaluation: float | None, checksums: tuple[Checksum, ...]) -> None:
-        """Report to the coordinator that this worker has stepped an iteration, with its op times (`recorder`) and sum
-        of squared gradients (`steps`).
+        """Report to the coordinator that this worker has stepped an iteration, with its op times (`recorder`), sum of
+        squared gradients (`steps`), and the `checksums` of held state that were computed for it, if any.
 
         The values `loss` and `evaluation` are this worker's parts of the losses; `evaluation` is None without an
         evaluation. The first member also reports the factor by which all members scaled the gradients, as soon as it is
@@ -66,10 +67,10 @@ class IterationReports:
         """Wait until the coordinator has acknowledged the last report, before this worker sends anything of the next
         iteration to others.
 
-        A worker can step an iteration only after all others have sent something of it. So it then knows that their
-        reports of the iteration before have arrived, even those of workers that have died since. Raises
-        OrderStoppedError if all members stop before the next iteration, and CommunicationError if the generation has
-        ended or no answer comes.
+        A worker can step an iteration only after all others have sent something of it. So once it steps, their reports
+        of the iteration before have arrived, even those of workers that have died since. Raises OrderStoppedError if
+        all members stop before the next iteration, and CommunicationError if the generation has ended or no answer
+        comes.
         """
         if self._open is None:
             return

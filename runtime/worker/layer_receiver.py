@@ -128,12 +128,12 @@ class LayerReceiver:
                 self._transfers[key] = self._begin(fetch)
 
     def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """Wait until all senders have begun order number `order`, and return the parts that were fetched for it, as
-        they are then.
+        """Wait until all senders have begun order number `order`, and return the parts that were fetched for it, in
+        their state at that time.
 
-        These are the parts of the fetch with number `fetch`, made during training, and those fetched while all workers
-        wait. All other parts of fetches that this order ends are dropped. The function `require` is called meanwhile,
-        and may raise. Raises CommunicationError if a sender is gone.
+        These are the parts of the fetch with number `fetch`, made during training (0: there was none), and those
+        fetched while all workers wait. All other parts of fetches that this order ends are dropped. The function
+        `require` is called meanwhile, and may raise. Raises CommunicationError if a sender is gone.
         """
         states: list[PartState] = []
         for transfer in self._pop_until(order):

@@ -82,7 +82,7 @@ class ReceiverConnection:
 
     @property
     def is_unknown(self) -> bool:
-        """True if the receiver has not sent a request."""
+        """True if the connection is open and the receiver's request has not arrived."""
         return not (self.asking or self.answered or self.closed)
 
     @property

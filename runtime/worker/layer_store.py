@@ -125,8 +125,8 @@ class LayerStore:
         self._received, self._built, self._filled = [], {}, frozenset()
 
     def list_held_state(self) -> HeldState:
-        """Return which layers and parts this worker holds, including parts received for an order, and layers of which
-        all parts have come."""
+        """Return which layers, and which parts of optimizer state, this worker holds. Parts received for an order count
+        as held, and so do layers of which all parts were received."""
         received = dict[int, list[Span]]()
         for part in self._received:
             if part.state:

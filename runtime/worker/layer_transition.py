@@ -16,9 +16,9 @@ from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_so
 def take_layers(part: OrderContext) -> None:
     """Hold exactly the layers that the order's schedule needs of this worker, from a checkpoint or from other members.
 
-    A member drops its old layers only after all members have what they need of them, and reports parts that it has
-    received as held before that. So if a worker dies meanwhile, nothing is lost: members that have not learned that all
-    are ready hold both the old layers and the new ones, the others the new ones. Raises CommunicationError.
+    A member drops its old layers only after all members have what they need of them; until then, it reports the parts
+    that it has received, too, as held. So if a worker dies meanwhile, nothing is lost: members that have not learned
+    that all are ready hold both the old layers and the new ones, the others the new ones. Raises CommunicationError.
     """
     order, context, store = part.order, part.context, part.context.layer_store
     context.injector.fail_if_due(order.first_iteration, "met")

@@ -51,8 +51,8 @@ class SlowedRecorder(Recorder):
 
 @contextmanager
 def prolong_block(factor: float, device: torch.device, *, sleeps: bool = True) -> Iterator[None]:
-    """Make what runs within the context take `factor` times as long. A GPU or a thread computes longer. With `sleeps`,
-    a thread that sleeps sleeps longer, too."""
+    """Make what runs within the context take `factor` times as long, by more compute on the GPU or in this thread. With
+    `sleeps`, the time that this thread slept is multiplied, too."""
     if factor == 1.0:
         yield
         return

@@ -19,9 +19,9 @@ def arrays_of(schedule: Schedule) -> Arrays:
     """Return the steps of an iteration (ops, and whole all-reduces) as arrays, in blocks to be replayed one after the
     other.
 
-    The compute ops of each group of pipelines that share micro-batches are a block. The last block, the tail, has the
-    reductions and optimizer steps. If compute ops follow reductions, all steps are in one block. Raises ValueError if
-    ops wait for each other in a circle.
+    The compute ops of pipelines that share micro-batches form one block. The last block, the tail, has the reductions
+    and optimizer steps. If compute ops follow reductions, all steps are in one block. Raises ValueError if ops wait for
+    each other in a circle.
     """
     steps, workers = replay_steps(schedule)
     first = list(accumulate(schedule.grid.microbatches, initial=0))

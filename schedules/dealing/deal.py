@@ -96,9 +96,9 @@ class Dealer:
         """Assign the samples of an iteration to micro-batches so that the iteration ends early.
 
         The argument `costs` has the times of F, I and W of each sample as multiples of the mean, [samples, 3] or
-        [samples, stages, 3]. The search starts without dealing or, if that is shorter, with pipelines of about equal
-        work. It then swaps pairs of samples, up to `swaps` times, as time allows. The result is never longer than
-        without dealing. Raises CostError.
+        [samples, stages, 3]. The search starts with sample k in micro-batch k (without dealing) or, if that is shorter,
+        with pipelines of about equal work. It then swaps pairs of samples, up to `swaps` times, as time allows. The
+        result is never longer than without dealing. Raises CostError.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
@@ -146,7 +146,7 @@ class Dealer:
         return whole
 
     def _window_length(self, costs: Ints, sample: Ints) -> int:
-        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks.
+        """Return the longest busy window of a worker in an iteration, in multiples of 1 / `UNIT` ticks.
 
         The argument `sample` has the sample of each micro-batch, and `costs` is the result of `_integer_costs`.
         """

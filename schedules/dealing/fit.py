@@ -70,8 +70,8 @@ def costs_by_stage(samples: Sequence[Sequence[int]], coefficients: npt.NDArray[n
     """Return the times of F, I and W of each sample as multiples of the mean, [samples, stages, 3].
 
     A sample is the lengths of its documents. The argument `coefficients`, [stages, 3, 3], has for F, I and W of each
-    stage the three of `fit_coefficients`. An op that takes no time costs 1. Sums are exact and everything else is
-    computed per number, so that all machines get the same result.
+    stage the three of `fit_coefficients`. An op that takes no time costs 1. Sums are correctly rounded (`math.fsum`)
+    and all else is done number by number, so that all machines get the same result.
     """
     _, tokens, squares = sample_sizes(samples).T[:, :, None, None]
     seconds = coefficients[None, :, :, 0] + coefficients[None, :, :, 1] * tokens + coefficients[None, :, :, 2] * squares

@@ -66,8 +66,8 @@ def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: i
     all-reduce.
 
     Update `free`, the time at which each worker is free, and `ends`, the end of each step, both in multiples of 1 /
-    `unit` ticks. The array `costs`, [samples, columns], has the factors on a sample's op times, times `unit`, by kind
-    of op and slice (column); `sample` is the sample of each micro-batch.
+    `unit` ticks. The array `costs`, [samples, columns], has the factor on the time of a sample's ops, multiplied by
+    `unit`, for each kind of op at a slice (a column); `sample` is the sample of each micro-batch.
     """
     for step in range(arrays.begin[block], arrays.begin[block + 1]):
         worker = arrays.worker[step]

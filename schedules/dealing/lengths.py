@@ -14,8 +14,10 @@ MAX_BYTES = 2**28
 
 
 def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
-    """Return the lengths of each sample's documents, in tokens, from a file with one line per sample. A sample has at
-    most `context` tokens. Raises CostError, whose message names the line."""
+    """Return the lengths of each sample's documents, in tokens, from a file with one line per sample.
+
+    Raises CostError, whose message names the line, also if a sample has more than `context` tokens (None: no limit).
+    """
     try:
         lines = read_at_most(path, MAX_BYTES, CostError).decode().splitlines()
     except UnicodeDecodeError as error:

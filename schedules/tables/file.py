@@ -174,7 +174,7 @@ class Programs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class EntryDocument(TableEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Entry of a table in the form of a file, with the keys `format` and `version`."""
+    """Contents of the file of one table entry, with the keys `format` and `version`."""
 
     format: str = "slipstream.entry"
     version: int = VERSION
@@ -229,7 +229,7 @@ def read_index(folder: Path) -> Index:
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
     """Return the bytes of a table's file of at most `limit` bytes.
 
-    Raises TableError if it cannot be read, or if its digest is not `sha256`; None is no file's digest.
+    Raises TableError if it cannot be read, or if its digest is not `sha256`; always if `sha256` is None.
     """
     data = read_at_most(path, limit, TableError)
     if sha256_digest(data) != sha256:
@@ -261,10 +261,10 @@ def compress(data: bytes) -> bytes:
 
 
 def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> TableEntry:
-    """Encode a schedule as the entry of a table that is named `key`. All entries share the values of `basis`.
+    """Encode a schedule as the table entry with this key. `basis` has the values that all entries share.
 
-    The mapping `numbers` has the number in the table of each known program, by its text; new ones are added. Raises
-    TableError if the schedule is too large to be read again.
+    The mapping `numbers` gives the number in the table of each known program, by the program's JSON text; new ones are
+    added. Raises TableError if the schedule is too large to be read again.
     """
     try:
         require_op_limit(schedule)

@@ -46,7 +46,7 @@ def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
 
 
 def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
-    """Return the pattern of these failures: a sorted pair (class, failed columns) for each pipeline with failures.
+    """Return the pattern of these failures: sorted pairs (class, failed columns), one for each pipeline with failures.
     Interchangeable pipelines are not told apart.
 
     The argument `classes` has a number for each pipeline, equal for interchangeable pipelines (`pipeline_classes`).
@@ -55,8 +55,8 @@ def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
 
 
 def count_key(failures: int, slow: Worker | None = None) -> str:
-    """Return the name of the entry of a table of schedules for a number of failures, for which the planner chose the
-    roles that nobody plays.
+    """Return the key of the table entry for a number of failures. In this entry the planner chose which roles nobody
+    plays.
 
     With `slow`, it is the entry for the case that this slow worker is among the failed ones: no role is planned at its
     speed.
@@ -65,8 +65,7 @@ def count_key(failures: int, slow: Worker | None = None) -> str:
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
-    """Return the name of the entry of a table of schedules for a pattern of failures: the failed columns of each
-    pipeline.
+    """Return the key of the table entry for a pattern of failures: the failed columns of each pipeline.
 
     The argument `classes` has a class number for each pipeline, equal for interchangeable ones (`pipeline_classes`). If
     there are several classes, the class number comes before the columns of each pipeline.
@@ -77,14 +76,13 @@ def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
 
 
 def settled_key(key: str) -> str:
-    """Return the name of the entry of a table of schedules with layers moved for even load, for the same failures as
-    the entry named `key`."""
+    """Return the key of the rebalanced table entry for the same failures as the entry with this key."""
     return f"settled-{key}"
 
 
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
-    """Return failed workers with this pattern: in the first pipelines of each class, in the order of the pattern. The
-    argument `classes` has a number for each pipeline, equal for interchangeable pipelines (its class)."""
+    """Return failed workers, sorted, that form this pattern: in each class, its first pipelines have the failures, in
+    the order of the pattern. The argument `classes` has the class number of each pipeline."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
                                          for kind in set(classes)}
     failed = []
@@ -106,10 +104,10 @@ def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Ite
 
 
 def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
-    """Iterate over patterns of exactly this number of failures, in which each pipeline with failures is one of `kinds`:
-    pairs, ascending, of a class number and the failed columns.
+    """Iterate over patterns of exactly this number of failures, in which each pipeline with failures is one of `kinds`.
 
-    Interchangeable pipelines have one class number. At most `room[c]` pipelines of class c have failures.
+    The argument `kinds` has ascending pairs (class number, failed columns); interchangeable pipelines have one class
+    number. At most `room[c]` pipelines of class c have failures.
     """
     if failures == 0:
         yield ()

@@ -113,7 +113,7 @@ class _MachineSpread:
 
     def _can_swap(self, a: Seat, b: Seat) -> bool:
         """Return whether the workers of two seats can swap roles: at equal speed, with no less memory for activations
-        and no more layers to load."""
+        in either role than now, and no more layers to load in all."""
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
@@ -310,8 +310,12 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
 
 def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
                   players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """Return a copy of the schedule with new pipeline numbers (`numbers`, by old number), and with `players`, the
-    worker that plays each (new) role. Its programs are numbered in the order of first use."""
+    """Return a copy of the schedule with new pipeline numbers (`numbers`, by old number), in which the workers `failed`
+    are down and `players` has the worker that plays each role, by its new number.
+
+    Then roles are swapped by `spread_over_nodes`; `nodes` has the workers of each machine. Programs are numbered in the
+    order of first use.
+    """
     seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
                                                key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
@@ -338,8 +342,8 @@ def _converted_bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> in
     """Return the schedule's lower bound in ticks, converted to the speeds of `players`, the worker that plays each
     role.
 
-    If some players are faster than planned, the bound is divided by the largest factor: a schedule of the faster job,
-    with all times multiplied by that factor, is a schedule of the planned job.
+    If some ops are faster on their players than planned, the bound is divided by the largest such factor: a schedule of
+    the faster job, with all times multiplied by that factor, is a schedule of the planned job.
     """
     speed, stages = schedule.times.per_mille_of, len(schedule.grid.stages)
     pairs = {(role, player) for role, player in players.items() if speed.get(role, 1000) != speed.get(player, 1000)}

@@ -54,7 +54,8 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Workers that play a role other than their own. For a role of another column they must load layers."""
+        """Seats whose worker plays a role other than its own. For a role of another column, the worker must load
+        layers."""
         return self.schedule.moves
 
     @property

@@ -13,6 +13,8 @@ from slipstream.runtime.model.data.data import Microbatch, load_data
 from slipstream.runtime.model.layers.layered_model import build_model, seeded_for_layer
 from slipstream.runtime.model.layers.step_rules import leave_gradient
 from slipstream.runtime.model.state.held_layers import build_layer
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.received_part import SteppedPart
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 from slipstream.schedules.schedule import Worker
@@ -151,3 +153,22 @@ def test_what_is_left_for_a_parameter_is_left_once_however_the_loss_is_scaled() 
         leave_gradient(value, bias, torch.tensor([1, 2]))
     (0.25 * leave_gradient(value, bias, torch.tensor([1, 2])).sum()).backward()
     assert torch.equal(bias.grad, torch.tensor([1.0, 2.0])) and torch.equal(value.grad, torch.full((2, 3), 0.25))
+
+
+def test_who_follows_steps_is_sent_the_gradient_of_a_rule_unscaled() -> None:
+    """Also of a parameter in bfloat16, which is stepped in float32, and where the other gradients are clipped."""
+    module = nn.Linear(3, 2).to(torch.bfloat16)
+    module.step_rules = {"bias": lambda bias, gradient: bias.add_(gradient)}
+    config = ruled(master_weights=True, dtype="bf16").training
+    whole = (0, sum(one.numel() for one in module.parameters()))
+    optimizer = PartOptimizer({0: module}, config, {0: [whole]}, {0: [whole]})
+    follower = SteppedPart(optimizer.part_state(0, whole), module, config, torch.device("cpu"))
+    for iteration, factor in enumerate((1.0, 0.25)):
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+        optimizer.step(iteration, factor)
+        follower.follow_step(iteration, optimizer.part_gradients(0, whole))
+    ours, theirs = optimizer.part_state(0, whole).tensors, follower.to_part_state().tensors
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name].view(-1), tensor.view(-1), rtol=0, atol=0)

@@ -97,8 +97,8 @@ class Bamboo(Policy):
 
     def _should_form_pipelines(self) -> bool:
         """Return whether to form new pipelines. This is so if spare machines suffice for one more pipeline, or too many
-        stages are run by the predecessor, or if replacing dead machines by spares gains more until the next failure, on
-        average, than the pause costs."""
+        workers have died since pipelines were last formed, or if replacing dead machines by spares gains more until the
+        next failure, on average, than the pause costs."""
         covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
         more = len(self._pipelines) < self.scenario.pipelines and len(self._spares) >= self.scenario.stages
         dead = covered - self._formed_covered
@@ -107,8 +107,8 @@ class Bamboo(Policy):
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Form pipelines of all live machines, with as few stages as possible that their predecessor must run, and no
-        two of these adjacent."""
+        """Form as many pipelines as the live machines allow, at most as many as the job has. In each, as few stages as
+        possible are run by the worker of the stage before, and no two of these are adjacent."""
         stages = self.scenario.stages
         live = [machine for machines in self._pipelines for machine in machines if machine is not None] + self._spares
         most_covered = stages // 2

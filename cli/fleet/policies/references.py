@@ -50,7 +50,8 @@ class _Reference(Policy):
 
 
 class FaultScaled(_Reference):
-    """Reference line: the fault-free throughput of 1F1B times the share of workers alive."""
+    """Imaginary policy, drawn as a reference line: its throughput is that of 1F1B without failures, times the share of
+    workers alive."""
 
     name = "fault-scaled"
     title = "reference: plain 1F1B times the share of workers alive"
@@ -62,7 +63,8 @@ class FaultScaled(_Reference):
 
 
 class WorkConserving(_Reference):
-    """Reference line: an upper bound for synchronous training, in which all live workers are busy all the time."""
+    """Imaginary policy, drawn as a reference line: its throughput is an upper bound for synchronous training, as if all
+    live workers were busy all the time."""
 
     name = "work-conserving"
     title = "reference: no live worker ever idle, no change costs anything"

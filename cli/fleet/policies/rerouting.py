@@ -56,8 +56,8 @@ class StageAssignment:
 
 
 class Rerouting(RatedByStage):
-    """Base class of policies that re-route (this planner, ReCycle, ElasWave): it assigns stages to machines, and counts
-    what failures and moves cost. Subclasses define `rate` and `_plan_phases`.
+    """Base class of policies that re-route (this planner, ReCycle, ElasWave), which assigns stages to machines, and
+    counts what failures and moves cost. Subclasses define `rate` and `_plan_phases`.
 
     A failure discards the iteration in progress (half of one on average), and the survivors continue after a switch. A
     new machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. If
@@ -66,7 +66,8 @@ class Rerouting(RatedByStage):
     until that is done.
 
     The stage of each machine depends on the trace alone, and not on any policy's throughput. So all policies of this
-    kind that move workers lose a stage at the same times, and one whose schedules are never slower is never behind.
+    kind that move workers lose a stage at the same times, and a policy whose schedules are never slower than another's
+    never falls behind it.
     """
 
     moves_workers: bool = True
@@ -170,7 +171,8 @@ class Rerouting(RatedByStage):
             self._stages.assign_stage(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
-        """Assign to each newcomer the stage that lacks the most workers compared with evenly spread failures."""
+        """Assign to each newcomer the stage whose number of missing workers most exceeds that with failures spread
+        evenly over stages."""
         if not machines:
             return
         spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of)
@@ -207,7 +209,7 @@ class ReCycle(Rerouting):
                    "switches and lost work as for slipstream")
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of ReCycle's schedule with `down` dead workers by stage."""
+        """Return the samples per second of ReCycle's schedule; `down` has the number of dead workers of each stage."""
         return self.throughputs.recycle_rate(down)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:

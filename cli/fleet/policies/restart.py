@@ -85,12 +85,14 @@ class Restart(Policy):
         self._grow_at = None
 
     def _count_usable_machines(self) -> int:
-        """Return the number of live machines that whole pipelines, at most those of the job, can use."""
+        """Return the number of live machines in as many whole pipelines as they can fill, up to the job's number of
+        pipelines."""
         stages = self.scenario.stages
         return min(self.scenario.workers, (len(self._machines_in_use) + len(self._idle_machines)) // stages * stages)
 
     def _fill_pipelines(self) -> None:
-        """Use as many live machines as fill whole pipelines, at most those of the job, and leave all others idle."""
+        """Use the live machines of as many whole pipelines as they can fill, up to the job's number of pipelines, and
+        leave all others idle."""
         count = self._count_usable_machines()
         surplus = [self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)]
         self._idle_machines = dict.fromkeys(reversed(surplus)) | self._idle_machines

@@ -42,10 +42,10 @@ class LeaveOutChoice(NamedTuple):
 class Slipstream(Rerouting):
     """Policy that answers a failure at once with layers in place, then with layers moved (rebalanced) if that pays.
 
-    Layers move, and machines that join or change their stage load it, while the others train on. Every machine has an
-    assigned stage, which it holds in addition to or instead of its layers in the rebalanced plan. The assigned stages
-    decide the first answer to the next failure, and which failures lose a stage. So training is never slower than with
-    layers in place.
+    Layers move while training continues. Machines that join or change their stage load its layers while the others
+    continue. Every machine has an assigned stage, which it holds in addition to or instead of its layers in the
+    rebalanced plan. The assigned stages decide the first answer to the next failure, and which failures lose a stage.
+    So training is never slower than with layers in place.
     """
 
     name = "slipstream"
@@ -212,7 +212,8 @@ class Slipstream(Rerouting):
         """Return `phases` (spans of time at one training rate), followed by training with layers moved if it pays. In
         `phases`, training reaches `rate` samples per second at `seconds` after the time `now`.
 
-        It pays if it makes up for the pause of the switch before the next failure, on average.
+        Moving layers pays if the higher rate makes up for the pause of the switch within the mean time between
+        failures.
         """
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases

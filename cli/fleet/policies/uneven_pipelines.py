@@ -71,9 +71,10 @@ def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Te
 
 
 def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: float) -> list[float] | None:
-    """Return the seconds of each node's stage if nodes in turn take all layers that fit into `seconds`.
+    """Return the seconds of each node's stage if each node in turn takes as many of the remaining layers as fit into
+    `seconds`; None if layers are left over.
 
-    Returns None if layers remain. `prefix` has the sums of layers' seconds, and `factors` the slowdown of each node.
+    The argument `prefix` has 0 and the running sums of the layers' seconds, and `factors` the slowdown of each node.
     """
     position, stages = 0, []
     for factor in factors:
@@ -86,7 +87,7 @@ def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], secon
 
 
 def has_all_layers(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
-    """Return whether the machines of `pipelines` that are not in `gone` hold every layer together. Of n machines in a
+    """Return whether the machines of `pipelines` that are not in `gone` together hold every layer. Of n machines in a
     pipeline, number k is assumed to hold the k-th of n equal parts of the layers."""
     gone = set(gone)
     if any(nodes and gone.isdisjoint(nodes) for nodes in pipelines):

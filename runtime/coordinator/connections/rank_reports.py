@@ -38,8 +38,8 @@ class RankReports:
     """Collector of the messages that the ranks of workers send, which combines those of a worker's ranks into one
     message.
 
-    Each worker has `processes` ranks. When one rank has stopped in an order, the function `break_off` is called with
-    the worker and the order's number, to make the other ranks stop, too.
+    Each worker has `processes` ranks. When a rank reports an error that ends an order, the function `break_off` is
+    called with the worker and the order's number, to make the other ranks stop, too.
     """
 
     def __init__(self, processes: int, break_off: BreakOffCallback) -> None:

@@ -36,8 +36,10 @@ class Server:
 
     Parameters
     ----------
+    secret
+        Secret by which the server and its peers authenticate each other.
     heard
-        Function that is called with each message, and at the end of a connection.
+        Function that is called with a connection and each message that it receives, and with None at its end.
     say
         Function that is called with a line about a connection that was cut off because of what its peer sent.
     most_unknown

@@ -70,7 +70,11 @@ class WorkerConnections:
         return self._timeout / CHECKS_PER_TIMEOUT
 
     def admit_process(self, connection: Connection, message: JoinWorker) -> bool:
-        """Add the connection of a worker's process, or tell it to leave or ask again; return whether it is added."""
+        """Add the connection of a worker's process, or close it; return whether it was added.
+
+        A process whose worker was given up, or that has followed another coordinator than the one whose run this one
+        continues, is first told to leave.
+        """
         worker, epoch = message.worker, self._run.setup.epoch
         if message.epoch and (message.epoch >= epoch or self._run.behind is None):
             connection.send(encode_frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
@@ -222,7 +226,8 @@ class WorkerConnections:
         return isinstance(worker, Worker) and self._connections.get(worker, {}).get(connection.rank) is connection
 
     def _handle_drained_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a process after `DRAIN_SECONDS`, unless its last messages have arrived before."""
+        """Handle the end of a process, `DRAIN_SECONDS` after it, unless it was handled earlier because the last
+        messages had arrived."""
         if self._ended.get(ended.worker) is ended:
             self._handle_end(self._ended.pop(ended.worker))
 

@@ -30,7 +30,7 @@ class CommitLogError(RuntimeError):
 
 
 class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
-    """Iteration that has been committed. As an effect, it tells the event loop to log its loss and inform the process
+    """Iteration that has been committed. It is also an effect: the event loop logs it and reports it to the process
     manager."""
 
     iteration: int
@@ -95,7 +95,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def furthest_reported(self) -> int:
-        """Last iteration that any member has reported."""
+        """Last iteration that any member has reported in the current order or, without a report, the last committed
+        one."""
         return max(self.reports, default=self.next_iteration - 1)
 
     @property

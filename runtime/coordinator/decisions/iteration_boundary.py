@@ -70,8 +70,8 @@ def _plan_join(step: TransitionBuilder) -> bool:
 
 
 def _plan_repartition(step: TransitionBuilder) -> None:
-    """Start a fetch of the parts that members need for new partitions of those ranges of layers whose partition
-    includes lost members. Until then, some parts of the optimizer state exist in one copy only."""
+    """Start a fetch of the parts that members need so that no partition includes lost members any more. Until it is
+    complete, some parts of the optimizer state exist in one copy only."""
     state = step.state
     if state.cut_for and state.joins.can_begin(step.at) and not _begin_fetch(step, state.current, settles=True):
         # without `settles`, failed fetches become an order whose parts move while all wait

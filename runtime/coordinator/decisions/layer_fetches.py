@@ -80,8 +80,8 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
 
     def begin_fetch(self, join: LayerFetch, addresses: Addresses, told: Collection[Worker],
                     to: EffectCollector) -> "FetchState":
-        """Ask all connected workers (`told`) to fetch the parts in `join.moves` from their sources, which send at
-        `addresses`; return the state after that.
+        """Start the fetch for the planned change `join`: send its moves, and the `addresses` of the workers that send
+        layers, to all connected workers (`told`). Return the state after that.
 
         If fetches have failed too often, nothing is fetched: a change for joining workers counts as complete at once,
         so that its layers move while all wait, and a change for members only is not begun.

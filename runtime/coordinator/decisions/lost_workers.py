@@ -22,10 +22,10 @@ def describe_losses(losses: Mapping[Worker, WorkerLoss]) -> str:
 
 def describe_layer_loss(losses: Mapping[Worker, WorkerLoss], layer: int, grid: Grid, placement: Placement,
                         members: Collection[Worker], ready: Collection[Worker]) -> str:
-    """Return why no worker holds a layer, as one text.
+    """Return, as one text, the reasons why no worker holds a layer: the losses of all workers that may have held it,
+    and the workers of its stage that are neither lost nor members.
 
-    It lists the losses of all workers that may have held the layer, and the workers of its stage that take no part. The
-    workers in `ready` are connected and wait for an order.
+    The argument `losses` has each lost worker's loss; the workers in `ready` are connected and wait for an order.
     """
     own = [layer in placement.layers_in_column(grid, column) for column in range(grid.columns)]
     causes = [loss.reason for worker, loss in losses.items() if layer in loss.layers or own[worker.column]]

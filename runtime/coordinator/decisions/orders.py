@@ -68,7 +68,7 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
 
 
 def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers) -> None:
-    """Change the state to the beginning of a new order to train, whose arguments `send_train_order` explains."""
+    """Change the state to that at the start of a new order to train. For the arguments see `send_train_order`."""
     before, members = step.state, frozenset(schedule.seat_of)
     order, first = before.order + 1, before.log.next_iteration
     nobody_started = isinstance(before.phase, TrainingPhase) and before.phase.ended and not before.phase.started
@@ -111,8 +111,11 @@ def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
 
 
 def send_end_order(step: TransitionBuilder, *, doubted: bool = False) -> None:
-    """Tell all members to stop training by the current order at once, unless they have been told before. If copies of
-    state differ (`doubted`), tell them again, because another coordinator may have to learn it from them."""
+    """Tell all members to stop training by the current order at once, unless they have been told before.
+
+    Set `doubted` to True if copies of state differ: the message then says so, and is sent in any case, because another
+    coordinator may have to learn this from the members.
+    """
     state = step.state
     if isinstance(state.phase, TrainingPhase) and (doubted or not state.phase.ended):
         step.update_state(phase=replace(state.phase, ended=True))

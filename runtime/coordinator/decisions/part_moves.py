@@ -50,8 +50,9 @@ class PartitionPlanner:
     """True if the holders of a layer keep different parts; otherwise each keeps all of it."""
 
     def find_lost_layers(self, keepers: HeldStateByWorker) -> list[int]:
-        """Return the layers with elements that no worker keeps, and the layers without trained elements that no worker
-        holds. The argument `keepers` has the layers and parts of each worker that remains."""
+        """Return one list of lost layers: those of which some trained element is kept by no worker, and those without
+        trained elements that no worker holds. The argument `keepers` has the layers and parts of each worker that
+        remains."""
         kept, held = _group_by_layer(keepers), layers_in(layers for keeper in keepers.values()
                                                          for layers in keeper.layers)
         return [layer for layer, elements in enumerate(self.elements) if (
@@ -110,11 +111,11 @@ class PartitionPlanner:
 
     def plan_fetches(self, schedule: Schedule, present: Schedule, members: Collection[Worker],
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> tuple[LayerMove, ...]:
-        """Return the moves of parts that `members` can make during training by the schedule `present` to have what
-        `schedule` needs.
+        """Return the moves by which the workers of a new `schedule` can get what they lack from `members` while these
+        train by the schedule `present`.
 
-        Each move with optimizer state is of a whole part that its source steps. The argument `cut_for` maps ranges that
-        keep an earlier partition under `present` to the members for which it was made.
+        A move that includes optimizer state is always of a whole part that its source steps. The argument `cut_for`
+        maps ranges that keep an earlier partition under `present` to the members for which it was made.
         """
         keepers, sources = ({worker: kept for worker, kept in self.find_held_states(present, 0, cut_for, which).items()
                              if worker in members}
@@ -133,11 +134,11 @@ class PartitionPlanner:
         """Return the moves that give each worker of a schedule the parts of layers that it must keep, and all
         parameters of its layers.
 
-        The argument `keepers` has what each worker keeps now; no layer may be lost (`find_lost_layers`). A worker
-        already has the parameters of the layers that it holds if they are those after the iteration `committed`. The
-        moves in `fetched` have been made before. `cut_for` maps ranges that keep an earlier partition to the members
-        for which it was made. `sources` are the parts that each worker may send, by default all that it keeps; a worker
-        that is not in the schedule sends only what no other worker has.
+        The argument `keepers` has what each worker keeps now; no layer may be lost (`find_lost_layers`). Parameters of
+        layers that a worker holds are moved only if they are not those after the last committed iteration
+        (`committed`). The moves in `fetched` have been made before. `cut_for` maps ranges that keep an earlier
+        partition to the members for which it was made. `sources` are the parts that each worker may send, by default
+        all that it keeps; a worker that is not in the schedule sends only what no other worker has.
         """
         cuts, held = self._partition_schedule(schedule, cut_for), self.placement.held_layers_by_worker(schedule)
         already_fetched = _FetchedParts(fetched)
@@ -203,8 +204,8 @@ class _FetchedParts:
 
 
 class _MoveSources:
-    """Generator of moves that takes each part of a layer from the worker that has been given the fewest elements to
-    send."""
+    """Generator of moves, each of which has as its source, of the workers that keep the part, the one with the fewest
+    elements to send so far."""
 
     def __init__(self, keepers: HeldStateByWorker) -> None:
         self._kept = _group_by_layer(keepers)

@@ -103,8 +103,8 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_order(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
                    ) -> "RecoveryClock":
-        """Return the clock after an order was given at time `at`. The workers in `returned` join with it; `settled` is
-        True if it only moves layers between members.
+        """Return the clock after an order was given at time `at`, with which the workers in `returned` join. The
+        argument `settled` is True if the order only moves layers between members.
 
         The argument `meanwhile` is the number of iterations committed while layers were fetched for the order.
         """

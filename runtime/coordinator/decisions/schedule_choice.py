@@ -22,10 +22,11 @@ def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> 
 
 
 def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
-    """Return the schedule with which these workers, all of which have paused, can continue immediately; None while it
-    is being planned.
+    """Return the schedule with which these workers, all of which have paused, can continue soonest; None while it is
+    being planned.
 
-    If some of them hold layers other than those of their stages, schedules for which no layer moves are preferred.
+    If some of them lack layers of their stages, a schedule for which no layer moves is preferred to one in which each
+    worker holds its stages.
     """
     holds, placement, grid = step.state.held_by_paused, step.rules.placement, step.state.grid
     held = _convert_held_layers(step, live, holds)

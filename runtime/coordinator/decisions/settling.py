@@ -97,8 +97,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return settles
 
     def _estimate_transfer(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
-        """Return the bytes of all moves, and the seconds that they take: those of the busiest connection, or of the
-        busiest worker if no bandwidth of connections is configured."""
+        """Return the bytes of all moves, each counted as a whole layer, and the seconds that they take: those of the
+        busiest connection, or of the busiest worker if no bandwidth of connections is configured."""
         between: Counter[object] = Counter()
         size = 0
         for move in moves:

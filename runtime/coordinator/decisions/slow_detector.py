@@ -187,8 +187,8 @@ class SlowDetector:
         return self._add_observations(observed, self._find_compared_with_slow(measured))
 
     def compute_ratios(self, measured: IterationTimes) -> dict[Worker, float]:
-        """Return each worker's ratio: the seconds that its ops took in an iteration, divided by what they take at usual
-        speed, which its peers' times or earlier measurements tell.
+        """Return each worker's ratio: the seconds that its ops took in an iteration, divided by those at usual speed,
+        which are known from other workers' times for the same ops or from earlier measurements.
 
         A worker that ran no ops that can be compared is left out. The rate of each layer (measured / planned time) is
         updated, too.

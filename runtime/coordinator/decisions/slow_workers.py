@@ -268,8 +268,8 @@ def _without_keys(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
 
 
 class PlannedCells:
-    """Table of the ops in a schedule: the layers of each kind of op on each slice, and its planned time at usual
-    speed."""
+    """Table that gives, for each kind of op on each slice of a schedule, the layers of the slice and the planned time
+    of one op at usual speed."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

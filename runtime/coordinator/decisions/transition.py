@@ -72,7 +72,8 @@ class ReportsReceived(NamedTuple):
 
 
 class WorkerDisconnected(NamedTuple):
-    """Event: the connection to a process of a worker has closed, so that the worker will be lost shortly."""
+    """Event: the connection to a process of a worker has closed. The loss of the worker is expected to follow
+    shortly."""
 
     worker: Worker
 

@@ -39,12 +39,12 @@ _PLAN_DECODER = msgspec.msgpack.Decoder(PrecomputedPlan)
 
 
 class FailurePrecomputer:
-    """Plans schedules for likely next failures, and returns them when the failures happen.
+    """Planner of schedules for likely next failures, which returns them when the failures happen.
 
     Parameters
     ----------
     first
-        The schedule that the run began with.
+        The schedule that the run began with. Plans are made only while speeds are as in it, and no layers have moved.
     scheduler
         Planner that is called for each failure.
     background
@@ -52,7 +52,7 @@ class FailurePrecomputer:
     domains
         Failure domains: groups of workers that fail together.
     divided
-        Function that divides a schedule among its workers.
+        Function that divides a schedule into what each worker must know of it.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler, background: BackgroundRunner, domains: FailureDomains,

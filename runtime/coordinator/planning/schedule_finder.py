@@ -86,8 +86,8 @@ class ScheduleDivider(Protocol):
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
         """Return what each worker must know of a schedule (its share), such as its program.
 
-        To save most of the computation, pass as `alike` the shares of a schedule that differs from this one only in the
-        numbering of its pipelines, with a mapping from its pipelines' numbers to those of this one.
+        If another schedule that differs only in the numbering of its pipelines has been divided, pass `alike` to save
+        most of the computation: a pair of its shares and a mapping from its pipelines' numbers to those of `schedule`.
         """
 
 
@@ -115,7 +115,7 @@ class ScheduleService:
     background
         Function that runs the planners.
     known
-        Function that returns precomputed schedules.
+        Function that returns a precomputed schedule in which given workers are down, with its shares, or None.
     """
 
     def __init__(self, grid: Grid, finders: SchedulePlanners, found: Callable[[ScheduleAnswer | SpeedAnswer], None],

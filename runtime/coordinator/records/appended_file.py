@@ -19,9 +19,9 @@ class AppendedFile:
     """File to which whole lines are appended without buffering.
 
     Each line is written by one call, and other processes can read it when that returns. An incomplete last line that a
-    crash has left is removed. Raises OSError if the file cannot be opened, but never later: if a disk is full, `say` is
-    called once with a line for users, and once more when the disk has free space again and the waiting lines are
-    written.
+    crash has left is removed. Raises OSError if the file cannot be opened; `append` never does: if a disk is full,
+    `say` is called once with a line for users, and once more when the disk has free space again and the waiting lines
+    are written.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:

@@ -97,8 +97,8 @@ class RunReporter:
                      "committed")
 
     def check_folder(self, report: Ready) -> None:
-        """Report, at the first worker that becomes ready with another folder than node 0's, that checkpoints will be
-        incomplete."""
+        """Report, if a worker that has become ready writes to another folder than node 0, that checkpoints will be
+        incomplete. This is reported only once."""
         if report.folder != self._folder and not self._apart:
             self._apart = True
             node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)

@@ -37,8 +37,8 @@ IMMEDIATE_WRITER = Writer()
 class WriterThread(Writer):
     """Writer that runs operations in one thread, in the order of the calls.
 
-    As a context manager, it waits at the end until they are done or one hangs, and then passes all reports that
-    `take_reports` has not returned to `notify`.
+    As a context manager, it waits at the end until they are done or one hangs, and then calls `notify` with each report
+    that `take_reports` has not returned.
     """
 
     def __init__(self, notify: Callable[[str], None] = lambda _: None) -> None:
@@ -66,8 +66,8 @@ class WriterThread(Writer):
         self._said.append(text)
 
     def take_reports(self) -> Iterator[str]:
-        """Yield the problems reported since the last call, and one more if an operation has begun to hang. Call this at
-        an interval."""
+        """Yield the problems reported since the last call, and one more if an operation has begun to hang. Call this
+        regularly."""
         began = self._began
         if began is not None and not self._slow and time.monotonic() - began > SLOW_WRITE_SECONDS:
             self._slow = True

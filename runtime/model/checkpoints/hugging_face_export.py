@@ -36,7 +36,7 @@ def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, so
     """Write a model as a folder that transformers can load, completely or not at all, and replace what the folder
     holds.
 
-    The parsed config.json of the model is `document`, and `state` returns the tensors of each layer. `source` is the
+    The parsed config.json of the model is `document`, and `state` maps a layer's number to its tensors. `source` is the
     folder of the pretrained model that training began with, whose tokenizer files are copied; None if there is none.
     Raises OSError if the folder cannot be written.
     """
@@ -80,7 +80,7 @@ def _split_experts(config: PreTrainedConfig, index: int, state: dict[str, Tensor
     """Return the tensors of decoder layer `index` as transformers' files have them, by their names within the layer. A
     tensor of all experts in `state` is split into tensors of single experts.
 
-    The argument `prefix` is the name of the first decoder layer in the whole model, with a dot at its end.
+    Names in transformers' files of a model with this layer only begin with `prefix`, such as "model.layers.0.".
     """
     model = build_sample(small_layer_config(config, index), 0)
     layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]

@@ -35,8 +35,8 @@ def save_layer_with_retry(out: Path, layer: int, state: Mapping[str, Tensor], sa
                           look_seconds: float = RETRY_SECONDS) -> None:
     """Write a layer as `save_layer` does, and retry every `look_seconds` while the disk is full.
 
-    The function `say` is called once, with a message, when the first attempt fails. The function waits instead of
-    giving up because no other process has the final parameters. Raises OSError for any reason other than a full disk.
+    The callback `say` gets one message, when the first attempt fails because the disk is full. Retries never end,
+    because no other process has the final parameters. Raises OSError for any reason other than a full disk.
     """
     is_reported = False
     while True:

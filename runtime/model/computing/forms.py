@@ -95,8 +95,8 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
 
 
 def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Raise ConfigError if a worker has several ranks and no layer can be cut over them, or a cut parameter does not
-    exist.
+    """Raise ConfigError if a worker has several ranks and no layer has parameters that are cut over them, or if a layer
+    names a cut parameter that does not exist.
 
     The attribute `shards` of a layer names the parameters that are cut.
     """

@@ -63,8 +63,8 @@ class SliceRunner:
     modules
         Modules by layer, including those of the range.
     loss_scale
-        Factor of each micro-batch's loss, or a function that returns it: 1 / micro-batches of the whole iteration, or
-        a share of its tokens, so that losses and gradients summed over all of them are means.
+        Factor of each micro-batch's loss, or a function that returns it for a micro-batch. In training, the factors
+        sum to 1 over an iteration, so that the sums of losses and of gradients, each times its factor, are means.
     """
 
     def __init__(self, layers: LayerRange, modules: Mapping[int, nn.Module], model: LayeredModel, *,
@@ -223,7 +223,8 @@ class WorkerSlices:
 
     def take_loss(self) -> float:
         """Return this worker's share of an iteration's mean loss: the sum of the losses, each times its `loss_scale`,
-        of the micro-batches run since the last call. It is 0 if none of its layers adds to the loss."""
+        of the micro-batches run since the last call. The share is 0 if none of this worker's layers adds to the loss.
+        """
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
     def free_microbatches(self) -> None:

@@ -97,7 +97,8 @@ class IterationData(Protocol):
 
 
 class _IterationAdapter:
-    """Adapter from `IterationData` to `Data`. Samples of two iterations are stored, because one may be read again."""
+    """Adapter from `IterationData` to `Data`. It stores the samples of two iterations, because an iteration may be read
+    again."""
 
     def __init__(self, data: Any, microbatches: Sequence[int]) -> None:
         self._data, self.digest = data, data.digest
@@ -126,8 +127,8 @@ class _IterationAdapter:
 
 
 def has_costs(data: Data) -> bool:
-    """Return whether the data have a method `costs(iteration)`, which returns the times of F, I and W of each sample,
-    relative to the mean. Samples are dealt by them.
+    """Return whether the data have a method `costs(iteration)`, which returns the times of F, I and W of each sample as
+    multiples of the mean over samples. Samples are dealt by these times.
 
     See `schedules.dealing`.
     """
@@ -263,7 +264,8 @@ def batch_form(config: RunConfig) -> TupleForm:
 def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
     """Raise BadSampleError if micro-batches of the user's own data have other shapes or dtypes than `form`.
 
-    Reads the first `CHECKED_MICROBATCHES` of an iteration; does nothing for data of other kinds.
+    Reads the first `CHECKED_MICROBATCHES` of all pipelines' micro-batches in `iteration`; does nothing for data of
+    other kinds.
     """
     names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
              for index in range(count))

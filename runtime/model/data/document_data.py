@@ -55,8 +55,8 @@ class DocumentData(TokenData):
         """Return a micro-batch of `batch` samples of `context` tokens, with targets, and with positions within
         documents.
 
-        Raises BadTokenError for a token beyond the vocabulary, and if all tokens end documents, so that no target
-        counts.
+        Raises BadTokenError for a token beyond the vocabulary, and if every token of the micro-batch ends a document,
+        so that no target counts.
         """
         tokens, targets = super().batch(microbatch, batch, context)
         ended = tokens == self._end
@@ -77,7 +77,7 @@ class DocumentData(TokenData):
         return all_lengths
 
     def tokens(self, iteration: int) -> list[int]:
-        """Return the number of tokens that count in the loss of each micro-batch of an iteration: all but document
+        """Return, for each micro-batch of an iteration, the number of tokens that count in its loss: all but document
         ends."""
         return [int(ended.size - ended.sum()) for ended in self._document_ends(iteration)]
 

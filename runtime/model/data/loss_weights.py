@@ -17,11 +17,11 @@ Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class LossWeights:
-    """Callable that returns the weight of a micro-batch's loss; weights sum to 1 over an iteration of training.
+    """Callable that returns the weight of a micro-batch's loss, by its tokens or equal for all micro-batches.
 
-    The argument `microbatches` has the number of micro-batches of each pipeline. For training, `rounds` is None: each
-    iteration is weighed by itself. Evaluations read the same `rounds` iterations again and again; these are weighed
-    together, and their weights sum to `rounds`.
+    Weights sum to 1 over an iteration of training, where `rounds` is None. Evaluations read the same `rounds`
+    iterations again and again; their weights sum to `rounds` over all of these together. The argument `microbatches`
+    has the number of micro-batches of each pipeline.
     """
 
     def __init__(self, data: Data, training: TrainingConfig, microbatches: Sequence[int],
@@ -34,7 +34,7 @@ class LossWeights:
     def __call__(self, microbatch: Microbatch) -> float:
         """Return the weight of a micro-batch's mean loss in the loss of its iteration.
 
-        Raises ConfigError if the data do not return token counts as required.
+        Raises ConfigError if weights depend on tokens and `count_loss_tokens` refuses the data's token counts.
         """
         if not self._by_tokens:
             return 1 / self._first[-1]

@@ -32,8 +32,11 @@ def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
 
 
 def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
-    """Apply the Feistel network, with one round for each of `keys`, to numbers of twice `half` bits: a permutation of
-    these numbers."""
+    """Return each of `numbers`, of twice `half` bits, as permuted by a Feistel network with one round for each of
+    `keys`.
+
+    The network maps different numbers to different numbers of as many bits.
+    """
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = numbers >> bits, numbers & mask
     for key in keys:

@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 class TorchtitanData:
     """Samples of a torchtitan data set (`slipstream.runtime.model.data.data.IterationData`).
 
-    Raises ConfigError if the options are incomplete, or if the data set cannot be read.
+    Raises ConfigError if `[training.options]` lack a required key, or if the data set cannot be read.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -56,7 +56,8 @@ def require_compilable(config: RunConfig, device: torch.device) -> None:
 
 
 def _require_torchtitan(config: RunConfig, named: str) -> None:
-    """Raise ConfigError, whose message begins with `named`, if the layers of a torchtitan model cannot be compiled."""
+    """Raise ConfigError if the layers of a torchtitan model cannot be compiled: because they have experts, or because
+    attention needs masks. The message about masks begins with `named`."""
     from slipstream.runtime.model.layers.torchtitan.specification import (
         needs_masks,
         require_no_experts,

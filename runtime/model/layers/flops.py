@@ -28,8 +28,8 @@ class ForwardFlops:
 
 @contextmanager
 def counting_flops() -> Iterator[ForwardFlops]:
-    """Yield a counter of the floating-point operations of the forward that runs within the context, which may be on
-    tensors without memory."""
+    """Yield a counter of the floating-point operations of the forward that runs within the context. The forward may run
+    on tensors without memory."""
     with FlopCounterMode(display=False, custom_mapping={
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}) as counter:
         yield ForwardFlops(counter)

@@ -101,8 +101,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm and a residual connection. The norms, and the biases of the last product of
-    each, act on this rank's part of the sequence."""
+    """Attention and MLP, each with a norm and a residual connection. The norms, and the biases that follow the last
+    products of attention and MLP, act on this rank's part of the sequence."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()

@@ -115,7 +115,8 @@ def _add_gradient(weight: Tensor, find: Any) -> None:
 
 
 def _has_native_kernel(value: Tensor, width: int) -> bool:
-    """Return whether torch has one kernel for all groups of rows `value` and matrices of `width` columns.
+    """Return whether torch has one kernel that multiplies each group of rows of `value` by its own matrix of `width`
+    columns.
 
     Such a kernel needs no synchronization to learn where groups end.
     """
@@ -123,5 +124,6 @@ def _has_native_kernel(value: Tensor, width: int) -> bool:
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Return the first row of each group of consecutive rows, and the row after its last, which is in `ends`."""
+    """Return, for each group of consecutive rows, a pair: its first row, and the row after its last, which is in
+    `ends`."""
     return list(pairwise([0, *ends.tolist()]))

@@ -102,7 +102,7 @@ def gather_tensors(tensor: Tensor, group: WorkerGroup) -> Tensor:
 
 
 def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
-    """Return how the ranks cut the parameter to which a tensor of a layer's state belongs, by the tensor's key there.
+    """Return how the ranks cut the parameter that `tensor` belongs to; `key` is the tensor's key in its layer's state.
 
     Returns None if the parameter is not cut, or if the tensor lacks the dimension that is cut.
     """

@@ -51,8 +51,8 @@ class Sharing:
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
-        """Yield each group of shared parameters that has any in `layers`, as the group's first parameter and a list of
-        its parameters in these layers."""
+        """Yield, for each group of shared parameters with members in `layers`, the group's first parameter and a list
+        of its members in these layers."""
         for group in self.groups:
             places = [place for place in group if place.layer in layers]
             if places:

@@ -56,11 +56,12 @@ def weight_work() -> WeightWork | None:
 
 
 def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work: WeightWork) -> None:
-    """Run I: an ordinary backward from outputs computed under `deferring_weights(work)`, each with its gradient.
+    """Run I: an ordinary backward from `outputs`, which were computed under `deferring_weights(work)`, and their
+    gradients.
 
     Activation checkpointing works, reentrant or not. Its recomputation must defer weight gradients like the forward, so
-    `deferring_weights` is active within the backward, too. torch.autograd.backward would suspend its TorchFunctionMode;
-    the engine that it calls, which is used here, does not.
+    `deferring_weights` is active within the backward, too. torch.autograd.backward would suspend the mode of
+    `deferring_weights`, so autograd's engine is called directly.
     """
     with deferring_weights(work):
         run_backward(outputs, gradients)

@@ -42,8 +42,8 @@ def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained:
 
 
 def leave_gradient(value: Tensor, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return `value`, and let the backward through it add `gradient` to that of the parameter, once for each
-    micro-batch.
+    """Return `value`, and let each backward through it (one for each micro-batch) add `gradient` to the parameter's
+    gradient.
 
     The gradient is added as it is: the weight of the micro-batch's loss does not scale it.
     """

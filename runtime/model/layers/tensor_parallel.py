@@ -33,7 +33,7 @@ def gather_replicated(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Te
     """Concatenate the parts of all ranks along a dimension; backward: this rank's part of the gradient. Without a group
     (a worker of one process), return the tensor itself.
 
-    The caller must see that all ranks compute the same from the result, until `take_own_part`.
+    The caller must make sure that all ranks do the same computation on the result, up to `take_own_part`.
     """
     return _apply_to_parts(_concatenate_parts, _copy_part, tensor, dim, group)
 
@@ -85,8 +85,8 @@ def _copy_part(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 
 
 def _apply_to_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return `forward` of the tensor; the backward applies `backward` to the gradient. Without a group, return the
-    tensor itself."""
+    """Return `forward(tensor, dim, group)`; its backward calls `backward` in the same way with the gradient. Without a
+    group, return the tensor itself."""
     if group is None:
         return tensor
     result: Tensor = _PartsFunction.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]

@@ -123,7 +123,8 @@ class WorkerGroup(distributed.ProcessGroup):
         return _FinishedWork()
 
     def scatter(self, *_: Any, **__: Any) -> distributed.Work:
-        """Raise RuntimeError, because layers are built identically on all ranks, and before these are connected."""
+        """Raise RuntimeError: ranks are not yet connected while layers are built, and build them identically, so that
+        nothing needs to be scattered."""
         raise RuntimeError("parameters cannot be scattered while layers are built: all ranks build the same, so give "
                            "parallelize_module src_data_rank=None")
 

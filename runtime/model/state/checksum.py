@@ -79,7 +79,7 @@ def _weighted_sum(numbers: Tensor) -> Tensor:
 def _word_weights(device: torch.device) -> Tensor:
     """Return the weight of each position in a block of words: odd numbers without a pattern, int64 [BLOCK_WORDS].
 
-    They are those of SplitMix64 (Steele et al., OOPSLA 2014), with shifts that keep the sign.
+    The numbers are computed as in SplitMix64 (Steele et al., OOPSLA 2014), but with shifts that keep the sign.
     """
     mixed = torch.arange(1, BLOCK_WORDS + 1) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):

@@ -34,9 +34,9 @@ def needs_gradient_norm(config: TrainingConfig) -> bool:
 def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
     """Return the factor by which a step scales all gradients to clip their norm; None if the step is skipped.
 
-    It is skipped if the norm is not finite and `[training] skip_nonfinite` is set. The argument `squares` is the sum of
-    squares of each layer's gradients (`PartOptimizer.layer_squares`). Their sum is rounded once, so it depends neither
-    on their order nor on which worker holds which layer: all workers get the same bits.
+    It is skipped if the norm is not finite and `[training] skip_nonfinite` is set. The argument `squares` has, for each
+    layer, the sum of squares of its gradients (`PartOptimizer.layer_squares`). The total is rounded once, so it depends
+    neither on the order of layers nor on which worker holds which: all workers get the same bits.
     """
     norm = math.sqrt(_exact_sum(squares))
     if config.skip_nonfinite and not math.isfinite(norm):

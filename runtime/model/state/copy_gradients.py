@@ -23,8 +23,8 @@ class CopyGradients:
 
     def allocate(self, layers: LayerRange, cut: StatePartition, worker: Worker, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """Allocate two gradient buffers for each part that `worker`, as its buddy, copies by `cut`, the partition of
-        the range `layers`."""
+        """Allocate two gradient buffers for each part of which `worker`, as a buddy, keeps a copy; `cut` is the
+        partition of the range `layers`."""
         self._buffers[layers] = {span: [torch.zeros(span[1] - span[0], dtype=dtype, device=device)
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 

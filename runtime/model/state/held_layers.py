@@ -112,8 +112,8 @@ class HeldLayers:
 
     def _require_all(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
                      parts: Sequence[PartState], after: int, built: Collection[int]) -> None:
-        """Raise VersionError unless all state that `hold_layers`, which explains the arguments, needs is available, as
-        it is after iteration `after`."""
+        """Raise VersionError unless all state that `hold_layers` needs is available as it is after iteration `after`.
+        The arguments are those of `hold_layers`."""
         before, held = self.optimizer, self.modules
         for part in parts:
             part.require_version(after)
@@ -142,16 +142,17 @@ class HeldLayers:
                                  for layers, cut in self.cuts.items() if cut.sharded}
 
     def _build_optimizer(self, worker: Worker) -> PartOptimizer:
-        """Build the optimizer, without state yet, of the parts that the partitions let a worker store."""
+        """Build the optimizer of the parts that `worker` has to store by the present partitions, without state yet."""
         kept, own = self._parts_by(worker, StatePartition.stored_parts), self._parts_by(worker,
                                                                                         StatePartition.own_parts)
         return PartOptimizer(self.modules, self._config, kept, own, self.sharing,
                              self._sums.by_layer(lambda layer: count_elements(self.modules[layer]).cut))
 
     def _parts_by(self, worker: Worker, which: Callable[[StatePartition, Worker], tuple[Span, ...]]) -> Parts:
-        """Return the spans of each layer's elements that a worker stores, owns or steps, by the layer's number.
+        """Return, by layer number, the spans of the layer's elements that `which` selects for a worker.
 
-        The method of `StatePartition` that selects them is `which`.
+        The argument `which` is a method of `StatePartition`: it selects the parts that the worker stores, owns or
+        steps.
         """
         return parts_of_worker(worker, self.cuts, lambda layer: count_elements(self.modules[layer]), which)
 
@@ -184,15 +185,16 @@ class HeldLayers:
         return cut if cut is not None and cut.sharded else None
 
     def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
-        """Return the buffers for the next gradient sums of this worker's copies of other workers' parts of a range, by
-        the part's span."""
+        """Return the buffers into which the next gradients are summed for the copies of other workers' parts that this
+        worker keeps, of a range of layers; they are keyed by the part's span."""
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
 
     def start_copy_steps(self) -> None:
         """Start the optimizer steps of copies of other workers' parts for the last iteration that is known to be
         committed, concurrently with computation.
 
-        To be called after other workers' parameters of the latest step, which may be a guess, have arrived.
+        To be called once other workers' parameters after the latest step have arrived, even if that step may prove to
+        be wrongly guessed.
         """
         self.optimizer.start_copy_steps()
 
@@ -209,7 +211,8 @@ class HeldLayers:
         self.optimizer.mark_gathered(iteration)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
-        """Return each range with sharded state, its parameters as one flat, padded tensor, and its partition."""
+        """Return a triple for each range of layers with sharded state: the range, its parameters as one flat, padded
+        tensor, and its partition."""
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def set_reduced_ranges(self, ranges: Iterable[LayerRange]) -> None:
@@ -306,8 +309,8 @@ class HeldLayers:
 def build_on_device(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
     """Build a layer on the model's device. Another thread may compute meanwhile; its random numbers are not affected.
 
-    If it is not `filled`, its parameters have arbitrary values in host memory that is never accessed; its state is
-    loaded after `move_uninitialized` has put it on the device.
+    If not `filled`, the layer is built in host memory, with arbitrary values that are never accessed, and its state is
+    loaded after `move_uninitialized` has moved it to the device.
     """
     if not filled:
         with building_uninitialized(), torch.no_grad():

@@ -62,7 +62,8 @@ class LateSteps(OptimizerSteps):
         return self._buffer
 
     def register_step(self, iteration: int, factor: float | None) -> None:
-        """Register a step with the gradients in the free buffer times `factor`; skip it if `factor` is None.
+        """Register a step with the gradients in the free buffer times `factor`; a step with `factor` None changes no
+        parameter.
 
         The iteration of the step registered before counts as committed from now on.
         """

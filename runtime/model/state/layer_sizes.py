@@ -23,8 +23,8 @@ def slots_per_element(config: TrainingConfig, *, by_muon: bool = False) -> int:
 def estimate_layer_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -> list[int]:
     """Return an estimate, in bytes, of the memory that each layer of the model would take on a rank of a new holder.
 
-    It covers parameters, buffers and optimizer state. If optimizer state is sharded, each of a layer's `holders` stores
-    two parts of it: its own, and a copy of another.
+    It covers parameters, buffers and optimizer state. If a layer's optimizer state is sharded over `holders` workers,
+    each stores two parts of it: its own, and a copy of another.
     """
     share = min(1.0, 2 / holders) if config.shard_optimizer else 1.0
     sizes, sharing = [], sharing_of(model)

@@ -71,6 +71,7 @@ def _user_factor(config: TrainingConfig, iteration: int) -> float:
 
 @functools.cache
 def _load_schedule(name: str) -> Callable[[TrainingConfig, int], float]:
-    """Import a user's own function for the factor of the learning rate, which `module:function` names."""
+    """Import and return a user's function that computes the factor of the learning rate; `name` is
+    `module:function`."""
     found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
     return found

@@ -72,9 +72,9 @@ class _Piece(NamedTuple):
             slice_of(gradient.view(-1), self.whole, self.span), self.parameter).to(self.stepped.dtype)
 
     def scaled_gradient(self, factor: float) -> Tensor:
-        """Return the gradient that the last step used for the piece, which was scaled by `factor`.
+        """Return the piece's gradient as the last step used it, scaled by the step's `factor`.
 
-        A gradient that is a view was scaled in place, and is returned as it is.
+        A gradient that is a view of the parameter's own was scaled in place by the step, and is returned as it is.
         """
         gradient, parameter = self.get_gradient(), self.parameter
         assert gradient is not None and parameter.grad is not None
@@ -175,8 +175,8 @@ class PartOptimizer(UndoableSteps):
     def layer_squares(self) -> dict[int, float]:
         """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in float64.
 
-        A parameter that layers share counts for the first layer of its group; one that all ranks of a worker have
-        counts on the first rank. Parameters with a step rule (a layer's own update function) do not count.
+        A parameter that layers share counts only for the first of them; one that all ranks of a worker have, only on
+        the first rank. Parameters with a step rule (a layer's own update function) do not count.
         """
         counted = [piece for piece in self._pieces if piece.parameter.grad is not None
                    and piece.part in self.own.get(piece.layer, ())
@@ -276,7 +276,9 @@ class PartOptimizer(UndoableSteps):
         """
         if self._factor is None:
             return {}
-        return {piece.name: piece.scaled_gradient(self._factor).view(-1) for piece in self._pieces
+        rules = step_rules(self._modules[layer])  # their gradients are never scaled
+        return {piece.name: piece.scaled_gradient(1.0 if piece.name in rules else self._factor).view(-1)
+                for piece in self._pieces
                 if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
     def own_states(self, layer: int) -> list[PartState]:
@@ -296,8 +298,8 @@ class PartOptimizer(UndoableSteps):
         """Take over the state of the optimizer `before`, which must not be used afterwards, and then the state in
         `parts`.
 
-        The optimizer's tensors for a span of a parameter's elements that both step as one tensor keep their memory;
-        others are copied. In both optimizers, the last step must be permanent (`return_to`) or undone.
+        Optimizer state is taken over without copying where both optimizers step the same elements of a parameter as one
+        tensor; other state is copied. In both, the last step must be permanent (`return_to`) or undone.
         """
         theirs = {(piece.layer, piece.name, piece.span): piece for piece in (*before._pieces, *before._copies)}
         missing = []
@@ -363,8 +365,8 @@ class PartOptimizer(UndoableSteps):
                 for group in build_groups(names, config, self._sharing.last, rules_of(self._modules))]
 
     def _make_step(self, factor: float) -> None:
-        """Step the tensors of this worker's own parts with their parameters' gradients times `factor`, and round the
-        results to the parameters if there are master weights."""
+        """Step the tensors of this worker's own parts with their parameters' gradients times `factor`; then update the
+        parameters if the stepped tensors are master weights."""
         for piece in self._pieces:
             piece.stepped.grad = piece.get_gradient()
         super()._make_step(factor)
@@ -383,8 +385,8 @@ class PartOptimizer(UndoableSteps):
         self._late.start_committed()
 
     def _round_parameters(self, pieces: Iterable[_Piece]) -> None:
-        """Round the float32 master weights of pieces (each the elements of one parameter in one stored part) to the
-        parameters; do nothing without master weights."""
+        """Copy the float32 master weights of pieces (each the elements of one parameter in one stored part) into the
+        parameters, rounded to their dtype; do nothing without master weights."""
         if self._masters:
             with torch.no_grad():
                 for piece in pieces:

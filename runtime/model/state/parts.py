@@ -117,8 +117,8 @@ class StatePartition(NamedTuple):
 
 
 def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> StatePartition:
-    """Partition `total` elements over members; if state is not sharded, or there is one member, each member stores all
-    of them.
+    """Return a partition of `total` elements over members. If state is not sharded, or there is one member, the only
+    part is all elements, which each member stores.
 
     Owner and buddy of a part are in different `domains` (groups of workers that fail together), if possible.
     """

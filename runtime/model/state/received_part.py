@@ -108,7 +108,7 @@ class SteppedPart(UndoableSteps):
 
 
 class CopiedPart:
-    """Received part without the optimizer's state, or one that does not change because its sender waits.
+    """Received part that is not stepped here: one without the optimizer's state, or one whose sender waits.
 
     Until the tensors of an iteration arrive, it has those of the iteration before.
     """

@@ -163,8 +163,8 @@ class StepController:
         self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
-        """Wait for the sums over all workers, if any are under way, and make the step final with the clip factor that
-        follows from the squares of gradients (`_conclude_step`). Stores the mean loss."""
+        """Wait for the sums over all workers, if any are under way. Compute the clip factor from the sums of squares,
+        and make the step final with it (`_conclude_step`). Stores the mean loss."""
         if self._sums is None:
             return
         *squares, loss = self._sums.wait_for_sums()
@@ -174,10 +174,10 @@ class StepController:
     def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
         """Recover from a failure: make exactly the steps of all iterations up to `committed`, permanently.
 
-        The clip factor of that iteration is `factor` (None: its step is skipped); with `known` false, it is unknown. It
-        is needed only if the sums have not reached this worker. At most one later step has been made by any worker.
-        Gradients are zero afterwards. No step follows, as the next order has its own controller. Raises VersionError if
-        recovery is not possible.
+        The clip factor of iteration `committed` is `factor` (None: its step is skipped). If the factor is unknown,
+        `known` is false, and recovery is possible only if the sums have reached this worker. At most one later step has
+        been made by any worker. Gradients are zero afterwards, and no step follows, as the next order has its own
+        controller. Raises VersionError if recovery is not possible.
         """
         self._when_validated.clear()
         if self._sums is not None and self.iteration == committed:

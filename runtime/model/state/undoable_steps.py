@@ -52,8 +52,8 @@ attribute `whole_parameters`.
 def optimizer_factory(config: TrainingConfig) -> OptimizerFactory:
     """Return the function that builds the optimizer that `config` names, from parameter groups and `config`.
 
-    Raises ConfigError if there is none of that name, or if the optimizer needs whole parameters, but workers or their
-    ranks have parts.
+    Raises ConfigError if there is none of that name, or if the optimizer needs whole parameters, but optimizer state is
+    sharded or parameters are divided among the ranks of a worker.
     """
     name = config.optimizer
     if name not in OPTIMIZERS and not is_reference(name):
@@ -84,8 +84,8 @@ class OptimizerSteps:
         """State that the optimizer keeps of each stepped tensor, by the tensor."""
 
     def _stepped_parameters(self) -> Sequence[nn.Parameter]:
-        """Return all tensors that the optimizer, or a step rule (a layer's own update function) in its place, steps,
-        each once."""
+        """Return all stepped tensors, each once: those of the optimizer, and those of step rules (a layer's own update
+        functions)."""
         return [*(parameter for group in self._optimizer.param_groups for parameter in group["params"]), *self._rules]
 
     @torch.no_grad()
@@ -140,8 +140,8 @@ class OptimizerSteps:
 class UndoableSteps(OptimizerSteps):
     """Optimizer whose last step can be undone bit for bit.
 
-    An iteration's step is *open* from `step` until it is committed or undone. At most one step is open: stepping the
-    next iteration commits the one before, because a worker only gets there after all others have stepped that one.
+    An iteration's step is *open* from `step` until it is committed or undone. At most one step is open: stepping an
+    iteration commits the step before, because no worker steps an iteration until all have stepped the one before it.
     So, if c is the last committed iteration of the run, each survivor recovers with `return_to(c)`. Parameters and
     their state are then bit for bit those after iteration c.
     """

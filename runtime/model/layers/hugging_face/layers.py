@@ -147,9 +147,9 @@ def _recomputable_class(name: Part, kind: Any) -> Any:
 def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
     """Return the loss for unequal use of experts: experts x sum over experts of (share of tokens x mean probability).
 
-    The arguments have the number of tokens that chose each expert, [k, E], and the sum of its probabilities, [E], over
-    all layers (`RoutedFeatures`). Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4 to 6, as implemented
-    in transformers.
+    Over all layers, `chosen` has the number of tokens with each expert as their first, second, ... choice, [k, E], and
+    `wanted` the sum of each expert's probabilities, [E] (`RoutedFeatures`). Switch Transformer (Fedus et al., arXiv
+    2101.03961), equations 4 to 6, as implemented in transformers.
     """
     rows = (chosen.sum() // chosen.shape[0]).float()
     return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]

@@ -183,7 +183,8 @@ def small_layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig
 
 def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: int, state: Mapping[str, Tensor],
                   name: str) -> dict[str, Tensor]:
-    """Convert a decoder layer's tensors from their form in files, with experts separate, to that of its modules.
+    """Return a decoder layer's tensors in the form that its modules have, from `state`, their form in files, where
+    experts are separate.
 
     The class of the whole model is `kind`; the model's `name` is for error messages. Raises ConfigError if the tensors
     do not fit.

@@ -119,8 +119,8 @@ def _norm_whole(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
 
 def _share_features(group: WorkerGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's arguments, with the input features passed through `for_all_ranks`, so that their gradients are
-    summed over the ranks.
+    """Return a module's arguments, with the input features passed through `for_all_ranks`, so that the features'
+    gradients are summed over the ranks.
 
     Called before the module's forward, as a hook of torch.
     """

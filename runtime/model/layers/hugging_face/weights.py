@@ -59,8 +59,8 @@ class PretrainedWeights:
                                ) from None
 
     def _read_tensors(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
-        """Return the tensors that have these names (keys, of a mapping) in the files, by name. Raises ConfigError if
-        they cannot be read."""
+        """Return, by name, the tensors that the files have under `names` (a list, or the keys of a mapping). Raises
+        ConfigError if they cannot be read."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._files[name], []).append(name)

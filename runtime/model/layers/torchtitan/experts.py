@@ -23,11 +23,11 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Change the mixtures of experts in a layer on the meta device, in place, and return the rule that steps the bias
-    of each, by the bias's name.
+    """Change the mixtures of experts in a layer on the meta device, in place, and return a dictionary from the name of
+    each mixture's bias to the rule that steps it.
 
-    Their backward adds the number of tokens of each expert to the gradient of the bias that routers add to the experts'
-    scores, and leaves the gradients of the experts' weights to W.
+    After the change, their backward adds the number of tokens of each expert to the gradient of the bias, which routers
+    add to the experts' scores, and leaves the gradients of the experts' weights to W.
     """
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
@@ -70,10 +70,11 @@ class _CountingMixin(nn.Module):
 
 
 def _move_bias(coefficient: float, bias: Tensor, tokens: Tensor) -> None:
-    """Increase the bias of experts that got fewer tokens than the mean, and decrease that of others, as torchtitan
-    does.
+    """Change the experts' `bias` in place, as torchtitan does: up for experts that got fewer tokens than the mean, down
+    for those that got more.
 
-    The argument `tokens` has the number of tokens of each expert, and `coefficient` the size of the change.
+    The argument `tokens` has the number of tokens of each expert, and `coefficient` the size of the change before its
+    mean over experts is subtracted.
     """
     change = coefficient * torch.sign(tokens.mean() - tokens)
     bias.add_(change - change.mean())
