@@ -61,8 +61,11 @@ class Pace(NamedTuple):
 
 
 class Speed:
-    """Meter of this machine's planning pace, measured at its first use, and of the processor time that a plan has
-    left."""
+    """Meter of the speed at which this machine plans, in processor seconds per compute op (`Pace`), measured at its
+    first use.
+
+    It also tells how much processor time this process has left of the `seconds` that a plan may take.
+    """
 
     def __init__(self, seconds: float, clock: Clock, params: BlockParams = DEFAULTS.blocks) -> None:
         self._pace: Pace | None = None

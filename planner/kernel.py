@@ -1358,7 +1358,10 @@ def unmark_pipelines(log):
 
 @jit_inlined
 def revert_timing(timing, queue, log):
-    """Restore in `timing` the values from before the step, which the log holds, and empty the queue."""
+    """Undo what a rejected move of annealing changed in `timing`: restore the overwritten values, which `log` holds.
+
+    Also empty `queue`, in which ops may be left whose latest start had not been recomputed yet.
+    """
     counters = queue.counters
     while counters[WAITING]:
         op = queue.bucket[counters[TOP]]

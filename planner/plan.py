@@ -79,7 +79,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     period: float
     """Period, in seconds, of the best plan found."""
     bound: float
-    """Proven lower bound on the period, in seconds."""
+    """Proven lower bound on the period, in seconds. For 1F1B and ReCycle, which make one plan each, it is the period."""
 
     @property
     def is_close(self) -> bool:
@@ -317,8 +317,12 @@ class _ReferenceSearch:
             self.add_plan(_plan_whole_or_blocks(self._options, self._job, (), budget, self._speed, grace=False))
 
     def add_plan(self, plan: Plan) -> None:
-        """Merge a plan with no worker down into the best known period and bound. A baseline method has no better plan
-        than its own: its bound equals the period."""
+        """Update `best` with a plan that has no worker down: keep the shorter of the two periods, and the larger of the
+        two bounds.
+
+        If the method is a baseline (1F1B or ReCycle), the plan's own period serves as its bound: the method makes no
+        shorter plan, so that the search can end.
+        """
         is_baseline = self._options.method in BASELINES
         bound = plan.period if is_baseline else plan.schedule.seconds(plan.schedule.lower_bound_ticks)
         self.best = FaultFree(period=plan.period, bound=bound).merged_with(self.best)

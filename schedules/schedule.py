@@ -151,10 +151,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:
-        """Range of layers of each virtual stage.
+        """Range of layers of each virtual stage, indexed by the stage's number.
 
-        If all stages name their layers, and those of each chain (direction) follow one another from 0 on with at least
-        one layer per stage, these are the layers of the model. Otherwise every stage counts as one layer.
+        If every stage names its layers, and the stages of each chain cover consecutive ranges from layer 0 on, with at
+        least one layer each, these are the ranges. Otherwise every stage counts as one layer, numbered by its place in
+        its chain. A chain is the stages that a micro-batch passes, in order; bidirectional pipelines have two.
         """
         given = tuple(stage.layers for stage in self.stages)
         named = tuple(layers for layers in given if layers is not None)

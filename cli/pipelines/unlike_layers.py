@@ -147,8 +147,10 @@ class ModelBenchmark:
         """Return the published schedule `one` (such as ZB-V) with the best division that a random local search finds;
         None if its ops deadlock.
 
-        It starts from `uniform`, the schedule with a uniform division, or the division whose busiest worker has the
-        least work if that is better, and moves one layer at a time.
+        The best division is that with the fastest iteration of those that fit into memory; if none fits, that which
+        exceeds the memory least. The search moves one layer at a time. It starts from the better of two: `uniform`, the
+        schedule with a uniform division (None: its ops deadlock), and the division whose busiest worker has the least
+        work.
         """
         generator = random.Random(0)
 

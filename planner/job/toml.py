@@ -89,9 +89,11 @@ class TomlTable:
         return _read_list(self.key_path(key), self._take_required(key, default), length, per, checked_number)
 
     def _take_required(self, key: str, default: object) -> object:
-        """Take a key and return its value, or `default` if it is missing.
+        """Take a key and return its value. If the key is missing, return `default`; None means that there is no
+        default, and that the caller must raise JobError.
 
-        Raises JobError if neither exists and a similar key, probably a misspelling, is given.
+        Raises JobError itself if key and default are missing and a key that was not taken is similar, probably a
+        misspelling.
         """
         value = self.take_value(key, default)
         if value is None and (near := difflib.get_close_matches(key, self._left, 1, MIN_SIMILARITY)):

@@ -392,10 +392,11 @@ class Divider:
             yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
 
     def _max_stage_work(self, items: int, replicas: int) -> Fraction:
-        """Return the most work that a worker gets at any stage if this number of `replicas` share `items` micro-batches
-        by whole layers, or the share `LayoutParams.least_share` if that is more.
+        """Return the largest work of a worker at any stage if `replicas` replicas share `items` micro-batches by whole
+        layers.
 
-        The unit is the work of a whole stage for one micro-batch.
+        The unit is the work of a whole stage for one micro-batch. Results below `LayoutParams.least_share` are raised
+        to it: slices shorter than that wait longer than they take, so that more replicas would not help.
         """
         counts = [end - first for (first, end), _ in self._problem.path_by_chain[0]]
         least = Fraction(self._params.least_share)

@@ -260,11 +260,15 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
 
 
 def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
-    """Try the shortlist, the grid of dispatch rules (which op a worker starts) under every assignment of units, and the
-    rules of 1F1B and ReCycle, while there is time; `best` keeps the best plan.
+    """Try dispatch rules (which op a worker starts) while there is time and no plan reaches the bound; `best` keeps the
+    best plan.
 
-    Return the best attempts, from which random steps start. If a layout gives the routes, only the shortlist is tried
-    unless it gets stuck: random steps from there find more in the same time.
+    First come the few rules of `iterate_shortlist`, which often do best, then a grid of rules under every assignment of
+    units, then 1F1B and ReCycle, which small jobs try even when time is over. If a layout gives the routes, the search
+    ends after the shortlist, since random steps find more in the same time; if all schedules of the shortlist get stuck
+    for lack of memory, it ends with the first that does not.
+
+    Return the `ListParams.starts` attempts with the shortest periods, from which random steps start.
     """
     problem = best.problem
     schedulers: list[ListScheduler | None] = []

@@ -162,7 +162,8 @@ class IterationReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
-    """Report of one process of a worker, on its way through its node's agent (`node_reports`)."""
+    """Iteration report of one process of a worker, with its rank. The process sends it to its node's agent, which
+    passes it on to the coordinator in `GatheredReports`."""
 
     rank: int
     report: IterationReport

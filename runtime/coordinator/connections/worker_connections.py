@@ -136,8 +136,11 @@ class WorkerConnections:
             connection.heard = time.monotonic()
 
     def give_up_silent(self) -> None:
-        """Kill and give up each worker that was silent for the heartbeat timeout, and the others of its machine if all
-        are silent."""
+        """Kill and give up each worker of which a process was silent for the heartbeat timeout.
+
+        With it go all other workers of its machine if each of them was silent for `SILENT_SHARE` of the timeout, unless
+        it is the machine of this process.
+        """
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > 3 * self.check_interval_seconds:

@@ -77,10 +77,11 @@ def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, T
 
 
 def _split_experts(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of decoder layer `index` as transformers' files have them, by their names within the layer. A
-    tensor of all experts in `state` is split into tensors of single experts.
+    """Convert the tensors of decoder layer `index`, `state`, to the form of transformers' files, in which each expert
+    has tensors of its own.
 
-    Names in transformers' files of a model with this layer only begin with `prefix`, such as "model.layers.0.".
+    The keys of `state` and of the result are names within the layer. The argument `prefix`, such as "model.layers.0.",
+    is what transformers puts before these names in files of a model that has no other decoder layer.
     """
     model = build_sample(small_layer_config(config, index), 0)
     layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]

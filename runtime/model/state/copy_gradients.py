@@ -29,7 +29,12 @@ class CopyGradients:
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 
     def buffers_of(self, layers: LayerRange, buffer: int) -> Mapping[Span, Tensor]:
-        """Return buffer number `buffer`, 0 or 1, of each copied part of a range of layers, by the part's span."""
+        """Return one of the two gradient buffers of each part of `layers` of which this worker, as a buddy, keeps a
+        copy.
+
+        The result is keyed by the part's span. Of the buffers 0 and 1, one sums the gradients of the current iteration,
+        the other holds those of the iteration before; they change roles at each step (`LateSteps.free_buffer`).
+        """
         return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:

@@ -86,8 +86,8 @@ def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
 
 
 def _sum_rows(product: Any, group: WorkerGroup, x: Tensor) -> Tensor:
-    """Return the output of a linear layer whose input features are cut over the ranks: the ranks' sum, plus the
-    bias."""
+    """Return the output for `x` of a linear layer, the module `product`, whose input features are cut over the ranks:
+    the sum of all ranks' products with the weight, plus the bias."""
     total = sum_ranks(functional.linear(x, product.weight), group)
     return total if product.bias is None else total + product.bias
 
