@@ -79,7 +79,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     period: float
     """Period, in seconds, of the best plan found."""
     bound: float
-    """Proven lower bound on the period, in seconds. For 1F1B and ReCycle, which make one plan each, it is the period."""
+    """Proven lower bound on the period, in seconds. For 1F1B and ReCycle, which make one plan each, the period."""
 
     @property
     def is_close(self) -> bool:

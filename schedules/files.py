@@ -56,13 +56,20 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
     Raises OSError.
     """
+    folder = folder.resolve()
     draft, old = (folder.with_name(f".{folder.name}-{os.getpid()}{suffix}") for suffix in ("", "-old"))
     draft.mkdir(parents=True)
     try:
         yield draft
-        with contextlib.suppress(FileNotFoundError):
+        if folder.is_dir():
+            shutil.rmtree(old, ignore_errors=True)  # of a killed process with this number
             folder.rename(old)
-        draft.rename(folder)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if old.is_dir():
+                old.rename(folder)
+            raise
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -20,8 +20,9 @@ def choose_transport(wanted: str, device: str, processes: int, cards: int, *, sh
     if wanted == "nccl" and not able:
         needs = "training.backend is 'nccl', which needs a GPU for each worker process"
         if device != "cuda":
-            raise ConfigError(f"{needs}; this run is on {device!r}; expected training.device = 'cuda', or 'gloo'")
-        raise ConfigError(f"{needs}; there are {cards} GPUs for {processes} processes"
+            raise ConfigError(f"{needs}; this run is on {device!r}; expected training.device = 'cuda', or "
+                              "training.backend = 'gloo'")
+        raise ConfigError(f"{needs}; this machine has {cards} for {processes} processes"
                           + ("; training.share_devices = true lets them share" if cards else ""))
     return "nccl" if able and wanted != "gloo" else "gloo"
 

@@ -115,7 +115,7 @@ def test_metrics_are_told_of_each_iteration(folder):
     told = metrics_in(folder)
     assert [one.time for one in told] == [line["time"] for line in lines(folder, "losses.jsonl")]
     assert {(one.phase, one.live) for one in told} == {("whole", 4), ("at once", 3)}
-    at = next(line["iteration"] for line in lines(folder) if line["event"] == "failed")
+    at = next(line["iteration"] for line in lines(folder) if line["event"] == "resumed")
     assert [told[iteration].recoveries for iteration in (at - 1, at, 39, 42)] == [0, 1, 2, 2]
     assert all(one.gradient_norm > 0 and one.tokens_per_second > 0 and one.mfu is None for one in told)
     assert {one.learning_rate for one in told} == {tiny().training.learning_rate}

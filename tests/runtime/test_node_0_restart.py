@@ -120,6 +120,8 @@ def started(out: Path, process: Launcher, log: Path, losses: int = 1) -> None:
 
 
 def killed(process: Launcher, log: Path) -> None:
+    """Let a node 0 go on, of which the test has seen the processes, and wait until it has killed itself."""
+    log.with_name(SEEN).touch()
     assert process.wait(240) == -signal.SIGKILL, log.read_text()
 
 
@@ -128,7 +130,6 @@ def led_until_killed(out: Path, log: Path, *how: object) -> list[int]:
     first = Launcher(LEAD, out, *how, log=log)
     started(out, first, log)
     held = below(first.pid)
-    out.with_name(SEEN).touch()
     killed(first, log)
     return held
 
@@ -239,7 +240,6 @@ def test_where_nobody_comes_all_end(tmp_path):
     first = Launcher(LEAD, out, port, 2, "training@5", "", 3.0, log=log)
     started(out, first, log)
     pids = [*below(first.pid), *below(node.pid)]
-    out.with_name(SEEN).touch()
     killed(first, log)
     assert node.wait(240) == 1
     assert "no other node 0 came within 3 s" in other.read_text(), other.read_text()

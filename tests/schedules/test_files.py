@@ -71,6 +71,34 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [folder], "nothing is left next to it"
 
 
+def test_a_link_to_a_folder_is_followed_and_a_file_is_not_replaced_by_a_folder(tmp_path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "file").write_text("kept")
+    with replace_folder(tmp_path / "link") as draft:
+        (draft / "new").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target" / "new").exists()
+    with pytest.raises(NotADirectoryError), replace_folder(tmp_path / "file") as draft:
+        (draft / "new").touch()
+    assert (tmp_path / "file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch) -> None:
+    folder, rename = tmp_path / "folder", Path.rename
+    folder.mkdir()
+    (folder / "old").touch()
+
+    def refuse(path, target):
+        if (path / "new").exists():
+            raise PermissionError(13, "refused")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError), replace_folder(folder) as draft:
+        (draft / "new").touch()
+    assert [path.name for path in folder.iterdir()] == ["old"] and list(tmp_path.iterdir()) == [folder]
+
+
 def test_the_old_folder_is_removed_only_when_the_new_one_is_in_its_place(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -79,4 +107,4 @@ def test_the_old_folder_is_removed_only_when_the_new_one_is_in_its_place(tmp_pat
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: here.append([path.name for path in folder.iterdir()]))
     with replace_folder(folder) as draft:
         (draft / "new").touch()
-    assert here == [["new"]]
+    assert here == [["old"], ["new"]], "before, and after"

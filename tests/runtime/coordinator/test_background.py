@@ -108,7 +108,7 @@ def test_a_fork_that_fails_leaves_nothing_open(monkeypatch):
     monkeypatch.setattr(os, "fork", refuse)
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert [answer(run_in_process, lambda: "found") for _ in range(5)] == ["found"] * 5
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_a_process_that_dies_has_no_answer():

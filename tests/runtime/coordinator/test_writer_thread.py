@@ -53,7 +53,7 @@ def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(for
     kept = [event.text for line in (tmp_path / EVENTS).read_bytes().splitlines()
             if isinstance(event := decode_event(line), Noted)]
     # More than once where another write took long.
-    assert kept and len(kept) % 2 == 0
+    assert len(kept) >= 2
     assert all("have not been written" in text for text in kept[::2])
     assert all("are written again" in text for text in kept[1::2])
     assert tuple(kept) == result.notes

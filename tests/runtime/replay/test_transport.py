@@ -15,7 +15,7 @@ def test_transport(wanted, device, processes, cards, shared, chosen):
 
 
 def test_nccl_needs_a_card_for_each_worker_unless_they_are_to_share_it():
-    with pytest.raises(ConfigError, match=r"there are 1 GPUs for 2 processes; training.share_devices = true"):
+    with pytest.raises(ConfigError, match=r"this machine has 1 for 2 processes; training.share_devices = true"):
         choose_transport("nccl", "cuda", 2, 1, shared=False)
     with pytest.raises(ConfigError, match=r"this run is on 'cpu'; expected training.device = 'cuda'"):
         choose_transport("nccl", "cpu", 2, 4, shared=True)

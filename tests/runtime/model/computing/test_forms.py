@@ -156,7 +156,7 @@ def test_data_are_told_options_and_must_give_tuples_of_tensors() -> None:
     for given, kind in (1, "tuple of ['Tensor']"), (0, "list of ['int', 'int']"):
         with pytest.raises(ConfigError, match="its batch is a ") as caught:
             read("Numbers", given)
-        assert f"its batch is a {kind}; expected a tuple of tensors: what layer 0 takes" in str(caught.value)
+        assert f"its batch is a {kind}; expected a tuple of tensors: the input of layer 0" in str(caught.value)
     with pytest.raises(ConfigError, match=r"BytesDigest': its digest is a bytes; expected a str$"):
         read("BytesDigest", 2)
     with pytest.raises(ConfigError, match=r"Numbers', which fails: KeyError: 'given'$"):
