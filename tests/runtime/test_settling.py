@@ -72,7 +72,9 @@ def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_pa
     result, events, _ = train(kills, fork_server, tmp_path, returns=back)
     assert dead(result) == ["1.2", "1.0"] and sorted(returned(result)) == ["1.0", "1.2"]
     assert phases(events)[:3] == ["whole", "at once", "settled"] and phases(events)[-1] == "whole"
-    assert sum(isinstance(event, HandedOver) for event in events) >= 3
+    # Layers have moved, and then each has come back, or both at one boundary.
+    joins = sum(bool(one.returned) for one in result.recoveries)
+    assert sum(isinstance(event, HandedOver) for event in events) >= 1 + joins
 
 
 @pytest.mark.slow
