@@ -272,9 +272,8 @@ def _blocked(team: Team, call: Callable[[Team, Sequence[GenerationSession]], Any
                                                                                             "Future[Any]"]:
     sessions = team.connected()
     begun = team.begin(team.members[1], call, team, sessions)
-    deadline = time.monotonic() + RELEASED_SECONDS
-    while team.ordered and call is not _meets and sessions[1].is_quiescent() and time.monotonic() < deadline:
-        time.sleep(HELD_UP_SECONDS / 10)  # the operation has not been posted yet
+    if team.ordered and call is not _meets:
+        _becomes(sessions[1], RELEASED_SECONDS, quiescent=False)  # the operation is posted
     time.sleep(HELD_UP_SECONDS)
     _expect(not begun.done(), "it did not wait")
     return sessions, begun
@@ -450,8 +449,14 @@ def _all_share(team: Team) -> list[GenerationSession]:
 
 def _becomes_over(session: GenerationSession) -> bool:
     """Return whether the device soon reports that all operations have ended. A separate thread asks it."""
-    for _ in range(LOOKS):  # counted, so that members in processes of their own all look as often
-        if session.is_quiescent():
+    return _becomes(session, HELD_UP_SECONDS, quiescent=True)
+
+
+def _becomes(session: GenerationSession, seconds: float, *, quiescent: bool) -> bool:
+    """Return whether, within some seconds, the session reports that all operations have ended, or that one has not."""
+    # Looks are counted, so that members in processes of their own all look as often.
+    for _ in range(round(LOOKS * seconds / HELD_UP_SECONDS)):
+        if session.is_quiescent() is quiescent:
             return True
         time.sleep(HELD_UP_SECONDS / LOOKS)
     return False

@@ -109,7 +109,7 @@ def _export_checkpoint(source: Path, folder: Path, to: str, json: bool) -> None:
     try:
         _import_exporter(EXPORTERS[to].modules["checkpoint"]).export_checkpoint(checkpoint, folder)
     except ModuleNotFoundError as error:
-        refuse(f"--to {to} needs the package {error.name}: pip install {error.name}")
+        refuse(f"--to {to} needs the package {error.name}: pip install -e '.[hf]'")
     except (CheckpointError, ConfigError) as error:
         refuse(error)
     except OSError as error:

@@ -133,9 +133,8 @@ def _plan_answer(table: Table, down: tuple[Worker, ...], *, normalise: bool, set
                           time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
     try:
         compile_planner()
-        recomputation = find_recomputation(table.folder / "job.toml", job, options)
-        if recomputation is not None:  # as for the table's entries
-            job = recomputation.job
+        recomputation = find_recomputation(table.folder / "job.toml", job, options)  # as for the table's entries
+        job = job if recomputation is None else recomputation.job
         plan = normalised(job, down, options) if normalise else plan_only(options, job, down)
     except JobError as error:
         refuse(error)

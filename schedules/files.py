@@ -64,13 +64,10 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         if folder.is_dir():
             shutil.rmtree(old, ignore_errors=True)  # of a killed process with this number
             folder.rename(old)
-        try:
-            draft.rename(folder)
-        except OSError:
-            if old.is_dir():
-                old.rename(folder)
-            raise
+        draft.rename(folder)
     except BaseException:
+        if old.is_dir() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(draft, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -86,10 +86,7 @@ def release_after_save(step: TransitionBuilder) -> bool:
     complete or was told to end, or because no member would remain.
     """
     state = step.state
-    if not state.leaving or state.stopping or state.log.next_iteration >= step.rules.iterations.stop:
-        return False
-    if state.leaving.issuperset(state.live):  # the others were told to end while the layers were saved
-        step.update_state(stopping=True)
+    if not state.leaving or state.log.next_iteration >= step.rules.iterations.stop or _stop_if_nobody_stays(step):
         return False
     step.update_state(phase=TrainingPhase(ended=True))
     _release_leaving(step)
@@ -120,8 +117,7 @@ def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
     """
     state = step.state
     staying = state.members - state.leaving
-    if state.stopping or state.leaving.issuperset(state.live):
-        step.update_state(stopping=True)
+    if _stop_if_nobody_stays(step):
         return True
     if not untouched and step.find_lost_layers(staying):
         orders.send_finish_order(step)
@@ -134,6 +130,14 @@ def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
         return True
     _release_leaving(step)
     return True
+
+
+def _stop_if_nobody_stays(step: TransitionBuilder) -> bool:
+    """Stop the run if all live workers received a signal to end; return whether it is being stopped, for this or
+    another reason."""
+    if step.state.leaving.issuperset(step.state.live):
+        step.update_state(stopping=True)
+    return step.state.stopping
 
 
 def _release_leaving(step: TransitionBuilder) -> None:

@@ -73,14 +73,13 @@ def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: boo
     """
     try:
         ours, theirs = os.pipe()
-    except OSError:  # no descriptor is left
-        run_in_thread(work, done)
-        return
-    try:
-        process = os.fork()
-    except OSError:  # no memory or process is left
-        os.close(ours)
-        os.close(theirs)
+        try:
+            process = os.fork()
+        except OSError:
+            os.close(ours)
+            os.close(theirs)
+            raise
+    except OSError:  # no memory, process or descriptor is left for a fork
         run_in_thread(work, done)
         return
     if not process:
