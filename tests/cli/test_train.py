@@ -223,14 +223,15 @@ def test_a_terminal_that_takes_nothing_holds_nothing_up(job, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no process ends with its parent elsewhere")
 def test_what_leads_is_started_again_where_the_system_has_killed_it_and_goes_on_with_its_workers(job, tmp_path):
-    running, out = start(job, "--iterations", 60, "--dtype", "float64", "--method", "greedy", "--json", "--out",
+    running, out = start(job, "--iterations", 120, "--dtype", "float64", "--method", "greedy", "--json", "--out",
                          tmp_path / "out"), tmp_path / "out"
     try:
         workers, killed = list[int](), list[int]()
-        for count in (2, 6):
-            wait_for(lambda count=count: len(read_losses(out, 0) or ()) >= count)
+        for _ in range(2):
             wait_for(lambda: (leads := children(running.pid)) and leads[0] not in killed)
             (leads,) = children(running.pid)
+            count = len(read_losses(out, 0) or ()) + 2  # what leads now has trained
+            wait_for(lambda count=count: len(read_losses(out, 0) or ()) >= count)
             workers = workers or below(leads)
             os.kill(leads, signal.SIGKILL)
             killed.append(leads)
@@ -240,7 +241,7 @@ def test_what_leads_is_started_again_where_the_system_has_killed_it_and_goes_on_
     assert running.returncode == 0 and "Traceback" not in told, told
     assert told.count("node 0 was killed by SIGKILL, and is restarted; its workers are alive") == 2
     assert told.count("node 0 continues with the 4 workers that it has found") == 2
-    wanted = judge_of_text(JOB.replace("iterations = 4", "iterations = 60\ndtype = 'float64'")).losses
+    wanted = judge_of_text(JOB.replace("iterations = 4", "iterations = 120\ndtype = 'float64'")).losses
     assert read_losses(out, 0) == pytest.approx(wanted, abs=1e-9)
     assert json.loads(output)["parameter_digest"]
     wait_until_gone(workers)

@@ -149,10 +149,12 @@ def test_whoever_dies_or_hangs_while_a_schedule_is_planned_is_noticed_at_once(tm
 
     It takes until both have been noticed: longer than anybody may be silent.
     """
-    noticed = []
+    noticed, stopped = [], threading.Event()
 
     def gone(name, number):
         os.kill(own.pids[name], number)
+        if number == signal.SIGSTOP:
+            stopped.set()
         deadline = time.monotonic() + 60
         while name in own.pids and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -163,6 +165,8 @@ def test_whoever_dies_or_hangs_while_a_schedule_is_planned_is_noticed_at_once(tm
         if len(down) == 1:
             gone("1.1", signal.SIGKILL)
             gone("2.0", signal.SIGSTOP)
+        elif len(down) == 2:
+            assert stopped.wait(60), "else an iteration is trained before 2.0 stops"
         return planned(WIDE)(down)
 
     with own_fork_server() as own:

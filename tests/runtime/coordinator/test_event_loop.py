@@ -86,11 +86,15 @@ def test_while_workers_wait_for_an_order_nobody_looks_for_garbage(tmp_path):
         return schedule_for(JOB, list(map(str, down)))
 
     async def script(world):
-        await world.talkers[WORKERS[0]].stopped.wait()
+        for talker in world.talkers.values():
+            await talker.stopped.wait()
+            talker._stops_before = 2  # the same iteration in the next order
         looks["training"] = gc.isenabled()
         world.processes.end(WORKERS[0])
         await until(lambda: world.events.state.order == 2)
         looks["trains again"] = gc.isenabled()
+        for talker in list(world.talkers.values())[1:]:
+            talker.say(IterationReport(talker.worker, 2, 2, 1.0, 0.1))
 
     World(tmp_path, schedule).play(script, stops_before=2)
     assert looks == {"training": True, "planning": False, "trains again": True} and gc.isenabled()
