@@ -68,13 +68,13 @@ class WriterThread(Writer):
     def take_reports(self) -> Iterator[str]:
         """Yield the problems reported since the last call, and one more if an operation has begun to hang. Call this
         regularly."""
+        while self._said:
+            yield self._said.popleft()
         began = self._began
         if began is not None and not self._slow and time.monotonic() - began > SLOW_WRITE_SECONDS:
             self._slow = True
             yield (f"the run's files have not been written for {SLOW_WRITE_SECONDS:g} s; the run continues, and writes "
                    "what waits when it can")
-        while self._said:
-            yield self._said.popleft()
 
     def __enter__(self) -> Self:
         return self

@@ -56,6 +56,8 @@ def test_a_death_does_not_wait_for_the_plan_of_a_join():
         for question in (JOIN, DEATH, LATER, DEATH):
             one.service.request_schedule(question)
         await one.answer(DEATH)
+        while len(asked) < 2:
+            await asyncio.sleep(0.005)
         assert JOIN not in one.answers and sorted(asked) == sorted([JOIN.down, DEATH.down])
         one.service.request_schedule(LATER)
         release.set()

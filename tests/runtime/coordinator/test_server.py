@@ -30,7 +30,7 @@ def play(script, most_unknown=100):
         running = await start_server(listener, Server(
             SECRET, lambda connection, message: heard.append((connection, message)), said.append, most_unknown))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 return await script(address, heard, said)
         finally:
             running.close()
@@ -192,11 +192,12 @@ def test_who_does_not_read_is_cut_off(monkeypatch):
     monkeypatch.setattr(server, "MAX_UNSENT_BYTES", 10**6)
 
     async def script(address, heard, lines):
-        await talk(address, JoinWorker(WORKER))
+        spoken = await talk(address, JoinWorker(WORKER))
         await until(lambda: heard)
         for _ in range(100):
             heard[0][0].send(encode_frame(Note(WORKER, "x" * 10**6)))
         await until(lambda: len(heard) == 2)
+        spoken.writer.close()  # it is kept until here: what is not referred to is closed
         return lines
 
     assert play(script)[0].endswith("it does not read what it is sent")

@@ -63,9 +63,10 @@ def test_what_is_never_taken_is_given_up_at_the_end_and_nobody_waits_for_it(tmp_
     """A pipe that nobody reads."""
     monkeypatch.setattr(writer_thread, "CLOSE_SECONDS", 0.2)
     reading, writing = os.pipe()
-    told = []
+    told, begun = [], threading.Event()
     with WriterThread(told.append) as write:
-        write(lambda: os.write(writing, b"x" * 10_000_000))
+        write(lambda: (begun.set(), os.write(writing, b"x" * 10_000_000)))
+        assert begun.wait(SOON)
         write(lambda: None)
     assert ["2 writes" in news and "does not answer" in news for news in told] == [True]
     os.close(reading)

@@ -121,7 +121,7 @@ if len(sys.argv) == 1:
 else:
     server = adopt_fork_server(sys.argv[1])
     assert server is not None and server.list_alive() == ["a"]
-print(server.hold_for_adoption(60, "note"), *server.pids.values(), flush=True)
+print(server.hold_for_adoption(250, "note"), *server.pids.values(), flush=True)
 if len(sys.argv) < 3:
     os.kill(os.getpid(), signal.SIGKILL)
 server.close()

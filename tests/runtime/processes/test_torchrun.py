@@ -49,6 +49,7 @@ def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node
     with agents(tmp_path, job(tmp_path, 3), 3, "--checkpoint-every", "1000000") as run:
         processes = started(run)
         others = [node for node in range(3) if node != 0 and run.agent_of(node) != 0]
+        assert len(others) == 2, "else node 0 is not with the first agent, and ends with it"
         os.kill(run.launcher(others[-1]), signal.SIGKILL)
         assert_trains_on(run)
         run.processes[run.agent_of(others[0])].kill()

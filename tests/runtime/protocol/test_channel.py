@@ -1,6 +1,7 @@
 """Messages on a connection: cut apart, checked, bounded; a coordinator that is late, silent or gone."""
 
 import queue
+import select
 import socket
 import struct
 import threading
@@ -17,6 +18,7 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, 
 from slipstream.runtime.protocol.to_coordinator import Heartbeat, IterationReport, JoinWorker, Note
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Leave
 from slipstream.schedules.schedule import Worker
+from tests.runtime.running import free_port
 from tests.runtime.speaking import SECRET, Asking, be_asked, framed
 
 WORKER = Worker(1, 2)
@@ -203,8 +205,7 @@ def test_at_the_start_there_is_more_time_for_the_handshake_than_while_another_co
 
 
 def test_a_channel_waits_for_the_coordinator_to_listen():
-    listener, address = open_listener()
-    listener.close()
+    address = Rendezvous("127.0.0.1", free_port())
     made: list[Channel] = []
     thread = threading.Thread(target=lambda: made.append(
         Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)))
@@ -229,6 +230,7 @@ def test_a_coordinator_that_is_gone_as_soon_as_it_was_there_is_waited_for(coordi
             cut.append(connect(dying.getsockname()))
             with dying.accept()[0] as end:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+        select.select(cut, [], [], SOON)
         return cut[0]
 
     monkeypatch.setattr(channel_module.socket, "create_connection", create_connection)
