@@ -4,3 +4,5 @@ A machine that is busy with other things takes ten times as long at times. What 
 """
 
 SECONDS = 280
+HEARTBEATS = ("--heartbeat-timeout", "30")
+"""Options of `train`: no worker is given up that has got no core for a while."""

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.stage_memory import MMAP_THRESHOLD
 from benchmarks.stage_memory import __name__ as measuring
 from slipstream.runtime.config import parse_run_config
+from tests.patience import SECONDS
 
 WIDTH, BLOCKS = 128, 4
 
@@ -19,7 +20,7 @@ WIDTH, BLOCKS = 128, 4
 def test_copies_that_undo_a_step_are_those_of_parameters_and_adams_two_moments():
     config = parse_run_config({"width": WIDTH, "blocks": BLOCKS, "heads": 2, "context": 32}, {"batch": 1})
     answer = subprocess.run([sys.executable, "-m", measuring, "1", config.to_json()], check=True, capture_output=True,
-                            timeout=120, env={**os.environ, **MMAP_THRESHOLD})
+                            timeout=SECONDS, env={**os.environ, **MMAP_THRESHOLD})
     measured = msgspec.json.decode(answer.stdout, type=dict[str, int])
     matrices = 4 * 12 * WIDTH * WIDTH * BLOCKS // 2  # float32; the vocabulary, biases and norms are beside these
     assert 3 * matrices < measured["undo copies"] < 1.2 * 3 * matrices

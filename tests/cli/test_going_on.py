@@ -16,6 +16,7 @@ from slipstream.cli.app import app
 from slipstream.runtime import launch
 from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
+from tests.patience import HEARTBEATS
 from tests.runtime.counted_data import FOLDER
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import SECRET, Launcher, command
@@ -40,7 +41,7 @@ def job(tmp_path):
 
 
 def train(*arguments: object):
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+    return CliRunner().invoke(app, ["train", *map(str, arguments), *HEARTBEATS])
 
 
 def end_after_five(iteration: int, _: float) -> None:
@@ -210,7 +211,8 @@ def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):
         for node in (0, 1):
             nodes.append(Launcher(
                 f"{__name__}:held_command", tmp_path / "told", "train", job, "--nodes", 2, "--node", node,
-                "--rendezvous", meeting, "--method", "greedy", "--iterations", 300, "--out", tmp_path / "out",
+                "--rendezvous", meeting, "--method", "greedy", "--iterations", 1500, *HEARTBEATS,
+                "--out", tmp_path / "out",
                 log=tmp_path / f"{node}.log"))
         deadline = time.monotonic() + 200
         while len(losses_in_lines(tmp_path / "out")) < 5 and time.monotonic() < deadline:

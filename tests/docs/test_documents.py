@@ -18,7 +18,7 @@ from slipstream.planner import PlanOptions, normalised, parse_job, plan_job
 from slipstream.planner.budget import ProgressCallback
 from slipstream.planner.job.presets import preset_text
 from slipstream.schedules.schedule import Worker
-from tests.patience import SECONDS
+from tests.patience import HEARTBEATS, SECONDS
 from tests.runtime.launchers import Launcher
 
 ROOT = Path(__file__).parents[2]
@@ -216,7 +216,7 @@ def test_formats_name_the_files_of_a_table(tmp_path, monkeypatch):
 def test_formats_name_the_files_of_a_run(tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
     status = Launcher("tests.runtime.launchers:command_in", tmp_path, "train", "job.toml", "--checkpoint-every", 1,
-                      "--out", "run", log=tmp_path / "said").wait(SECONDS)
+                      *HEARTBEATS, "--out", "run", log=tmp_path / "said").wait(SECONDS)
     assert status == 0, (tmp_path / "said").read_text()
     saved = {f"checkpoints/iteration-N/{name}" for name in named_files("Checkpoint (folder)")}
     elsewhere = {"checkpoints/iteration-N/", "hugging-face/", ".running.json"}  # of other models; during a run

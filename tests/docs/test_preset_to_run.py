@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.planner.job.file import read_job
-from tests.patience import SECONDS
+from tests.patience import HEARTBEATS, SECONDS
 from tests.runtime.launchers import Launcher
 
 PAGE = (Path(__file__).parents[2] / "docs" / "preset-to-run.md").read_text()
@@ -45,7 +45,7 @@ def test_the_pages_job_is_the_presets_but_for_what_it_says(here):
 @pytest.mark.slow
 def test_the_pages_run_loses_a_worker_and_goes_on(here):
     status = Launcher("tests.runtime.launchers:command_in", here, "train", "run.toml", "--kill", "1.1@1", "--set",
-                      "training.learning_rate=1e-4", "--set", "training.iterations=3", "--out", "run",
+                      "training.learning_rate=1e-4", "--set", "training.iterations=3", *HEARTBEATS, "--out", "run",
                       log=here / "said").wait(3 * SECONDS)
     said = (here / "said").read_text()
     assert status == 0, said
