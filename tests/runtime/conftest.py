@@ -2,10 +2,22 @@
 
 import pytest
 
+from slipstream.runtime import launch
 from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.planning.background import run_in_thread
 from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.run_options import Resilience
+from tests.runtime.failing import TIMEOUT_SECONDS
 from tests.runtime.forked import own_fork_server
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patient():
+    """Where a test says nothing else, nobody who is well is given up, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(Resilience.__init__.__kwdefaults__, "heartbeat_timeout_seconds", TIMEOUT_SECONDS)
+        patch.setitem(launch.run.__kwdefaults__, "resilience", Resilience())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ LONG = tiny(iterations=50)
 """Long enough for a worker to be back before the end, also on a busy machine: `train` takes its time until then."""
 TIMEOUT_SECONDS = 30.0
 """Without a heartbeat, where nobody falls silent: no worker that is well is lost, however busy the machine is."""
-SILENT_SECONDS = 4.0
+SILENT_SECONDS = 10.0
 """Without a heartbeat, where somebody is stopped, and all wait for so long."""
 GRACE_SECONDS = 120.0
 """To write a last checkpoint."""

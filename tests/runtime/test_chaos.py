@@ -19,6 +19,7 @@ from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import ReferenceResult
 from slipstream.schedules.schedule import Worker
+from tests import patience
 from tests.runtime.processes.child import Life
 
 ITERATIONS = 24
@@ -159,5 +160,5 @@ def test_what_is_left_after_a_run_is_told(monkeypatch, tmp_path):
 def test_the_switch_interval_is_that_of_every_process():
     usual = sys.getswitchinterval()
     with switching(1e-6), ChildProcesses("tests.runtime.processes.child:switch_interval", [Life(0.0)]) as children:
-        assert float(children.collect_results(60)[0]) == sys.getswitchinterval() == pytest.approx(1e-6)
+        assert float(children.collect_results(patience.SECONDS)[0]) == sys.getswitchinterval() == pytest.approx(1e-6)
     assert sys.getswitchinterval() == usual

@@ -105,7 +105,7 @@ def test_killed_and_back_with_the_same_numbers(training, fork_server, tmp_path):
     pytest.param({"shard_optimizer": True, "tensor_parallel": 2}, marks=pytest.mark.slow)])
 def test_one_that_dies_comes_back(training, fork_server, tmp_path):
     """Each schedule has its own permutation, also of whoever has come in."""
-    result = train([at("1.0", 2, 1)], fork_server, tmp_path, job=WIDE, config=uneven(iterations=30, **training),
+    result = train([at("1.0", 2, 1)], fork_server, tmp_path, job=WIDE, config=uneven(iterations=50, **training),
                    returns=(Return(Worker(1, 0), 3),))
     assert dead(result) == ["1.0"] and returned(result) == ["1.0"]
 
@@ -113,7 +113,7 @@ def test_one_that_dies_comes_back(training, fork_server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [{}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "shard_optimizer": True}])
 def test_layers_move(training, fork_server, tmp_path):
-    config = eight_layers(30, data=DATA, loss_weights="tokens", deal_swaps=200, clip_norm=1.6, evaluate_every=10,
+    config = eight_layers(60, data=DATA, loss_weights="tokens", deal_swaps=200, clip_norm=1.6, evaluate_every=10,
                           validation_data=DATA, options={"microbatches": list(LINEAR.microbatches)}, **training)
     result, events, _ = train_and_settle([at("1.2", 2, "O")], fork_server, tmp_path, config=config)
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]

@@ -62,7 +62,7 @@ def test_a_worker_whose_node_0_dies_before_it_has_answered_joins_the_next_one():
 
 def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeypatch):
     """It would wait for the other's store, and end, and nobody would know that it was waited for."""
-    monkeypatch.setattr(context_builder, "STORE_TIMEOUT", context_builder.timedelta(seconds=1))
+    monkeypatch.setattr(context_builder, "STORE_TIMEOUT", context_builder.timedelta(seconds=5))
     store, address = host_store()
     setups = [msgspec.structs.replace(SETUP, epoch=1), msgspec.structs.replace(SETUP, epoch=2, store=address)]
     node_0 = Node0s(*setups)

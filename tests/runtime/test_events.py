@@ -75,7 +75,9 @@ def test_every_line_of_a_run_is_as_described(folder):
 
 
 def test_what_happened_is_told_in_its_order(folder):
-    told = [line for line in lines(folder) if line["event"] not in ("plan_asked", "plan_answered", "fetch_progressed")]
+    machine = ("slowed", "recovered", "noted")  # of a core that others use, too, or a file system that is slow
+    told = [line for line in lines(folder)
+            if line["event"] not in ("plan_asked", "plan_answered", "fetch_progressed", *machine)]
     kinds = [line["event"] for line in told]
     back = ["fetch_begun", "handed_over", "joined", "order_given", "resumed"]
     checkpoints = [line["checkpoint"] for line in told if line["event"] == "checkpoint_written"]
@@ -104,7 +106,7 @@ def test_times_grow_and_agree_with_those_of_the_iterations(folder):
     starts = [index for index, line in enumerate(events) if line["event"] == "started"]
     for index, line in enumerate(events):
         start = events[max(one for one in starts if one <= index)]
-        assert abs(line["time"] - start["time"] - line["seconds"]) < 0.002
+        assert abs((line["time"] - start["time"]) - (line["seconds"] - start["seconds"])) < 0.002
     failed = next(line for line in events if line["event"] == "failed")
     at = failed["iteration"]
     assert iterations[at - 1]["time"] <= failed["time"] <= iterations[at]["time"]

@@ -83,7 +83,7 @@ def test_another_dies_while_they_go_back(place, fork_server, tmp_path):
 
 def test_one_that_is_back_takes_part_at_once(fork_server, tmp_path):
     """Everybody reads the checkpoint."""
-    result = lose([at("0.1", 3), at("1.1", 60)], fork_server, tmp_path, config=tiny(iterations=90),
+    result = lose([at("0.1", 3), at("1.1", 60)], fork_server, tmp_path, config=tiny(iterations=110),
                   checkpoint_every=50, progress=saved(tmp_path, 50), returns=(Return(Worker(1, 1), 61),))
     assert dead(result) == ["0.1", "1.1"] and returned(result) == ["1.1"]
     assert [one.went_back_to for one in result.recoveries if one.dead] == [None, 50]

@@ -68,7 +68,7 @@ def test_what_is_logged_is_the_same_in_every_iteration_while_workers_come_and_go
 
 def test_all_train_while_layers_are_fetched_slowly(fork_server, tmp_path):
     result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
-                   fetch_bytes_per_second=SLOWLY)
+                   fetch_bytes_per_second=SLOWLY / 3)
     (_, recovery) = result.recoveries
     assert recovery.returned == (BACK,) and recovery.meanwhile >= 3
 

@@ -27,7 +27,7 @@ from tests.runtime.test_settling import phases
 from tests.runtime.test_settling import train as settle
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
-KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 26, "stepped"), at("1.1", 27, 2)]
+KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
 BACK = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
 
 
@@ -73,7 +73,7 @@ def test_one_dies_after_a_step_that_is_undone(fork_server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [None, 1.8])
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
-    config = muon(32, clip_norm=clip_norm)
+    config = muon(62, clip_norm=clip_norm)
     result = train(KILLS, fork_server, tmp_path, job=WIDE, config=config, returns=BACK)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.meanwhile for one in result.recoveries if one.returned), "who comes back makes the same steps"
@@ -106,7 +106,7 @@ def test_an_optimizer_of_whole_layers_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "whole_optimizer", raising=False)
-    config = tiny(iterations=32, optimizer="whole_optimizer:Whitened", learning_rate=0.02)
+    config = tiny(iterations=62, optimizer="whole_optimizer:Whitened", learning_rate=0.02)
     with own_fork_server() as fork_server:
         result = train(KILLS, fork_server, tmp_path / "run", job=WIDE, config=config, returns=BACK)
     assert sorted(returned(result)) == ["0.0", "2.1"]

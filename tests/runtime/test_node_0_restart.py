@@ -167,7 +167,7 @@ def test_a_port_that_another_has_for_a_moment_is_waited_for(tmp_path):
     led_until_killed(out, log, 0, 1, "committed@4", "")
     with socket.create_server(("127.0.0.1", read_takeover_record(out).coordinator.port)):
         second = Launcher(LEAD, out, 0, 1, "", "", log=log)
-        time.sleep(1.0)
+        time.sleep(0.3)
     assert second.wait(240) == 0, log.read_text()
     assert "node 0 continues with the 4 workers" in log.read_text(), log.read_text()
     assert_right(out)
@@ -177,7 +177,7 @@ def test_one_after_the_other_is_killed(tmp_path):
     """Without clipping."""
     out, log = tmp_path / "out", tmp_path / "log"
     pids = led_until_killed(out, log, 0, 1, "committed@4", "")
-    for dies in ("training@9", "committed@20"):
+    for dies in ("training@9", "committed@35"):
         killed(Launcher(LEAD, out, 0, 1, dies, "", log=log), log)
     assert Launcher(LEAD, out, 0, 1, "", "", log=log).wait(240) == 0, log.read_text()
     assert log.read_text().count("node 0 continues with the 4 workers") == 3, log.read_text()
@@ -219,7 +219,7 @@ def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_aga
     """As where a scheduler has killed all, and starts all."""
     out, port, log, other = tmp_path / "out", free_port(), tmp_path / "log", tmp_path / "other"
     node = Launcher(FOLLOW, out, port, "", log=other)
-    first = Launcher(LEAD, out, port, 2, "", "", log=log)
+    first = Launcher(LEAD, out, port, 2, "held@1000", "", log=log)
     started(out, first, log)
     for pid in (node.pid, first.pid, *below(node.pid), *below(first.pid)):  # who starts workers sees nobody else die
         with suppress(ProcessLookupError):

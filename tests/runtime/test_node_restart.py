@@ -18,7 +18,7 @@ from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules import codec
 from slipstream.schedules.schedule import Worker
-from tests.runtime.failing import JOB, LONG, SILENT_SECONDS, TIMEOUT_SECONDS, dead, planned, returned, train
+from tests.runtime.failing import JOB, SILENT_SECONDS, TIMEOUT_SECONDS, dead, planned, returned, train
 from tests.runtime.forked import fork_server_of_launcher
 from tests.runtime.launchers import Launcher
 from tests.runtime.pacing import Pauses
@@ -150,7 +150,7 @@ def test_a_worker_comes_back_as_often_as_it_is_told_to(fork_server, tmp_path):
             kills.append(fork_server.pids[str(back)])
             os.kill(kills[-1], signal.SIGKILL)
 
-    result = train([], fork_server, tmp_path, config=LONG, progress=progress,
+    result = train([], fork_server, tmp_path, config=tiny(iterations=100), progress=progress,
                    returns=(Return(back, 3), Return(back, 5)))
     assert dead(result) == ["0.0", "0.0"] and returned(result) == ["0.0", "0.0"]
 

@@ -41,8 +41,8 @@ def test_numbers_are_those_of_one_process(training, workers_of_double, tmp_path)
 
 @pytest.mark.parametrize("training", [{}, {"shard_optimizer": True, "clip_norm": 1.8}])
 def test_killed_anywhere_and_back(training, workers_of_double, tmp_path):
-    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 26, "stepped"), at("1.1", 27, 2)]
-    result = train(kills, workers_of_double, tmp_path, job=WIDE, config=tiny(iterations=32, **training),
+    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
+    result = train(kills, workers_of_double, tmp_path, job=WIDE, config=tiny(iterations=62, **training),
                    returns=(Return(Worker(0, 0), 3), Return(Worker(2, 1), 5)))
     assert {*dead(result)} == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
 

@@ -66,5 +66,5 @@ def test_a_slow_worker_is_relieved(fork_server, tmp_path):
 def test_cut_connections_and_who_comes_back(shard, fork_server, tmp_path):
     """Steps are undone, and gradients of a range that was reduced already are not counted twice."""
     result = train([at("1.1", 1, "O", "cut"), at("0.0", 3, "A")], fork_server, tmp_path, job=JOB,
-                   config=eight_layers(30, shard_optimizer=shard), returns=(Return(Worker(0, 0), 8),))
+                   config=eight_layers(50, shard_optimizer=shard), returns=(Return(Worker(0, 0), 8),))
     assert dead(result) == ["0.0"] and returned(result) == ["0.0"]

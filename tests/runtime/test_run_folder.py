@@ -27,6 +27,7 @@ from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import FolderError, claim_folder, clean_up_folder, hold_folder_lock
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Worker
+from tests import patience
 from tests.jobs import grid
 from tests.runtime.failing import at, train
 from tests.runtime.model.checkpoints.test_checkpoint import IDENTITY, assert_same, share, states, write
@@ -151,7 +152,8 @@ def test_losses_are_not_lost_when_the_one_who_goes_on_is_killed_at_once(tmp_path
     script = ("import os, sys; from pathlib import Path\n"
               "from slipstream.runtime.coordinator.records.run_log import RunLog\n"
               f"RunLog(Path({str(tmp_path)!r}), 2); os.kill(os.getpid(), 9)")
-    subprocess.run([sys.executable, "-c", script], env=command_environment(), check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", script], env=command_environment(), check=False,
+                   timeout=patience.SECONDS)
     assert committed(tmp_path) == [0, 1]
 
 

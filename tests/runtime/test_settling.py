@@ -12,8 +12,7 @@ from tests.runtime.pacing import UntilBack, slowly_until
 from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
-CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
-                 for number in (60, 30))
+CONFIG = eight_layers(iterations=60, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
 
 
 def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
@@ -47,7 +46,7 @@ def test_at_once_then_settled(fork_server, tmp_path):
 
 
 def test_it_does_not_settle_where_the_next_failure_comes_sooner(fork_server, tmp_path):
-    result, events, _ = train([at("1.2", 2)], fork_server, tmp_path, mtbf=0.01, config=SHORT)
+    result, events, _ = train([at("1.2", 2)], fork_server, tmp_path, mtbf=0.01)
     assert phases(events) == ["whole", "at once"] and len(result.recoveries) == 1
     assert [event.settles for event in events if isinstance(event, SettlingChosen)] == [False]
 
@@ -80,7 +79,7 @@ def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_shards_of_workers_of_two_processes_move_too(shard_optimizer, fork_server, tmp_path):
-    config = eight_layers(iterations=30, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2,
+    config = eight_layers(iterations=60, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2,
                           shard_optimizer=shard_optimizer)
     result, events, _ = train([at("1.2", 2, "O")], fork_server, tmp_path, config=config)
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]

@@ -44,9 +44,9 @@ def events_of(out, kind):
 @pytest.mark.parametrize("clip_norm", [None, 1.8])
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     """Where one dies before its step, another has stepped, and waits for the parameters: it undoes the step."""
-    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 26, "stepped"), at("1.1", 27, 2)]
+    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
     back = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
-    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(32, clip_norm=clip_norm), returns=back)
+    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(62, clip_norm=clip_norm), returns=back)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.went_back_to is None for one in result.recoveries)
     assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"
@@ -70,7 +70,7 @@ def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
 
 def test_a_layer_of_which_nothing_is_trained_comes_to_who_comes_back(fork_server, tmp_path):
     """No part of it is kept by anybody, and it is another one than a new layer."""
-    config = parallel("tests.runtime.exact_parallel:Frozen", 1, iterations=26, shard_optimizer=True)
+    config = parallel("tests.runtime.exact_parallel:Frozen", 1, iterations=46, shard_optimizer=True)
     result = train([at("0.0", 2)], fork_server, tmp_path, job=grid(3, 1, 2, more="optimizer = 1"), config=config,
                    returns=(Return(Worker(0, 0), 3),))
     assert dead(result) == returned(result) == ["0.0"]

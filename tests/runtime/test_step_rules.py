@@ -27,7 +27,7 @@ from tests.runtime.test_settling import phases
 from tests.runtime.test_settling import train as settle
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
-KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 26, "stepped"), at("1.1", 27, 2)]
+KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
 BACK = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
 
 
@@ -106,7 +106,7 @@ def test_who_comes_back_steps_by_the_rule_while_it_gets_its_layers(fork_server, 
 @pytest.mark.parametrize("mode", ["fused", "split"])
 @pytest.mark.parametrize("training", [{"clip_norm": 0.5}, {"shard_optimizer": True}, {"optimizer": "sgd"}], ids=str)
 def test_killed_anywhere_and_back(training, mode, fork_server, tmp_path) -> None:
-    result = train(KILLS, fork_server, tmp_path, job=WIDE, config=ruled(32, **training), returns=BACK,
+    result = train(KILLS, fork_server, tmp_path, job=WIDE, config=ruled(62, **training), returns=BACK,
                    modes=(mode, "staggered"))
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
 

@@ -21,8 +21,6 @@ WIDE = grid(3, 2, 2, more="optimizer = 1")
 V = grid(2, 2, 2, more="[placement]\norder = 'v'\nchunks = 2")
 TINY = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
 GPT = {"blocks": 2, "width": 16, "heads": 4, "context": 16, "dropout": 0.1}
-NEVER_SILENT = 60.0
-"""Seconds, where no process hangs: many of them on a busy machine send heartbeats late."""
 BY_TORCH = {"name": "tests.runtime.parallelized:Parallelized", "blocks": 2, "width": 8, "context": 8}
 
 

@@ -185,8 +185,8 @@ class TestReductionsBesideCompute:
         monkeypatch.setattr(lone.session, "sum_over_sharers", summed)
         with pytest.raises(GenerationEndedError):
             lone.run(1)
-        threading.Timer(0.05, out.set).start()
         assert len(lone.session.reduction_threads()) == 1
+        threading.Timer(0.05, out.set).start()
         lone.session.drain()
         assert calls == [1] and out.is_set() and not lone.session.reduction_threads()
         lone.session.close()

@@ -32,13 +32,14 @@ from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
+from tests import patience
 from tests.general import floating_layer, general_schedules, layers_moved
 from tests.runtime.running import judge
 
 CPU = torch.device("cpu")
 ITERATIONS = 4
 NUMBERS = count(1)
-SECONDS = 60
+SECONDS = patience.SECONDS
 
 
 class Team:
