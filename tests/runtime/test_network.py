@@ -15,8 +15,8 @@ import pytest
 
 from slipstream.runtime.events import EVENTS
 from tests.runtime.launchers import Launcher, command
-from tests.runtime.pacing import hold_at
-from tests.runtime.running import judge_of_text, losses_in, tiny_text
+from tests.runtime.pacing import after_each_iteration, hold_at, slowly_until
+from tests.runtime.running import joined, judge_of_text, losses_in, tiny_text
 
 pytestmark = pytest.mark.slow
 
@@ -112,8 +112,10 @@ def held_in(namespace: str, cut: str, *words: str) -> int:
 
 
 def pinned_in(namespace: str, variable: str, value: str, *words: str) -> int:
-    """The same, with a variable in the environment."""
+    """The same, with a variable in the environment; iterations take longer until a worker is back."""
     os.environ[variable] = value
+    out = Path(words[words.index("--out") + 1])
+    after_each_iteration(pytest.MonkeyPatch(), slowly_until(lambda: joined(out)))
     return command_in(namespace, *words)
 
 

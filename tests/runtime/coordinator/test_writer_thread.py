@@ -9,7 +9,7 @@ from slipstream.runtime.coordinator.records import appended_file, writer_thread
 from slipstream.runtime.coordinator.records.appended_file import IterationLines
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.events import EVENTS, Iteration, Noted, decode_event, decode_iteration
-from slipstream.runtime.launch import RunOptions, run
+from slipstream.runtime.launch import Resilience, RunOptions, run
 from tests.runtime.failing import JOB
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
 
@@ -42,11 +42,13 @@ def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(for
             assert len(losses_in(tmp_path)) == 2, "the files hang, and the run does not"
         if iteration > 6 and not answers.is_set() and any("have not been written" in text for text in told):
             answers.set()
-        time.sleep(0.1 if iteration > 6 else 0.0)
+        if iteration > 6 and not any("are written again" in text for text in told):
+            time.sleep(0.5)  # what is slow is looked for with the heartbeats: ten times within the timeout
 
     monkeypatch.setattr(appended_file, "FileIO", Hanging)
     config = tiny(iterations=30)
     result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, progress=progress,
+                 resilience=Resilience(heartbeat_timeout_seconds=10.0),
                  options=RunOptions(notify=lambda news: told.append(str(news))))
     assert_same_numbers(result, judge(config, JOB.microbatches, 30))
     assert losses_in(tmp_path) == list(result.losses)
@@ -57,6 +59,22 @@ def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(for
     assert all("have not been written" in text for text in kept[::2])
     assert all("are written again" in text for text in kept[1::2])
     assert tuple(kept) == result.notes
+
+
+def test_what_is_written_again_is_told_before_the_next_write_that_is_slow(monkeypatch):
+    monkeypatch.setattr(writer_thread, "SLOW_WRITE_SECONDS", 0.05)
+    answers = [threading.Event(), threading.Event()]
+    told = []
+    with WriterThread(told.append) as write:
+        for answer in answers:
+            write(lambda answer=answer: answer.wait(SOON))
+        until(lambda: told.extend(write.take_reports()) or told)
+        answers[0].set()
+        until(lambda: write._done)
+        time.sleep(0.1)  # the second write is slow, too
+        told += write.take_reports()
+        answers[1].set()
+    assert ["again" in text for text in told] == [False, True, False, True]
 
 
 def test_what_is_never_taken_is_given_up_at_the_end_and_nobody_waits_for_it(tmp_path, monkeypatch):
