@@ -10,6 +10,7 @@ from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.data.data import load_data
 from slipstream.runtime.model.data.loss_weights import LossWeights
+from slipstream.runtime.model.data.token_data import BadSampleError
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Slowdown
@@ -28,6 +29,7 @@ from tests.runtime.uneven_data import Uneven
 
 WIDE = grid(3, 2, 4, more="optimizer = 1")
 DATA = "tests.runtime.uneven_data:Uneven"
+IN_ORDER = "tests.runtime.uneven_data:UnevenInOrder"
 
 
 def uneven(job=WIDE, **training):
@@ -51,6 +53,24 @@ def test_an_iteration_has_its_samples_and_most_have_other_names(failed):
         assert [again(name) for name in names] == found
         again.close()
     dealt.close()
+
+
+def test_what_is_read_in_order_is_dealt_as_well():
+    config = uneven(data=IN_ORDER)
+    data, plain = load_data(config, WIDE.microbatches), Uneven(config)
+    dealt, expected = dealt_samples(schedule_for(WIDE), config, data), dealt_samples(schedule_for(WIDE), config)
+    for iteration in (0, 1, 2, 7, 3):
+        names = plain._names(iteration)
+        assert [dealt(name) for name in names] == [expected(name) for name in names] != names
+        assert data.tokens(iteration) == plain.tokens(iteration)
+    dealt.close()
+    expected.close()
+
+
+def test_data_that_are_read_in_order_and_give_another_number_of_samples_are_refused():
+    data = load_data(uneven(data=IN_ORDER), (4, 4, 4, 4))
+    with pytest.raises(BadSampleError, match="the data give 12 samples for iteration 3; expected 16, one for each"):
+        data.batch(Microbatch(3, 0, 0), 1, 16)
 
 
 def test_an_iteration_that_is_being_dealt_is_not_waited_for_once_the_order_has_ended():
@@ -91,7 +111,7 @@ def test_weights_are_shares_of_an_iterations_tokens():
 
 
 @pytest.mark.parametrize("training", [
-    {}, {"shard_optimizer": True, "clip_norm": 0.5},
+    {}, {"data": IN_ORDER, "shard_optimizer": True, "clip_norm": 0.5},
     {"evaluate_every": 2, "evaluation_iterations": 2, "validation_data": DATA, "deal_swaps": 1, "recompute": "full"},
 ])
 def test_killed_and_back_with_the_same_numbers(training, fork_server, tmp_path):

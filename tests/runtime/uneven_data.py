@@ -46,3 +46,19 @@ class Uneven:
             return np.ones((1, 3))
         work = np.array(self.tokens(iteration), float) ** 2
         return np.repeat(work[:, None] / work.mean(), 3, axis=1)
+
+
+class UnevenInOrder:
+    """The same samples, read iteration by iteration."""
+
+    digest = "uneven, in order"
+
+    def __init__(self, config: RunConfig) -> None:
+        self._data, self._batch, self._context = Uneven(config), config.training.batch, config.model.context
+        self.costs = self._data.costs
+
+    def samples(self, iteration: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        return [self._data.batch(name, self._batch, self._context) for name in self._data._names(iteration)[:count]]
+
+    def tokens(self, sample: tuple[Tensor, Tensor]) -> int:
+        return int((sample[1][0] != IGNORED).sum())

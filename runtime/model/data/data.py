@@ -92,7 +92,8 @@ class IterationData(Protocol):
 
         Iterations are requested in order, some of them repeatedly; after a failure or from a checkpoint, requests start
         at any iteration. If the data also have a method `tokens(sample)`, it returns the number of tokens that count in
-        the sample's loss.
+        the sample's loss. It may have methods `costs(iteration)` and `lengths(iteration)` as well (`has_costs`,
+        `has_lengths`).
         """
 
 
@@ -107,6 +108,9 @@ class _IterationAdapter:
         self._lock = threading.Lock()
         if hasattr(data, "tokens"):
             self.tokens = lambda iteration: [data.tokens(sample) for sample in self._read_samples(iteration)]
+        for by_iteration in ("costs", "lengths"):
+            if hasattr(data, by_iteration):
+                setattr(self, by_iteration, getattr(data, by_iteration))
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Return a micro-batch as `Data.batch` does. `batch` and `context` are ignored: the data know them from their
