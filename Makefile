@@ -22,7 +22,7 @@ test: $(INSTALLED)         ## the tests of every change: what a change can break
 	$(PYTEST) -m "not slow"
 
 test-all: test             ## these, and then the rest: long runs of real processes, launchers, browser, chaos
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --timeout=900
 
 OLDER_TORCH := out/older-torch
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from slipstream.schedules.schedule import Worker
 JOIN_SECONDS = 60.0
 """Maximum time, in seconds, to wait for the return of a worker."""
 LATE = 10
-"""Number of iterations after DIES at which this process dies in any case."""
+"""Number of iterations after DIES at which this process dies in any case, if there are as many."""
 
 
 def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str, partner: str = "") -> None:
@@ -54,7 +54,8 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
         enter(json.dumps({"fork server": below(os.getpid())[0], **pids}).encode())
         victim = pids.get(joiner) if when == "joining" and rng.random() < 0.5 else rng.choice([*pids.values()])
         if partner == "before" and victim is not None:
-            os.kill(victim, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
             time.sleep(rng.uniform(0, 0.05))
         elif partner == "after" and victim is not None:
             subprocess.Popen(["sh", "-c", f"sleep {rng.uniform(0, 0.3):.3f}; kill -9 {victim}"],
@@ -78,8 +79,8 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
             if when == "committed":
                 die()
             threading.Timer(rng.uniform(0.001, 0.1), die).start()
-        elif iteration == int(dies) + LATE:  # the one that was to join is dead for another reason
-            die()
+        elif iteration == min(int(dies) + LATE, setting.iterations - 2):
+            die()  # the one that was to join is dead for another reason
 
     def tell(one: Recovery | SpeedEvent | str) -> None:
         if isinstance(one, Recovery):

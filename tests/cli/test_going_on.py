@@ -220,7 +220,7 @@ def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):
         nodes[1].send_signal(signal.SIGTERM)
         (tmp_path / "told").touch()
         assert nodes[1].wait(120) == 143
-        assert nodes[0].wait(240) == 0, (tmp_path / "0.log").read_text()
+        assert nodes[0].wait(600) == 0, (tmp_path / "0.log").read_text()
     finally:
         for one in nodes:
             one.kill()

@@ -138,7 +138,7 @@ def test_fewer_workers_than_stages_go_on_down_to_one_and_up_again(settling, fork
         saved(tmp_path, 2)(iteration, loss)
         pids.update(fork_server.pids.items())
 
-    result = lose([*kills, at("0.2", 6)], fork_server, tmp_path, job=job, config=tiny(iterations=40),
+    result = lose([*kills, at("0.2", 6)], fork_server, tmp_path, job=job, config=tiny(iterations=80),
                   checkpoint_every=2, rebalancer=Planning(job), settling=settling, returns=back, progress=progress)
     assert sorted(dead(result)) == ["0.0", "0.1", "0.2", "1.0", "1.1"]
     live = [one.live for one in result.recoveries]

@@ -85,7 +85,7 @@ def test_a_rank_has_room_for_all_tokens_that_may_choose_its_experts(tmp_path):
 @pytest.mark.slow
 def test_experts_of_two_ranks_move_with_their_layers(fork_server, tmp_path):
     config = config_of(tmp_path, "qwen3_moe", "none", 2, num_hidden_layers=6)
-    training = replace(config.training, iterations=30, clip_norm=1.6, evaluate_every=10, validation_text=__file__,
+    training = replace(config.training, iterations=60, clip_norm=1.6, evaluate_every=10, validation_text=__file__,
                        shard_optimizer=True)
     result, events, _ = train([at("1.2", 2, "O")], fork_server, tmp_path / "run",
                               config=replace(config, training=training))

@@ -149,7 +149,7 @@ def nodes(network: Network, folder: Path, options: Sequence[str], start: Sequenc
 
 def test_a_node_that_is_cut_off_is_given_up_and_the_others_go_on(network, tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
-    with nodes(network, tmp_path, ["--method", "greedy", "--heartbeat-timeout", "3"], ["held_in", tmp_path / "cut"],
+    with nodes(network, tmp_path, ["--method", "greedy", "--heartbeat-timeout", "10"], ["held_in", tmp_path / "cut"],
                f"{network.address(0)}:29500") as processes:
         deadline = time.monotonic() + 240
         while len(losses_in(tmp_path / "out0")) <= CUT_AFTER:

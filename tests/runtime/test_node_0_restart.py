@@ -85,7 +85,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     heard, CommitLog.with_factor = CommitLog.with_factor, validated  # type: ignore[method-assign]
     entered, CommitLog.with_reports = CommitLog.with_reports, ran  # type: ignore[method-assign]
     if place == "anew":
-        failover.FIRST_WORKER_SECONDS = 3.0
+        failover.FIRST_WORKER_SECONDS = 15.0
     scheduler = on_the_spot(JOB)
     injections, returns = [], []
     if place == "joining":
@@ -149,10 +149,10 @@ def assert_right(out: Path, clip: float | None = None) -> None:
 def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
     """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched, between
     a commit and the line that tells of it, and where the workers have stepped on before the commit."""
-    out, log = tmp_path / "out", tmp_path / "log"
-    pids = led_until_killed(out, log, 0, 1, dies, clip, 240, "", ranks)
+    out, log, port = tmp_path / "out", tmp_path / "log", free_port()
+    pids = led_until_killed(out, log, port, 1, dies, clip, 240, "", ranks)
     assert read_takeover_record(out) is not None
-    second = Launcher(LEAD, out, 0, 1, "", clip, 240, "", ranks, log=log)
+    second = Launcher(LEAD, out, port, 1, "", clip, 240, "", ranks, log=log)
     assert second.wait(240) == 0, log.read_text()
     told = log.read_text()
     assert "node 0 continues with the" in told and "Traceback" not in told, told

@@ -13,12 +13,19 @@ from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import run
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
+from tests import patience
 from tests.runtime.failing import WIDE, Planning, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
 from tests.runtime.replay.double import HASTY, SLOW
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 from tests.runtime.test_overlapped import JOB as OVERLAPPED
 from tests.runtime.test_routes import eight_layers
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch):
+    """A storm on a busy machine: workers that are well are given up, too, and starts take seconds."""
+    monkeypatch.setattr("benchmarks.chaos.STALL_SECONDS", patience.SECONDS)
 
 
 @pytest.fixture(autouse=True)

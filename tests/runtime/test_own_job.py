@@ -26,7 +26,7 @@ SCHEDULE = schedule_for(grid(2, 2, 2))
 WORKERS = [seat.worker for seat in SCHEDULE.seats]
 OWN = NodeJob(config=tiny(), workers=WORKERS, secret=SECRET)
 SETUP = NodeSetup((2, 2), "cpu", "gloo", (), tiny(), 0, restarted=False)
-SOON = 20.0
+SOON = 240.0
 
 
 @pytest.fixture

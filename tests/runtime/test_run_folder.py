@@ -268,8 +268,9 @@ def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_pat
     *before, last = result.checkpoints
     assert before and all(one.seconds > 0 for one in result.checkpoints) and last.iteration < 120
     costs = [one.seconds for one in before]
-    # One may be measured late: by a worker that is slower than those whose cost the pause was taken from.
-    assert sum(costs) - max(costs) <= 0.1 * (time.monotonic() - began)
+    # Some are measured late: by a worker that is slower than those whose cost the pause was taken from.
+    elapsed = time.monotonic() - began
+    assert sum(sorted(costs)[:3 * len(costs) // 4]) <= 0.1 * elapsed and len(costs) <= elapsed / 0.05
     assert len(seen) >= 2
     newest = open_latest(tmp_path / "checkpoints")
     assert newest is not None and newest.iteration == 120

@@ -67,8 +67,9 @@ def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
 @pytest.mark.slow
 def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_path):
     """The first answer leaves layers where they are then; those that come back take theirs from whoever has them."""
-    kills, back = [at("1.2", 2), at("1.0", 28)], [Return(Worker(1, 0), 32), Return(Worker(1, 2), 33)]
-    result, events, _ = train(kills, fork_server, tmp_path, returns=back)
+    kills, back = [at("1.2", 2), at("1.0", 58)], [Return(Worker(1, 0), 62), Return(Worker(1, 2), 63)]
+    config = eight_layers(iterations=100, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
+    result, events, _ = train(kills, fork_server, tmp_path, returns=back, config=config)
     assert dead(result) == ["1.2", "1.0"] and sorted(returned(result)) == ["1.0", "1.2"]
     assert phases(events)[:3] == ["whole", "at once", "settled"] and phases(events)[-1] == "whole"
     # Layers have moved, and then each has come back, or both at one boundary.

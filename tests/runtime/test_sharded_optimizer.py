@@ -60,8 +60,8 @@ def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
 def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
     """Once 0.0 is dead, and for 0.0, which comes back, each of the others keeps other parts than before. While they are
     fetched, its buddy 1.0 alone has its part."""
-    injections = [at(worker, iteration, place) for worker, place in kills.items() for iteration in range(3, 30)]
-    result = train([at("0.0", 2), *injections], fork_server, tmp_path, job=FOUR, config=sharded(30),
+    injections = [at(worker, iteration, place) for worker, place in kills.items() for iteration in range(3, 60)]
+    result = train([at("0.0", 2), *injections], fork_server, tmp_path, job=FOUR, config=sharded(60),
                    returns=(Return(Worker(0, 0), 3),))
     assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills}
     assert "0.0" in kills or returned(result) == ["0.0"]

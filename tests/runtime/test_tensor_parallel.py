@@ -63,9 +63,9 @@ def test_each_rank_dies_at_each_place_and_takes_its_worker_with_it(fork_server, 
 
 @pytest.mark.slow
 def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_server, tmp_path):
-    again = [at("0.0", 0, iteration, "met") for iteration in range(3, 30)]
+    again = [at("0.0", 0, iteration, "met") for iteration in range(3, 60)]
     result = train([at("0.0", 1, 2, 3), *again], fork_server, tmp_path, job=TWO,
-                   config=config(2, iterations=30, clip_norm=0.5),
+                   config=config(2, iterations=60, clip_norm=0.5),
                    returns=(Return(Worker(0, 0), 3), Return(Worker(0, 0), 4)))
     assert dead(result)[:2] == ["0.0", "0.0"] and set(returned(result)) <= {"0.0"}
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests import patience
 from tests.runtime.running import command_environment
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ except RuntimeError:
 def test_a_store_that_is_gone_is_an_exception_and_no_page_of_frames():
     environment = command_environment()
     environment.pop("TORCH_CPP_LOG_LEVEL", None)
-    done = subprocess.run([sys.executable, "-c", LOST_STORE], capture_output=True, text=True, timeout=100,
+    done = subprocess.run([sys.executable, "-c", LOST_STORE], capture_output=True, text=True, timeout=patience.SECONDS,
                           env=environment)
     assert (done.stdout, done.stderr) == ("lost\n", "")
 
@@ -50,7 +51,7 @@ def nameless(code):
     environment.pop("TORCH_CPP_LOG_LEVEL", None)
     return subprocess.run(["unshare", "--map-root-user", "--net", "--uts", "--mount", "sh", "-c",
                            NAMELESS + shlex.join([sys.executable, "-c", code])],
-                          capture_output=True, text=True, timeout=100, env=environment)
+                          capture_output=True, text=True, timeout=patience.SECONDS, env=environment)
 
 
 @pytest.mark.parametrize("program", ["slipstream.runtime.api", "slipstream.cli.train"])
