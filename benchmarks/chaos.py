@@ -65,6 +65,8 @@ from slipstream.schedules.dealing.compiled import load_kernels as load_dealing
 
 TOLERANCE = 1e-9
 STALL_SECONDS = 60.0
+LEADER_SECONDS = 600.0
+"""Time limit, in seconds, for a node 0 that is a process of its own."""
 CALM = 8
 SURVIVED = ("has no live worker left", "no worker is left", "leave no live worker")
 """Texts in the errors of runs that end because too many workers died at once."""
@@ -255,7 +257,7 @@ def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally:
                  rng.choice(("committed", "later", "joining") if pairs else ("committed", "later")), partner]
         with subprocess.Popen([sys.executable, "-m", "benchmarks.chaos_leader", *words]) as leader:
             try:
-                status = leader.wait(10 * STALL_SECONDS)
+                status = leader.wait(LEADER_SECONDS)
             except subprocess.TimeoutExpired:
                 leader.kill()
                 raise ChaosError(f"{out}: a node 0 of its own does not end") from None

@@ -37,7 +37,7 @@ from slipstream.schedules.schedule import Worker
 JOIN_SECONDS = 60.0
 """Maximum time, in seconds, to wait for the return of a worker."""
 LATE = 10
-"""Number of iterations after DIES at which this process dies in any case, if there are as many."""
+"""Number of iterations after DIES at which this process dies in any case, though before the last one."""
 
 
 def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str, partner: str = "") -> None:
@@ -80,7 +80,7 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
                 die()
             threading.Timer(rng.uniform(0.001, 0.1), die).start()
         elif iteration == min(int(dies) + LATE, setting.iterations - 2):
-            die()  # the one that was to join is dead for another reason
+            die()  # the one that was to join was dead already, or has not come
 
     def tell(one: Recovery | SpeedEvent | str) -> None:
         if isinstance(one, Recovery):

@@ -203,6 +203,7 @@ def test_samples_are_counted_where_a_run_goes_on_with_other_pipelines(data, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):
     """SIGTERM at the launcher of node 1; node 0 trains to the end."""

@@ -13,7 +13,8 @@ from tests.runtime.forked import own_fork_server
 
 @pytest.fixture(autouse=True, scope="session")
 def _patient():
-    """Where a test says nothing else, nobody who is well is given up, however busy the machine is."""
+    """In runs of this process for which a test says nothing else, nobody who is well is given up, however busy the
+    machine is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(Resilience.__init__.__kwdefaults__, "heartbeat_timeout_seconds", TIMEOUT_SECONDS)
         patch.setitem(launch.run.__kwdefaults__, "resilience", Resilience())

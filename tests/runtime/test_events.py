@@ -104,6 +104,8 @@ def test_times_grow_and_agree_with_those_of_the_iterations(folder):
         times = [line["time"] for line in told]
         assert times == sorted(times)
     starts = [index for index, line in enumerate(events) if line["event"] == "started"]
+    first, second = (events[index] for index in starts)
+    assert second["seconds"] < second["time"] - first["time"], "they count from each start"
     for index, line in enumerate(events):
         start = events[max(one for one in starts if one <= index)]
         assert abs((line["time"] - start["time"]) - (line["seconds"] - start["seconds"])) < 0.002

@@ -52,7 +52,7 @@ from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import GRACE_SECONDS, TIMEOUT_SECONDS, assert_same_so_far
 from tests.runtime.launchers import Launcher
-from tests.runtime.running import log_of, losses_in, schedule_for, tiny
+from tests.runtime.running import free_port, log_of, losses_in, schedule_for, tiny
 from tests.runtime.speaking import SECRET, be_asked, framed
 from tests.runtime.test_node_0_restart import LEAD, assert_right, killed
 
@@ -356,7 +356,7 @@ def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_
     """And who repeats to that one what a worker has said to the one before, is not heard."""
     out, log = tmp_path / "out", tmp_path / "log"
     words = (out, 0, 1, "training@5", "", 240, "with the secret")
-    first = Launcher(LEAD, *words, log=log)
+    first = Launcher(LEAD, out, free_port(), *words[2:], log=log)
     killed(first, log)
     behind = read_takeover_record(out)
     assert behind is not None

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.runtime.events import EVENTS
+from tests.patience import HEARTBEATS
 from tests.runtime.launchers import Launcher, command
 from tests.runtime.pacing import after_each_iteration, hold_at, slowly_until
 from tests.runtime.running import joined, judge_of_text, losses_in, tiny_text
@@ -178,7 +179,7 @@ def test_layers_pass_by_the_interface_that_is_named_and_not_by_that_of_the_rende
     job = tiny_text(pipelines=2, iterations=120).replace("width = 16", "width = 96")
     (tmp_path / "job.toml").write_text(job)
     with made_network("office", "fast") as network, nodes(
-            network, tmp_path, ["--method", "greedy", "--kill", "1.1@5", "--return", "1.1@8"],
+            network, tmp_path, ["--method", "greedy", "--kill", "1.1@5", "--return", "1.1@8", *HEARTBEATS],
             ["pinned_in", variable, "fast"], f"{network.address(0)}:29500", 2) as processes:
         assert_trained(tmp_path, processes, job)
         fast, office = network.sent(0, "fast"), network.sent(0, "office")
@@ -194,6 +195,6 @@ def test_names_may_have_addresses_of_either_family(hosts, tmp_path):
     (tmp_path / "job.toml").write_text(job)
     with made_network("wire", ipv6=True) as network:
         (tmp_path / "hosts").write_text("127.0.0.1 localhost\n" + hosts.format(network.address(0)) + "\n")
-        with nodes(network, tmp_path, ["--method", "greedy", "--kill", "1.1@3", "--return", "1.1@5"],
+        with nodes(network, tmp_path, ["--method", "greedy", "--kill", "1.1@3", "--return", "1.1@5", *HEARTBEATS],
                    ["named_in", tmp_path / "hosts"], "office:29500", 2) as processes:
             assert_trained(tmp_path, processes, job)

@@ -159,7 +159,7 @@ def begin(schedule: str, out: str) -> None:
     """Node 0 of a run without end. Its schedule is read: a planner answers Ctrl-C with the best plan so far."""
     print("begins", flush=True)
     run(codec.read(Path(schedule)), tiny(iterations=100_000), out=Path(out),
-        resilience=Resilience(coordinator_timeout_seconds=2))
+        resilience=Resilience(coordinator_timeout_seconds=2, heartbeat_timeout_seconds=TIMEOUT_SECONDS))
 
 
 MOMENTS = {"at once": lambda _, __: True,

@@ -60,5 +60,8 @@ class UnevenInOrder:
     def samples(self, iteration: int, count: int) -> list[tuple[Tensor, Tensor]]:
         return [self._data.batch(name, self._batch, self._context) for name in self._data._names(iteration)[:count]]
 
+    def lengths(self, iteration: int) -> list[list[int]]:
+        return [[count] for count in self._data.tokens(iteration)]
+
     def tokens(self, sample: tuple[Tensor, Tensor]) -> int:
         return int((sample[1][0] != IGNORED).sum())

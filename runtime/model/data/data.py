@@ -7,6 +7,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,12 +111,17 @@ class _IterationAdapter:
             self.tokens = lambda iteration: [data.tokens(sample) for sample in self._read_samples(iteration)]
         for by_iteration in ("costs", "lengths"):
             if hasattr(data, by_iteration):
-                setattr(self, by_iteration, getattr(data, by_iteration))
+                setattr(self, by_iteration, partial(self._read_alone, getattr(data, by_iteration)))
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Return a micro-batch as `Data.batch` does. `batch` and `context` are ignored: the data know them from their
         configuration."""
         return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
+
+    def _read_alone(self, read: Callable[[int], Any], iteration: int) -> Any:
+        """Return what `read` returns for an iteration, while no other thread reads the data."""
+        with self._lock:
+            return read(iteration)
 
     def _read_samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
         """Return all samples of an iteration. Raises BadSampleError if their number is not the one requested."""

@@ -175,13 +175,13 @@ def test_an_agent_that_joins_anew_ends_what_is_left_of_its_nodes_workers(tmp_pat
 def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tmp_path):
     """Else the first rank of the next process would make the worker ready, with what the last one has said."""
     async def script(world):
-        reports = world.events._workers
-        await until(lambda: len(reports.incomplete_workers) == 3)  # the first ranks of all are ready, and no other
+        workers = world.events._workers
+        await until(lambda: len(workers.incomplete_workers) == 3)  # the first ranks of all are ready, and no other
         world.agent.writer.close()
-        await until(lambda: len(reports.incomplete_workers) == 2)
+        await until(lambda: len(workers.incomplete_workers) == 2)
         world.kept = [await talk(world.address, JoinNode(1)), await talk(
             world.address, JoinWorker(WORKERS[1], rank=1), Ready(WORKERS[1], "corpus", (("127.0.0.1", 2),)))]
-        await until(lambda: len(reports.incomplete_workers) == 3)
+        await until(lambda: len(workers.incomplete_workers) == 3)
         world.events._enqueue(world.events._require_all_connected)
 
     world = World(tmp_path, setup=replace(SETUP, nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=1000)
@@ -210,6 +210,7 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
         for worker in WORKERS[1:]:
             world.talkers[worker].beating, world.talkers[worker].answers = False, False
         await until(lambda: WORKERS[0] in world.events.state.live)
+        await asyncio.sleep(2 * SETUP.heartbeat_timeout_seconds)  # nobody is given up before it is ready
         world.events._enqueue(world.events._require_all_connected)
 
     with pytest.raises(RunError, match=r"^waited 1000 s unsuccessfully for worker 1\.0 of node 0 and worker 2\.0 of "

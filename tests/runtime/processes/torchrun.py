@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch.distributed import run
 
+from tests.patience import HEARTBEATS
 from tests.runtime.launchers import Launcher
 from tests.runtime.running import alive, below, children, command_environment, free_port
 
@@ -32,7 +33,8 @@ class Agents:
         for agent in range(count):
             self.log(agent).touch()  # each process opens its own, a moment after it is started
         train = ["-m", "slipstream", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
-                 "greedy", "--coordinator-timeout", "240" if restarts else "2", *words]
+                 "greedy", "--coordinator-timeout", "240" if restarts else "2",
+                 *HEARTBEATS, *words]
         self.processes = [Launcher(
             f"{__name__}:torchrun", folder, "--nnodes", count, "--nproc-per-node", 1,
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
