@@ -276,8 +276,8 @@ def browser():
 def browse(browser, page, *options):
     """What a headless Chromium without any network makes of a page."""
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-               "--hide-scrollbars",
-               "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000", *options, page.as_uri()]
+               "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000", *options,
+               page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True,
                           cwd=page.parent, env={"HOME": str(page.parent), "PATH": "/usr/bin:/bin"}).stdout
 

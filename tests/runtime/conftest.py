@@ -7,6 +7,7 @@ from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.planning.background import run_in_thread
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.run_options import Resilience
+from tests import patience
 from tests.runtime.failing import TIMEOUT_SECONDS
 from tests.runtime.forked import own_fork_server
 
@@ -39,3 +40,9 @@ def other_fork_server():
 def plans_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs plan in threads, so that a scheduler can note what it is asked."""
     monkeypatch.setattr(event_loop, "choose_background", lambda _: run_in_thread)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storm on a busy machine: workers that are well are given up, too, and starts take seconds."""
+    monkeypatch.setattr("benchmarks.chaos.STALL_SECONDS", patience.SECONDS)

@@ -20,6 +20,7 @@ from slipstream.runtime.events import Event
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
 from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.failure_injection import Action, Injection, Place
 from slipstream.schedules.schedule import BackwardMode, HeldLayers, OptimizerMode, Schedule, Speeds, Worker
@@ -152,6 +153,12 @@ def assert_same_so_far(out: Path, job: Job, config: RunConfig) -> None:
 def at(worker: str, iteration: int, place: Place = "A", action: Action = "kill") -> Injection:
     """A failure."""
     return Injection(Worker.parse(worker), iteration, place, action)
+
+
+KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
+BACK = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
+KILLS_ITERATIONS = 62
+"""Deaths at several places, two of them once both workers are back, and the iterations that a run has for them."""
 
 
 def dead(result: RunResult) -> list[str]:

@@ -55,6 +55,12 @@ async def talk(address, *first, secret: Secret = SECRET) -> Talk:
     return spoken
 
 
+async def until(condition) -> None:
+    """Wait for a condition; whoever calls sees to an end."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
 class Asking:
     """A connection between a layer sender and one who asks, at either end."""
 

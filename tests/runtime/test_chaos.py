@@ -25,10 +25,7 @@ from tests.runtime.processes.child import Life
 ITERATIONS = 24
 
 
-@pytest.fixture(autouse=True)
-def _unhurried(monkeypatch):
-    """A storm on a busy machine: workers that are well are given up, too, and starts take seconds."""
-    monkeypatch.setattr("benchmarks.chaos.STALL_SECONDS", patience.SECONDS)
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 @pytest.mark.parametrize(("seed", "name"), [

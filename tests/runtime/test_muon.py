@@ -13,12 +13,10 @@ from slipstream.runtime.launch import Resilience, run
 from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.model.data.data import Microbatch, load_data
 from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.runtime.tools.reference import ReferenceResult, _compute_loss
-from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.failing import at, dead, returned, train
+from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
 from tests.runtime.model.state.test_optimizer import OWN
 from tests.runtime.running import assert_same_numbers, schedule_for, tiny
@@ -27,8 +25,6 @@ from tests.runtime.test_settling import phases
 from tests.runtime.test_settling import train as settle
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
-KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
-BACK = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
 
 
 def by_torch(config: RunConfig, job: Job = WIDE) -> ReferenceResult:
@@ -73,7 +69,7 @@ def test_one_dies_after_a_step_that_is_undone(fork_server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [None, 1.8])
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
-    config = muon(62, clip_norm=clip_norm)
+    config = muon(KILLS_ITERATIONS, clip_norm=clip_norm)
     result = train(KILLS, fork_server, tmp_path, job=WIDE, config=config, returns=BACK)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.meanwhile for one in result.recoveries if one.returned), "who comes back makes the same steps"
@@ -106,7 +102,7 @@ def test_an_optimizer_of_whole_layers_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "whole_optimizer", raising=False)
-    config = tiny(iterations=62, optimizer="whole_optimizer:Whitened", learning_rate=0.02)
+    config = tiny(iterations=KILLS_ITERATIONS, optimizer="whole_optimizer:Whitened", learning_rate=0.02)
     with own_fork_server() as fork_server:
         result = train(KILLS, fork_server, tmp_path / "run", job=WIDE, config=config, returns=BACK)
     assert sorted(returned(result)) == ["0.0", "2.1"]

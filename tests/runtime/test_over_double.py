@@ -11,21 +11,14 @@ from benchmarks.chaos_scenario import settings
 from slipstream.runtime import run_fit
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import run
-from slipstream.runtime.processes.process_manager import Return
-from slipstream.schedules.schedule import Worker
-from tests import patience
-from tests.runtime.failing import WIDE, Planning, at, dead, returned, train
+from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, WIDE, Planning, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
 from tests.runtime.replay.double import HASTY, SLOW
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 from tests.runtime.test_overlapped import JOB as OVERLAPPED
 from tests.runtime.test_routes import eight_layers
 
-
-@pytest.fixture(autouse=True)
-def _unhurried(monkeypatch):
-    """A storm on a busy machine: workers that are well are given up, too, and starts take seconds."""
-    monkeypatch.setattr("benchmarks.chaos.STALL_SECONDS", patience.SECONDS)
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +41,8 @@ def test_numbers_are_those_of_one_process(training, workers_of_double, tmp_path)
 
 @pytest.mark.parametrize("training", [{}, {"shard_optimizer": True, "clip_norm": 1.8}])
 def test_killed_anywhere_and_back(training, workers_of_double, tmp_path):
-    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
-    result = train(kills, workers_of_double, tmp_path, job=WIDE, config=tiny(iterations=62, **training),
-                   returns=(Return(Worker(0, 0), 3), Return(Worker(2, 1), 5)))
+    config = tiny(iterations=KILLS_ITERATIONS, **training)
+    result = train(KILLS, workers_of_double, tmp_path, job=WIDE, config=config, returns=BACK)
     assert {*dead(result)} == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
 
 

@@ -14,7 +14,18 @@ from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
+from tests.runtime.failing import (
+    BACK,
+    KILLS,
+    KILLS_ITERATIONS,
+    TIMEOUT_SECONDS,
+    Planning,
+    at,
+    dead,
+    planned,
+    returned,
+    train,
+)
 from tests.runtime.model.state.test_steps import FIRST, SAME
 from tests.runtime.pacing import slowly_until
 from tests.runtime.running import (
@@ -44,9 +55,8 @@ def events_of(out, kind):
 @pytest.mark.parametrize("clip_norm", [None, 1.8])
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     """Where one dies before its step, another has stepped, and waits for the parameters: it undoes the step."""
-    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
-    back = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
-    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(62, clip_norm=clip_norm), returns=back)
+    config = sharded(KILLS_ITERATIONS, clip_norm=clip_norm)
+    result = train(KILLS, fork_server, tmp_path, job=WIDE, config=config, returns=BACK)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.went_back_to is None for one in result.recoveries)
     assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"

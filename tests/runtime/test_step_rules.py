@@ -15,11 +15,9 @@ from slipstream.runtime.model.layers.step_rules import leave_gradient
 from slipstream.runtime.model.state.held_layers import build_layer
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.received_part import SteppedPart
-from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
-from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.failing import at, dead, returned, train
+from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, at, dead, returned, train
 from tests.runtime.ruled_model import Block, Model, level
 from tests.runtime.running import assert_same_masters, assert_same_numbers, judge, schedule_for
 from tests.runtime.test_routes import LINEAR
@@ -27,8 +25,6 @@ from tests.runtime.test_settling import phases
 from tests.runtime.test_settling import train as settle
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
-KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
-BACK = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
 
 
 def ruled(iterations: int = 6, **training: object) -> RunConfig:
@@ -106,7 +102,7 @@ def test_who_comes_back_steps_by_the_rule_while_it_gets_its_layers(fork_server, 
 @pytest.mark.parametrize("mode", ["fused", "split"])
 @pytest.mark.parametrize("training", [{"clip_norm": 0.5}, {"shard_optimizer": True}, {"optimizer": "sgd"}], ids=str)
 def test_killed_anywhere_and_back(training, mode, fork_server, tmp_path) -> None:
-    result = train(KILLS, fork_server, tmp_path, job=WIDE, config=ruled(62, **training), returns=BACK,
+    result = train(KILLS, fork_server, tmp_path, job=WIDE, config=ruled(KILLS_ITERATIONS, **training), returns=BACK,
                    modes=(mode, "staggered"))
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
 

@@ -36,19 +36,14 @@ from tests.runtime.coordinator import talking
 from tests.runtime.coordinator.holding import holding
 from tests.runtime.coordinator.talking import JOB, SETUP, SOON, WORKERS, Talker, World
 from tests.runtime.running import schedule_for, tiny
-from tests.runtime.speaking import talk
+from tests.runtime.speaking import talk, until
 
 
-async def until(condition):
-    """Wait; `World.play` has an end."""
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-async def all_stopped(world):
-    """Wait until all workers have reported all iterations that they do."""
+async def all_stopped(world, stops_before=99):
+    """Wait until all workers have reported all iterations that they do; then they stop before another one."""
     for talker in world.talkers.values():
         await talker.stopped.wait()
+        talker._stops_before = stops_before
 
 
 def test_workers_train_to_the_end_and_leave(tmp_path):
@@ -93,9 +88,7 @@ def test_while_workers_wait_for_an_order_nobody_looks_for_garbage(tmp_path):
         return schedule_for(JOB, list(map(str, down)))
 
     async def script(world):
-        for talker in world.talkers.values():
-            await talker.stopped.wait()
-            talker._stops_before = 2  # the same iteration in the next order
+        await all_stopped(world, stops_before=2)  # the same iteration in the next order
         looks["training"] = gc.isenabled()
         world.processes.end(WORKERS[0])
         await until(lambda: world.events.state.order == 2)
@@ -152,9 +145,7 @@ def test_an_agent_that_joins_anew_ends_what_is_left_of_its_nodes_workers(tmp_pat
     """Their machine was lost without a word, its launcher, too, when there was another node 0. Else their new processes
     would be refused until the system gives up the old connections."""
     async def script(world):
-        for talker in world.talkers.values():
-            await talker.stopped.wait()
-            talker._stops_before = 2  # the same iteration in the next order
+        await all_stopped(world, stops_before=2)  # the same iteration in the next order
         world.agent = await talk(world.address, JoinNode(1))
         await world.agent.reader.read(2**16)
         world.new = await talk(world.address, JoinWorker(WORKERS[1]))
@@ -281,9 +272,7 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
         live.cancel()
 
     async def script(world):
-        for talker in world.talkers.values():
-            await talker.stopped.wait()
-            talker._stops_before = 2  # the same iteration in the next order
+        await all_stopped(world, stops_before=2)  # the same iteration in the next order
         world.processes.end(WORKERS[0])
         world.talkers[WORKERS[0]].writer.close()
         await until(lambda: world.events.state.recovery.recoveries)
@@ -313,9 +302,7 @@ def test_a_death_is_not_dated_back_to_a_failure_on_purpose_before_the_last_order
         happens = world.events._apply_event
         world.events._apply_event = lambda event: (found.append(event), happens(event))
         first, second, _ = world.talkers.values()
-        for talker in world.talkers.values():
-            await talker.stopped.wait()
-            talker._stops_before = 2
+        await all_stopped(world, stops_before=2)  # the same iteration in the next order
         second.say(Injected(second.worker, 0, time.monotonic()))
         await until(lambda: world.events._injected)
         world.processes.end(first.worker)

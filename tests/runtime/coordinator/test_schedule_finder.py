@@ -13,6 +13,7 @@ from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
 from tests.runtime.failing import Planning
 from tests.runtime.running import schedule_for
+from tests.runtime.speaking import until
 
 JOB = grid(2, 2, 2)
 FIRST = schedule_for(JOB, [])
@@ -56,8 +57,7 @@ def test_a_death_does_not_wait_for_the_plan_of_a_join():
         for question in (JOIN, DEATH, LATER, DEATH):
             one.service.request_schedule(question)
         await one.answer(DEATH)
-        while len(asked) < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(asked) == 2)
         assert JOIN not in one.answers and sorted(asked) == sorted([JOIN.down, DEATH.down])
         one.service.request_schedule(LATER)
         release.set()

@@ -17,7 +17,7 @@ from slipstream.runtime.protocol.rendezvous import open_listener
 from slipstream.runtime.protocol.to_coordinator import Heartbeat, JoinNode, JoinWorker, Note, WorkerEnded
 from slipstream.runtime.protocol.to_worker import EndOrder, Leave
 from slipstream.schedules.schedule import Worker
-from tests.runtime.speaking import SECRET, talk
+from tests.runtime.speaking import SECRET, talk, until
 
 WORKER = Worker(0, 1)
 
@@ -36,11 +36,6 @@ def play(script, most_unknown=100):
             running.close()
 
     return asyncio.run(run())
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 async def ends(reader):
