@@ -195,6 +195,9 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     """Latest factor for the gradients of an iteration that the worker knows; None if it knows none."""
     reason: str | None
     """Error that ends the order for all members. None: the worker stopped as it was asked to."""
+    named: tuple[Worker, ...] = ()
+    """Workers between which a connection failed: this one, and those it could not reach. Empty: the error is of another
+    kind, or follows from the end of the order."""
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):
@@ -210,6 +213,10 @@ class FetchFailed(msgspec.Struct, frozen=True, tag=True):
 
     worker: Worker
     fetch: int
+    reason: str = ""
+    """Why the worker cannot get them, in one line."""
+    unreachable: bool = False
+    """True if the worker could not even connect to a sender."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -260,6 +267,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     """True if the worker waits for another process. False: it computes, or does other work of its own."""
     rank: int | None = None
     """Rank of the process, if it is the only one of the worker that does not wait."""
+    awaited: tuple[Worker, ...] = ()
+    """Workers for which this one waits; empty if it does not wait, or if it waits for node 0."""
 
 
 class ReadableCheckpoints(msgspec.Struct, frozen=True, tag=True):

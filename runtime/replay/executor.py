@@ -216,11 +216,13 @@ class Executor:
         self._before_exchange()
         self._session.wait_for_reductions()
         self._before_step(self._iteration)
-        self._loss = self._slices.take_loss()
+        with self._session.waiting_for_device():  # reading the loss does
+            self._loss = self._slices.take_loss()
         with self._recorder.record_op(step.op):
             for name in self._holding.shared_gradients:
                 self._session.sum_over_sharers(name, self._holding.gradients_to_sum(name))
-            self._steps.step(self._iteration, self._loss, self._parts.wait_for_copies)
+            with self._session.waiting_for_device():  # reading the squares of gradients does
+                self._steps.step(self._iteration, self._loss, self._parts.wait_for_copies)
             # Gather even if this worker knows that no step is made: others may have guessed one, and wait for its part.
             self._gather_parameters()
 

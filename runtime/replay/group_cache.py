@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import Backend, GroupRendezvous
 from slipstream.runtime.replay.gloo import GlooBackend
 from slipstream.runtime.replay.group_store import GroupStore, order_key_prefix
 from slipstream.runtime.replay.nccl import NcclBackend
+from slipstream.runtime.replay.membership import worker_of_process
 from slipstream.runtime.replay.sockets import Sockets
-from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationError
+from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
+from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationError, UnreachableError
 from slipstream.runtime.replay.transport import Transport
 from slipstream.runtime.torch_private import Group, Store
 
@@ -198,6 +201,7 @@ class GenerationGroups:
                          and one.spec.backend.failure_reason(one.group) is None}
         others = sorted({member for one in wanted.values() for member in one.members} - {self._own_process})
         keys = self.open_store("kept ")
+        OPEN_CALLS.name_awaited(sorted({worker_of_process(other) for other in others}))
         keys.set(self._own_process, msgspec.json.encode(reusable_here))
         keys.wait(others)
         by_process = {process: _REUSABLE_DECODER.decode(keys.get(process))
@@ -207,13 +211,15 @@ class GenerationGroups:
 
     def _create_group(self, one: GroupSpec) -> _CachedGroup:
         purpose, size = f"{one.name}/", len(one.members)
+        peers = sorted({worker_of_process(member) for member in one.members} - {worker_of_process(self._own_process)})
+        OPEN_CALLS.name_awaited(peers)
         keys = self.open_store(purpose, size)
         try:
             group = one.backend.create_group(GroupRendezvous(keys, self._store, self._key_prefix(purpose), one.rank,
                                                              size, one.directed))
-        except RuntimeError:
+        except RuntimeError as error:
             self.raise_if_ended()  # otherwise the error is not due to the end of the generation
-            raise
+            raise UnreachableError(first_line(error), peers) from error
         keys.drop_end_check()
         return _CachedGroup(one, self._order, group, keys)
 

@@ -7,6 +7,11 @@ from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.schedules.schedule import Worker
 
 
+def worker_of_process(process: str) -> Worker:
+    """Return the worker of a process, given as `Membership.peer_process` names it."""
+    return Worker.parse(process.partition(":")[0])
+
+
 class Membership(NamedTuple):
     """Members of one generation, and which of them this worker is."""
 

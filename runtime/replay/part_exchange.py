@@ -47,8 +47,9 @@ class PartExchange:
         if group is None:
             return
         place, staged = cut.members.index(self._session.worker), self._session.staged
+        sharers = self._session.list_other_sharers(layers)
         if self._session.ordered and _has_all_members(cut):
-            with one_line_errors(f"reducing the gradients of {layers_text(layers)}"):
+            with one_line_errors(f"reducing the gradients of {layers_text(layers)}", sharers):
                 self._scatter_to_owners(group, place, gradients, cut, copies)
             return
         if self._session.ordered:
@@ -56,7 +57,7 @@ class PartExchange:
             self._copies.append(([], [(gradients[slice(*span)], received) for span, received in copies.items()]))
             return
         others = [other for other in range(len(cut.members)) if other != place]
-        with one_line_errors(f"reducing the gradients of {layers_text(layers)}"):
+        with one_line_errors(f"reducing the gradients of {layers_text(layers)}", sharers):
             carried = gradients.cpu() if staged else gradients
             parts = [(number, owner, carried[slice(*span)]) for number, owner, span in _nonempty_parts(cut)]
             sent = [group.send([part], owner, _transfer_tag(_REDUCE, number)) for number, owner, part in parts
@@ -137,7 +138,8 @@ class PartExchange:
         place = cut.members.index(self._session.worker)
         parts = _nonempty_parts(cut)
         missing = [span for _, owner, span in parts if owner != place]
-        with one_line_errors(what):
+        others = self._session.list_other_sharers(layers)
+        with one_line_errors(what, others):
             carried, works = parameters, list[Work]()
             if ordered and _has_all_members(cut):
                 carried, length = torch.empty_like(parameters), cut.padded_length // len(cut.members)
@@ -158,7 +160,7 @@ class PartExchange:
                         works += [group.send([part], other, tag) for other in range(len(cut.members)) if other != place]
 
         def finish() -> None:
-            with one_line_errors(what):
+            with one_line_errors(what, others):
                 for work in works:
                     work.wait()
             for span in missing if carried is not parameters else ():

@@ -9,7 +9,7 @@ is that of torchft's manager, which synchronizes, asks for errors, and then vote
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import permutations
 from typing import Self, TypeVar
 
@@ -140,7 +140,7 @@ class GenerationSession:
         """Start to send a tensor to a worker; return the transfer, whose end the caller must await. Gloo matches it to
         a receive by `tag`."""
         payload = tensor.detach().contiguous()
-        with one_line_errors(f"sending to worker {target}"):
+        with one_line_errors(f"sending to worker {target}", (target,)):
             group, rank = self._route_between(self.worker, target)
             work = self._send_staged(group, payload, rank, tag) if self.staged else group.send([payload], rank, tag)
             return OutgoingTensor(work, payload, target)
@@ -166,7 +166,7 @@ class GenerationSession:
         it to a send by `tag`."""
         payload = torch.empty(tuple(shape), dtype=dtype, pin_memory=True) if self.staged \
             else torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        with one_line_errors(f"receiving from worker {source}"):
+        with one_line_errors(f"receiving from worker {source}", (source,)):
             group, rank = self._route_between(source, self.worker)
             return IncomingTensor(group.recv([payload], rank, tag), payload, source, self.device)
 
@@ -175,7 +175,8 @@ class GenerationSession:
         parameter."""
         if what not in self._sharers:
             return
-        with one_line_errors(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
+        doing = f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"
+        with one_line_errors(doing, self.list_other_sharers(what)):
             carried = [tensor.cpu() for tensor in tensors] if self.staged else list(tensors)
             group, buckets = self._open_sharer_group(what), _bucket_tensors(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
@@ -191,6 +192,10 @@ class GenerationSession:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
 
+    def list_other_sharers(self, what: GradientKey) -> list[Worker]:
+        """Return the other live workers that hold `what`: a range of layers or a shared parameter."""
+        return [sharer for sharer in self._sharers.get(what, ()) if sharer != self.worker]
+
     def sharer_group(self, layers: LayerRange) -> Group | None:
         """Return the process group of all workers that sum the gradients of a range of layers, ranked in ascending
         order of worker; None if this worker is the only one."""
@@ -201,7 +206,7 @@ class GenerationSession:
 
         `connect` must have been given `bytes_too`.
         """
-        with one_line_errors(f"sending to worker {target}"):
+        with one_line_errors(f"sending to worker {target}", (target,)):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(target)
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), payload):
@@ -209,7 +214,7 @@ class GenerationSession:
 
     def receive_bytes(self, layers: LayerRange, source: Worker) -> bytes:
         """Receive the bytes that worker `source` sends with `send_bytes`, and return them."""
-        with one_line_errors(f"receiving from worker {source}"):
+        with one_line_errors(f"receiving from worker {source}", (source,)):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(source)
             length = torch.empty(1, dtype=torch.int64)
             group.recv([length], rank, BYTES_TAG).wait()
@@ -244,11 +249,31 @@ class GenerationSession:
         Raises GenerationEndedError if the generation has ended, and CommunicationError if a group has failed: results
         may then be garbage.
         """
-        self._wait_for_device()
+        self.wait_for_device()
         self.raise_if_ended()
         error = self.failure_reason()
         if error is not None:
             raise CommunicationError(error)
+
+    def wait_for_device(self) -> None:
+        """Wait until a GPU has completed what this thread has issued in its current stream.
+
+        Over NCCL, the GPU may wait for other workers, and so does this thread. A thread in this call is never abandoned
+        (`runtime.replay.stuck_calls`), because the GPU would still write to tensors.
+        """
+        if self.device.type == "cuda":
+            with self.waiting_for_device():
+                torch.cuda.current_stream(self.device).synchronize()
+
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """Register, within the context, that this thread waits for the device, which waits for the other members.
+
+        Does nothing unless operations are ordered, as over NCCL: otherwise the device only computes.
+        """
+        with _registered_wait("waiting for the device", self._list_others(), on_device=True) if self.ordered \
+                else nullcontext():
+            yield
 
     def groups_by_name(self) -> dict[str, Group]:
         """Return the process groups, by name."""
@@ -267,7 +292,8 @@ class GenerationSession:
 
     def wait_for_reductions(self) -> None:
         """Wait for all concurrent reductions, and raise the error of any."""
-        with _registered_wait("summing gradients"):
+        with _registered_wait("summing gradients", sorted({sharer for sharers in self._sharers.values()
+                                                           for sharer in sharers} - {self.worker})):
             self._reductions.wait()
         self.raise_if_ended()  # over NCCL, operations that were aborted end as if they had succeeded
 
@@ -341,8 +367,8 @@ class GenerationSession:
             return
         self._barriers += 1
         keys = self._groups.open_store(f"present {self._barriers} ")
-        self._wait_for_device()
-        with one_line_errors("waiting for all workers"):
+        self.wait_for_device()
+        with one_line_errors("waiting for all workers", self._list_others()):
             if keys.add("count", 1) == len(members):
                 keys.set("all", b"")
             keys.wait(["all"])
@@ -399,14 +425,9 @@ class GenerationSession:
         return self._groups.get_group(self._describe_group(self._sharers[layers], "bytes" if self.ordered
                                                            else "and")[0])
 
-    def _wait_for_device(self) -> None:
-        """Wait until a GPU has completed what this thread has issued in its current stream.
-
-        A thread in this call is never abandoned (`runtime.replay.stuck_calls`), because the GPU would still write to
-        tensors.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def _list_others(self) -> list[Worker]:
+        """Return all other members."""
+        return [member for member in self._membership.ranks if member != self.worker]
 
     def _all_processes(self) -> tuple[tuple[str, ...], int]:
         """Return the names of the processes of all members, and the index of this process among them."""
@@ -415,10 +436,14 @@ class GenerationSession:
 
 
 @contextmanager
-def _registered_wait(what: str) -> Iterator[None]:
-    """Register, within the context, that this thread waits for another thread; `what` describes the wait. If the other
-    thread is stuck in a process group, both are abandoned."""
-    OPEN_CALLS.enter_call(what)
+def _registered_wait(what: str, awaited: Collection[Worker] = (), *, on_device: bool = False) -> Iterator[None]:
+    """Register, within the context, that this thread waits for another thread, or for the device if `on_device`; `what`
+    describes the wait.
+
+    The other thread or the device communicates with the workers in `awaited`. If the other thread is stuck in a
+    process group, both are abandoned.
+    """
+    OPEN_CALLS.enter_call(what, awaited, on_device=on_device)
     try:
         yield
     finally:

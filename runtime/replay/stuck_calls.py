@@ -10,6 +10,8 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
+from slipstream.schedules.schedule import Worker
+
 
 class AbandonedError(RuntimeError):
     """Error for a call that has returned after its thread was abandoned: the thread must change nothing any more."""
@@ -21,6 +23,12 @@ class OpenCall(NamedTuple):
     what: str
     began: float
     """Time of the call, by time.monotonic."""
+    awaited: tuple[Worker, ...] = ()
+    """Workers for which the call waits; empty if they are unknown."""
+    on_device: bool = False
+    """True if the call waits for the device, which may still write to tensors: its thread is never abandoned."""
+    outer: "OpenCall | None" = None
+    """Call within which this one was made; None if there is none."""
 
 
 class OpenCalls:
@@ -32,15 +40,26 @@ class OpenCalls:
         self._lock = threading.Lock()
         """Lock that makes "the call has ended" and "its thread is abandoned" exclude each other."""
 
-    def enter_call(self, what: str) -> None:
-        """Register that this thread enters a call into a process group; `what` describes it."""
-        self._calls[threading.get_ident()] = OpenCall(what, time.monotonic())
+    def enter_call(self, what: str, awaited: Collection[Worker] = (), *, on_device: bool = False) -> None:
+        """Register that this thread enters a call into a process group, which `what` describes, and which waits for the
+        workers in `awaited`; `on_device` if it waits for the device to have communicated with them."""
+        thread = threading.get_ident()
+        self._calls[thread] = OpenCall(what, time.monotonic(), tuple(awaited), on_device, self._calls.get(thread))
+
+    def name_awaited(self, awaited: Collection[Worker]) -> None:
+        """Register for which workers the call waits that this thread has entered."""
+        thread = threading.get_ident()
+        call = self._calls.get(thread)
+        if call is not None:
+            self._calls[thread] = call._replace(awaited=tuple(awaited))
 
     def leave_call(self) -> None:
         """Register that this thread leaves its call. Raises AbandonedError if it was abandoned meanwhile."""
         thread = threading.get_ident()
         with self._lock:
-            self._calls.pop(thread, None)
+            call = self._calls.pop(thread, None)
+            if call is not None and call.outer is not None:
+                self._calls[thread] = call.outer
             abandoned = thread in self._abandoned
             self._abandoned.discard(thread)
         if abandoned:
@@ -58,7 +77,7 @@ class OpenCalls:
         """
         with self._lock:
             calls = [self._calls.get(thread) for thread in threads]
-            if any(call is None or time.monotonic() - call.began < seconds for call in calls):
+            if any(call is None or call.on_device or time.monotonic() - call.began < seconds for call in calls):
                 return False
             for thread in threads:
                 self._abandoned.add(thread)

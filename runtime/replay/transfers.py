@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,22 @@ _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 
 
 class CommunicationError(RuntimeError):
-    """Error for a peer that is gone, or did not answer in time. The message is one line."""
+    """Error for a peer that is gone, or did not answer in time. The message is one line.
+
+    The attribute `peers` has the workers that could not be reached; empty if they are unknown.
+    """
+
+    def __init__(self, message: str, peers: Collection[Worker] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+
+class UnreachableError(RuntimeError):
+    """Error of connecting to the members of a process group, the `peers`."""
+
+    def __init__(self, message: str, peers: Collection[Worker]) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +52,7 @@ class OutgoingTensor:
 
     def wait(self) -> None:
         """Wait until the tensor may be freed. Raises CommunicationError."""
-        with one_line_errors(f"sending to worker {self.target}"):
+        with one_line_errors(f"sending to worker {self.target}", (self.target,)):
             work = self.work.result(TRANSFER_TIMEOUT.total_seconds()) if isinstance(self.work, Future) else self.work
             work.wait()
 
@@ -53,7 +68,7 @@ class IncomingTensor:
 
     def wait_for_tensor(self) -> Tensor:
         """Wait for the tensor, and return it on the device that computes. Raises CommunicationError."""
-        with one_line_errors(f"receiving from worker {self.source}"):
+        with one_line_errors(f"receiving from worker {self.source}", (self.source,)):
             self.work.wait()
         return self.payload.to(self.device, non_blocking=True)
 
@@ -87,16 +102,18 @@ class PendingSum:
 
 
 @contextmanager
-def one_line_errors(what: str) -> Iterator[None]:
+def one_line_errors(what: str, peers: Collection[Worker] = ()) -> Iterator[None]:
     """Convert a RuntimeError within the context into a CommunicationError of one line that names the operation, `what`.
 
-    The calling thread is registered as being in this call (`runtime.replay.stuck_calls`).
+    The calling thread is registered as being in this call, which waits for the `peers`
+    (`runtime.replay.stuck_calls`).
     """
-    OPEN_CALLS.enter_call(what)
+    OPEN_CALLS.enter_call(what, peers)
     try:
         yield
     except RuntimeError as error:
-        raise CommunicationError(f"{what} failed: {_strip_gloo_place(first_line(error))}") from error
+        named = error.peers if isinstance(error, CommunicationError | UnreachableError) else peers
+        raise CommunicationError(f"{what} failed: {_strip_gloo_place(first_line(error))}", named) from error
     finally:
         OPEN_CALLS.leave_call()
 

@@ -63,7 +63,7 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
         layer_receiver=LayerReceiver(
             layer_store.get_module,
             partial(SteppedPart, config=training, device=device, sharing=sharing), device, settings.secret,
-            _FetchReporter(spec.worker, channel, injector)),
+            _FetchReporter(spec.worker, channel, injector), spec.worker),
         layer_sender=LayerSender(configure_interface(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
 
 
@@ -100,8 +100,8 @@ class _FetchReporter(ReceiverCallbacks):
         self._injector.fail_if_due(fetch.order, "followed")
         self._channel.send(FetchUpToDate(self._worker, fetch.number))
 
-    def on_fetch_failed(self, fetch: FetchRequest) -> None:
-        self._channel.send(FetchFailed(self._worker, fetch.number))
+    def on_fetch_failed(self, fetch: FetchRequest, reason: str, *, unreachable: bool) -> None:
+        self._channel.send(FetchFailed(self._worker, fetch.number, reason, unreachable))
 
 
 def _claim_device(kind: str, card: int | None) -> torch.device:

@@ -16,6 +16,7 @@ from slipstream.runtime.model.state.version import VersionError
 from slipstream.runtime.protocol.to_coordinator import Note, Paused, RecoveryReport, WorkerStatus
 from slipstream.runtime.protocol.to_worker import Acknowledged, Order, StepFactor, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
@@ -26,7 +27,7 @@ from slipstream.runtime.worker.device_memory import trim_host_memory
 from slipstream.runtime.worker.iteration_reports import IterationReports
 from slipstream.runtime.worker.layer_transition import take_layers
 from slipstream.runtime.worker.training_loop import TrainingLoop
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.worker_programs import WorkerSchedule
 
 STUCK_SECONDS = 1.0
@@ -148,7 +149,7 @@ class GenerationRunner:
         self._thread = threading.current_thread()
         self._context.injector.cut = self._session.cut_connections
         self._context.injector.flip = self._context.layer_store.flip_bit
-        reason, out_of_memory = None, False
+        reason, named, out_of_memory = None, tuple[Worker, ...](), False
         try:
             self._context.injector.fail_if_due(self._order.first_iteration, "ordered")
             self._session.raise_if_ended()
@@ -160,6 +161,8 @@ class GenerationRunner:
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
+            if self._ended_at is None and not isinstance(error, GenerationEndedError):
+                named = self._context.worker, *error.peers
         except VersionError as error:
             reason = f"worker {self._context.worker} does not hold the expected state: {error}"
             self._context.layer_store.drop_all()
@@ -176,7 +179,7 @@ class GenerationRunner:
             self._session.abort()  # other members may be waiting for this worker
         self._session.drain()
         self._session.release()
-        self._send_paused(reason)
+        self._send_paused(reason, named)
         self._session.close()
         trim_host_memory()
 
@@ -198,10 +201,11 @@ class GenerationRunner:
             self._training.evaluation_mode.leave_mode()
         self._context.layer_store.holding.zero_gradients()
 
-    def _send_paused(self, reason: str | None) -> None:
+    def _send_paused(self, reason: str | None, named: tuple[Worker, ...] = ()) -> None:
         self.paused = True
         self._context.channel.send(Paused(self._context.worker, self.order_number,
-                                          self._context.layer_store.list_held_state(), self._validated_factor, reason))
+                                          self._context.layer_store.list_held_state(), self._validated_factor, reason,
+                                          named))
 
     def _connect_members(self) -> None:
         context, training = self._context, self._context.config.training

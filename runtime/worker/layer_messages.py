@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.runtime.model.tensor_codec import TensorError, decode_tensors, encode_tensors
 from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, TagSequence
+from slipstream.schedules.schedule import Worker
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
@@ -56,6 +57,8 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
     order: _Number | None = None
     """Order whose initial state is requested, while all workers wait. None: the state before the next step, and all
     later steps."""
+    receiver: Worker | None = None
+    """Worker that requests the parts; None: it is not named."""
 
 
 class LayerPart(msgspec.Struct, frozen=True, tag=True):

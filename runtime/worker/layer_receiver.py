@@ -91,8 +91,8 @@ class ReceiverCallbacks:
     def on_up_to_date(self, fetch: FetchRequest) -> None:
         """Handle a fetch all of whose layers have come, and that now follows the steps of its senders. Called once."""
 
-    def on_fetch_failed(self, fetch: FetchRequest) -> None:
-        """Handle a fetch that has failed. Called once."""
+    def on_fetch_failed(self, fetch: FetchRequest, reason: str, *, unreachable: bool) -> None:
+        """Handle a fetch that has failed for a `reason`; `unreachable` if a sender was never reached. Called once."""
 
 
 class LayerReceiver:
@@ -107,12 +107,14 @@ class LayerReceiver:
         steps.
     secret
         Secret of the run, which senders must know.
+    worker
+        This worker, by which senders name it; None: it is not named.
     """
 
     def __init__(self, module: GetModule, follow: CreateFollower, device: torch.device, secret: Secret,
-                 events: ReceiverCallbacks | None = None) -> None:
+                 events: ReceiverCallbacks | None = None, worker: Worker | None = None) -> None:
         self._begin = partial(_Transfer, module=module, follow=follow, device=device, secret=secret,
-                              events=events or ReceiverCallbacks())
+                              events=events or ReceiverCallbacks(), worker=worker)
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
         """Fetches by order, and by whether senders train meanwhile: a fetch may come before the worker is in that
@@ -173,8 +175,9 @@ class _Transfer:
     """Running fetch, with a thread for each sender that applies its messages."""
 
     def __init__(self, fetch: FetchRequest, *, module: GetModule, follow: CreateFollower, device: torch.device,
-                 secret: Secret, events: ReceiverCallbacks) -> None:
+                 secret: Secret, events: ReceiverCallbacks, worker: Worker | None) -> None:
         self.fetch = fetch
+        self._worker = worker
         self._secret = secret
         self._module = module
         self._follow = follow
@@ -186,7 +189,7 @@ class _Transfer:
         self._up_to_date: set[Worker] = set()
         self._orders: dict[Worker, int] = {}
         """Last order that each sender has begun."""
-        self._broken: str | None = None
+        self._broken: CommunicationError | None = None
         self._over = False
         for source, sender in fetch.senders.items():
             threading.Thread(target=self._receive_from, args=(source, sender), daemon=True,
@@ -200,7 +203,7 @@ class _Transfer:
         with self._changed:
             while any(self._orders.get(sender) != order for sender in self.fetch.senders):
                 if self._broken is not None:
-                    raise CommunicationError(self._broken)
+                    raise self._broken
                 require()
                 self._changed.wait(POLL_SECONDS)
             self._over = True
@@ -222,12 +225,14 @@ class _Transfer:
         """Apply the messages of one sender until the transfer ends."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        connected = False
         try:
             with socket.create_connection(sender.address, CONNECT_SECONDS) as connection:
+                connected = True
                 if not self._register_connection(connection):
                     return
                 try:
-                    request = LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order)
+                    request = LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order, self._worker)
                     keys = authenticate_connection(connection, self._secret, "layers",
                                                    lambda tags: b"".join(encode_message(tags, request)))
                     connection.settimeout(TRANSFER_TIMEOUT.total_seconds())
@@ -238,7 +243,8 @@ class _Transfer:
                     with self._changed:
                         self._connections.remove(connection)
         except Exception as error:  # any error must reach the thread that waits for the layers
-            self._fail_transfer(f"fetching layers from worker {source} failed: {' '.join(str(error).split())}")
+            reason = f"fetching layers from worker {source} failed: {' '.join(str(error).split())}"
+            self._fail_transfer(CommunicationError(reason, (source,)), unreachable=not connected)
 
     def _register_connection(self, connection: socket.socket) -> bool:
         with self._changed:
@@ -290,11 +296,11 @@ class _Transfer:
         if done and self.fetch.follow:
             self._events.on_up_to_date(self.fetch)
 
-    def _fail_transfer(self, reason: str) -> None:
+    def _fail_transfer(self, error: CommunicationError, *, unreachable: bool) -> None:
         with self._changed:
             first = self._broken is None and not self._over
-            self._broken = self._broken or reason
+            self._broken = self._broken or error
             self._changed.notify_all()
         if first and self.fetch.follow:
-            print(f"order {self.fetch.order}: {reason}", file=sys.stderr, flush=True)
-            self._events.on_fetch_failed(self.fetch)
+            print(f"order {self.fetch.order}: {error}", file=sys.stderr, flush=True)
+            self._events.on_fetch_failed(self.fetch, str(error), unreachable=unreachable)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
+    FetchFailed,
     HeldState,
     Injected,
     IterationReport,
@@ -69,6 +70,8 @@ class MessageBounds:
                 return f"it reports a factor of iteration {message.factor.iteration}; the next is {next_iteration}"
             case Paused() if message.validated is not None and message.validated.iteration not in iterations:
                 return f"it reports a factor of iteration {message.validated.iteration}; the next is {next_iteration}"
+            case Paused(named=named) | WorkerStatus(awaited=named) if not self.workers.issuperset(named):
+                return "it names workers that the job does not have"
             case Paused() if not self._can_keep(message.kept):
                 return "it reports layers, or parts of layers, that the model does not have"
             case Ready(known=RecoveryReport()) if not self._can_know(message.known):
@@ -103,7 +106,7 @@ def make_printable(message: ToCoordinator) -> ToCoordinator:
     match message:
         case Note():
             return replace(message, text=_clean_text(message.text))
-        case WorkerFailed() | Paused(reason=str()):
+        case WorkerFailed() | FetchFailed() | Paused(reason=str()):
             assert message.reason is not None
             return replace(message, reason=_clean_text(message.reason))
         case WorkerStatus():

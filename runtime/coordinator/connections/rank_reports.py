@@ -122,7 +122,10 @@ def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoor
             return replace(first, iterations=tuple(sorted(set.intersection(*readable))))
         case WorkerStatus():
             busy = [(rank, one) for rank, one in enumerate(by_rank) if isinstance(one, WorkerStatus) and not one.waits]
-            return replace(busy[0][1], rank=busy[0][0] if len(busy) == 1 else None) if busy else first
+            if busy:
+                return replace(busy[0][1], rank=busy[0][0] if len(busy) == 1 else None)
+            awaited = {worker for one in by_rank if isinstance(one, WorkerStatus) for worker in one.awaited}
+            return replace(first, awaited=tuple(sorted(awaited)))
     return first
 
 
@@ -145,9 +148,10 @@ def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
     """Return the report that a worker has paused, made of the reports of its ranks in the order of their arrival. The
     reason is that of the first rank to give one; the other ranks then only lost their connections to it."""
     factors = [one.validated for one in reports if one.validated is not None]
-    return replace(first, kept=intersect_held_state([one.kept for one in reports]),
+    cause = next((one for one in reports if one.reason is not None), first)
+    return replace(first, kept=intersect_held_state([one.kept for one in reports]), named=cause.named,
                    validated=max(factors, key=lambda one: one.iteration, default=None),
-                   reason=next((one.reason for one in reports if one.reason is not None), None))
+                   reason=cause.reason)
 
 
 def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport | None:

@@ -11,7 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.effects import EffectCollector
-from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
+from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed, Noted
+from slipstream.runtime.protocol.to_coordinator import FetchFailed
 from slipstream.runtime.protocol.to_worker import Addresses, Fetch, LayerMove
 from slipstream.schedules.schedule import Schedule, Speeds, Worker
 
@@ -104,12 +105,14 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
         to.add_effect(FetchProgressed(fetch=fetch, share=1 - sum(lacking.values()) / join.layers))
         return replace(self, join=replace(join, lacking=lacking))
 
-    def with_failure(self, fetch: int, told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Return the state after a worker has reported that it cannot get the layers of the fetch with number `fetch`:
-        that fetch is cancelled, all connected workers (`told`) learn it, and the next may begin after a pause."""
-        if self.join is None or self.join.fetch != fetch:
+    def with_failure(self, report: FetchFailed, told: Collection[Worker], to: EffectCollector) -> "FetchState":
+        """Return the state after a worker has reported that it cannot get the layers of a fetch: that fetch is
+        cancelled, all connected workers (`told`) learn it, and the next may begin after a pause."""
+        if self.join is None or self.join.fetch != report.fetch:
             return self
-        return replace(self.cancel_fetch("a worker could not get its layers", told, to),
+        reason = ": ".join(filter(None, (f"worker {report.worker} could not get its layers", report.reason)))
+        to.add_effect(Noted(text=reason))
+        return replace(self.cancel_fetch(reason, told, to),
                        not_before=to.at + FETCH_RETRY_SECONDS, failures=self.failures + 1)
 
     def without_workers(self, workers: Set[Worker], told: Collection[Worker], to: EffectCollector) -> "FetchState":

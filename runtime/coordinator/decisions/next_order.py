@@ -12,7 +12,7 @@ from slipstream.runtime.coordinator.decisions.run_state import GatheringPhase, T
 from slipstream.runtime.coordinator.decisions.schedule_choice import find_immediate_schedule, find_initial_schedule
 from slipstream.runtime.coordinator.decisions.schedule_requests import PlannerFailedError
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.events import Failed, NodeLost
+from slipstream.runtime.events import Failed, NodeLost, Noted
 from slipstream.runtime.protocol.to_worker import LayerMove, Leave
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
@@ -55,6 +55,32 @@ def _give_up_faulty(step: TransitionBuilder) -> bool:
     for worker in faulty:
         step.add_effect(GiveUpWorker(worker, f"worker {worker} held copies that differ from those of most holders"))
     return bool(faulty)
+
+
+def give_up_unreachable(step: TransitionBuilder) -> bool:
+    """Report why the current order was empty, and give up the worker at fault after several such orders in a row;
+    return whether there is one. It counts as not paused, as in `_give_up_faulty`.
+
+    Raises RunError if there were too many and no worker is more likely at fault than the others.
+    """
+    state, phase = step.state, step.state.phase
+    reason = state.empty.reason
+    if reason is None or not isinstance(phase, TrainingPhase) or state.log.next_iteration > phase.began \
+            or phase.restores:
+        return False
+    step.add_effect(Noted(text=f"order {state.order} ended before any iteration was committed: {reason}"))
+    empty = state.empty.with_current_counted()
+    step.update_state(empty=empty)
+    culprit = empty.find_culprit(state.members)
+    if culprit is None and empty.has_ended_too_many:
+        raise RunError(f"{empty.number} orders in a row have ended before any iteration was committed, and all workers "
+                       f"are named equally often; the last one: {reason}")
+    if culprit is not None:
+        step.update_state(paused=state.paused.without_keys(culprit))
+        step.add_effect(GiveUpWorker(culprit, f"worker {culprit} was named {empty.counts[culprit]} times in "
+                                              f"{empty.number} orders in a row in which nothing was committed, last by "
+                                              f"{reason}"))
+    return culprit is not None
 
 
 def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]], since: float) -> None:

@@ -45,7 +45,7 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
     partition to the members for which it was made.
     """
     before = step.state
-    _open_order(step, schedule, join, cut_for)
+    _open_order(step, schedule, join, cut_for, restores=restore is not None)
     text, parts = step.rules.prepared(schedule)
     _send_shares(step, parts)
     step.send(sorted(before.available_workers), Train(
@@ -67,8 +67,12 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
         phase="settled" if moved else "whole" if whole else "at once"))
 
 
-def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers) -> None:
-    """Change the state to that at the start of a new order to train. For the arguments see `send_train_order`."""
+def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers, *,
+                restores: bool) -> None:
+    """Change the state to that at the start of a new order to train. For the arguments see `send_train_order`.
+
+    Set `restores` to True if members read layers from a checkpoint.
+    """
     before, members = step.state, frozenset(schedule.seat_of)
     order, first = before.order + 1, before.log.next_iteration
     nobody_started = isinstance(before.phase, TrainingPhase) and before.phase.ended and not before.phase.started
@@ -79,7 +83,8 @@ def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | 
     step.update_state(
         current=schedule, members=members, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
         vain=before.vain + 1 if nobody_started else 0,
-        phase=TrainingPhase(began=first, without_microbatches=_find_idle_members(schedule)),
+        phase=TrainingPhase(began=first, without_microbatches=_find_idle_members(schedule), restores=restores),
+        empty=before.empty.with_order(members - before.members if before.order else ()),
         recovery=before.recovery.with_order(
             members - before.members, at=step.at, settled=join is not None and join.settles,
             meanwhile=first - join.began if join is not None and join.fetch else 0),

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.decisions.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.decisions.effects import EffectCollector
+from slipstream.runtime.coordinator.decisions.empty_orders import EmptyOrders
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, Journal
 from slipstream.runtime.coordinator.decisions.layer_fetches import FetchState
@@ -93,6 +94,8 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Members that hold layers but run no micro-batch, because other workers run all micro-batches on these layers."""
     unanswered: tuple[IterationReport, ...] = ()
     """Reports to acknowledge when the members of `without_microbatches` have reported the same iteration."""
+    restores: bool = False
+    """True if the members read layers from a checkpoint in this order."""
 
 
 class FinishingPhase(msgspec.Struct, frozen=True):
@@ -156,6 +159,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Iterations of the checkpoints that each asked worker can read."""
     answers: Mapping[ScheduleRequest, Schedule | Exception] = {}
     """Answers to the schedule requests made since the current order was given."""
+    empty: EmptyOrders = EmptyOrders()
+    """Consecutive orders in which nothing was committed, and the workers that are at fault."""
 
     @property
     def grid(self) -> Grid:
@@ -250,7 +255,7 @@ class TransitionBuilder(EffectCollector):
         self.update_state(live=state.live.without_keys(*gone), members=state.members - gone,
                           paused=state.paused.without_keys(*gone),
                           leaving=state.leaving - gone, asked=state.asked.without_keys(*gone),
-                          readable=state.readable.without_keys(*gone))
+                          readable=state.readable.without_keys(*gone), empty=state.empty.without_workers(gone))
         if isinstance(state.phase, FinishingPhase):
             self.update_state(phase=replace(state.phase, finished=state.phase.finished.without_keys(*gone)))
         if isinstance(state.phase, RejoiningPhase):

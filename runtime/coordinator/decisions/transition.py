@@ -15,7 +15,10 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.decisions import iteration_boundary, next_order, orders
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
 from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
+from slipstream.runtime.coordinator.decisions.empty_orders import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
+from slipstream.runtime.coordinator.decisions.layer_fetches import MAX_FETCH_FAILURES
 from slipstream.runtime.coordinator.decisions.lost_workers import WorkerLoss
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.decisions.run_state import (
@@ -87,6 +90,13 @@ class AbortIteration(NamedTuple):
     iteration."""
 
 
+class StallFound(NamedTuple):
+    """Event: nothing has been committed for long, because these members wait for each other."""
+
+    workers: tuple[Worker, ...]
+    reason: str
+
+
 class TimePassed(NamedTuple):
     """Event: some time has passed, so that timeouts may have expired."""
 
@@ -94,7 +104,7 @@ class TimePassed(NamedTuple):
 _MINOR_EVENTS = IterationReport, ReportsReceived, StepValidated, TrainingStarted, CheckpointSaved
 """Events after which nothing has to be decided unless they commit an iteration."""
 TransitionEvent = ToCoordinator | ReportsReceived | ScheduleAnswer | SpeedAnswer | WorkerLost \
-    | WorkerDisconnected | StopRequested | AbortIteration | TimePassed
+    | WorkerDisconnected | StopRequested | AbortIteration | StallFound | TimePassed
 
 
 def apply_event(rules: RunRules, state: RunState, event: TransitionEvent, at: float) -> tuple[RunState, list[Any]]:
@@ -142,9 +152,10 @@ def _decide_next(step: TransitionBuilder) -> None:
         case GatheringPhase():
             if len(state.live) >= len(state.members) and all(worker in state.live for worker in state.members):
                 next_order.issue_next_order(step)
-        case TrainingPhase() if state.all_paused and not state.phase.started and step.at < _compute_retry_time(state):
-            pass
         case TrainingPhase() if state.all_paused:
+            if next_order.give_up_unreachable(step) or (
+                    not state.phase.started and step.at < _compute_retry_time(state)):
+                return
             if state.slow.decision is None or state.joins.is_complete:
                 step.update_state(recovery=state.recovery.with_begin(step.at))
             next_order.issue_next_order(step)
@@ -179,7 +190,7 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
         case FetchUpToDate():
             step.update_state(joins=state.joins.with_target_ready(event.worker, event.fetch, step))
         case FetchFailed():
-            step.update_state(joins=state.joins.with_failure(event.fetch, state.live, step))
+            _handle_fetch_failed(step, event)
         case Finished():
             _handle_finished(step, event)
         case CheckpointSaved() if event.iteration < step.rules.iterations.stop:  # the final save holds up no training
@@ -203,6 +214,10 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
             if isinstance(state.phase, RejoiningPhase | GatheringPhase):
                 orders.send_leave(step)
         case AbortIteration() if state.stopping:
+            orders.send_end_order(step)
+        case StallFound() if isinstance(state.phase, TrainingPhase) and not state.phase.ended:
+            step.update_state(empty=state.empty.with_report(event.workers, event.reason, stalled=True),
+                              recovery=state.recovery.with_cause(event.reason, step.at))
             orders.send_end_order(step)
         case TimePassed() if isinstance(state.phase, RejoiningPhase) and state.phase.is_complete(step.at):
             _adopt_found_workers(step, state.phase)
@@ -268,7 +283,8 @@ def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Itera
     for iteration in committed:
         step.add_effect(iteration)
         state = step.state
-        step.update_state(recovery=state.recovery.with_commit(step.at), slow=state.slow.with_iteration(iteration))
+        step.update_state(recovery=state.recovery.with_commit(step.at), slow=state.slow.with_iteration(iteration),
+                          empty=NO_EMPTY_ORDERS)
 
 
 def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> None:
@@ -317,7 +333,23 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
         if isinstance(state.phase, TrainingPhase) and not state.phase.ended:
             step.update_state(recovery=state.recovery.with_cause(
                 f"worker {worker} lost a connection, {report.reason}", step.at))
+        if report.named or isinstance(state.phase, TrainingPhase) and not state.phase.ended:
+            step.update_state(empty=state.empty.with_report(report.named or (worker,),
+                                                            f"worker {worker}: {report.reason}"))
         orders.send_end_order(step)
+
+
+def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:
+    """Handle a worker that cannot get the layers of a fetch. One that wants to join and never reaches a sender is
+    given up, since members would wait for its layers in vain."""
+    state, worker = step.state, report.worker
+    step.update_state(joins=state.joins.with_failure(report, state.live, step))
+    failures = step.state.joins.failures
+    if failures > state.joins.failures and failures >= MAX_FETCH_FAILURES and report.unreachable \
+            and worker not in state.members:
+        step.update_state(joins=replace(step.state.joins, failures=0))
+        step.add_effect(GiveUpWorker(worker, f"worker {worker} could not get its layers {failures} times in a row, "
+                                             f"{report.reason}"))
 
 
 def _handle_finished(step: TransitionBuilder, report: Finished) -> None:

@@ -24,6 +24,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 from slipstream.runtime.protocol.to_worker import Leave, ReportCheckpoints
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.nccl import NcclBackend
+from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.device_memory import DeviceMemory
@@ -114,7 +115,8 @@ class Transfer(_Transfer):
                     raise ConnectionError("it is gone")
             one.closed = True
         except Exception as error:
-            self._fail_transfer(f"fetching layers from worker {source} failed: {error}")
+            reason = f"fetching layers from worker {source} failed: {error}"
+            self._fail_transfer(CommunicationError(reason, (source,)), unreachable=process is None)
 
 
 class Told(ReceiverCallbacks):
@@ -124,8 +126,8 @@ class Told(ReceiverCallbacks):
     def on_up_to_date(self, fetch) -> None:
         self._process.say(FetchUpToDate(self._process.worker, fetch.number))
 
-    def on_fetch_failed(self, fetch) -> None:
-        self._process.say(FetchFailed(self._process.worker, fetch.number))
+    def on_fetch_failed(self, fetch, reason, *, unreachable) -> None:
+        self._process.say(FetchFailed(self._process.worker, fetch.number, reason, unreachable))
 
 
 class Saving(Checkpointer):

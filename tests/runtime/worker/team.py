@@ -131,5 +131,5 @@ class Told(ReceiverCallbacks):
     def on_up_to_date(self, fetch: FetchRequest) -> None:
         self._told.put(f"up to date {fetch.number}")
 
-    def on_fetch_failed(self, fetch: FetchRequest) -> None:
+    def on_fetch_failed(self, fetch: FetchRequest, reason: str, *, unreachable: bool) -> None:
         self._told.put(f"failed {fetch.number}")
