@@ -8,7 +8,7 @@ import asyncio
 import gc
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from msgspec.structs import replace
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.connections.message_validation import MessageBounds, make_printable
 from slipstream.runtime.coordinator.connections.node_agents import NodeAgents
 from slipstream.runtime.coordinator.connections.server import Connection, Server, start_server
-from slipstream.runtime.coordinator.connections.stall_watch import StallWatch
+from slipstream.runtime.coordinator.connections.stall_watch import StallReport, StallWatch
 from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, SendMessage
@@ -35,6 +35,7 @@ from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest
 from slipstream.runtime.coordinator.decisions.transition import (
     AbortIteration,
     ReportsReceived,
+    StallFound,
     StopRequested,
     TimePassed,
     TransitionEvent,
@@ -289,10 +290,21 @@ class EventLoop:
                                            planning=self.state.is_planning)
         if stall is not None and needed:
             self.news.report_note(str(stall))
-        for one in stall.find_culprits(needed) if stall is not None else ():
+        if stall is not None:
+            self._handle_stall(stall, needed)
+        self._apply_event(TimePassed())
+
+    def _handle_stall(self, stall: StallReport, needed: Mapping[Worker, Collection[int]]) -> None:
+        """Give up members that hang, or end the order of members that wait for each other; `needed` has the layers of
+        each member."""
+        culprits, circle = stall.find_culprits(needed), stall.find_circle()
+        for one in culprits:
             self.processes.kill_worker(one.worker)  # first, as its other processes may then end by themselves
             self._workers.give_up_worker(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
-        self._apply_event(TimePassed())
+        if circle and not culprits:
+            self._apply_event(StallFound(tuple(one.worker for one in circle),
+                                         f"{len(circle)} workers wait for each other, worker {circle[0].worker} for "
+                                         f"{circle[0].seconds:.0f} s: {circle[0].doing}"))
 
     def _check_failover(self) -> None:
         """Check whether all workers of a dead coordinator have been found, so that this one can continue with them.

@@ -4,7 +4,8 @@ A worker that needs layers connects, and sends a request (`runtime.worker.layer_
 copies a layer's state to host memory before its next optimizer step, as a checkpoint does. From then on it copies the
 gradients of each step that is not undone. A thread (`runtime.worker.layer_server`) serves all receivers while the
 worker trains. Each receiver has a queue of data to be sent. The queue is bounded: if training produces more than the
-connection carries, training waits until the queue is empty, and the receiver is then up to date.
+connection carries, training waits until the queue is empty, and the receiver is then up to date. A receiver that is too
+slow is dropped.
 """
 
 import socket
@@ -26,8 +27,12 @@ from slipstream.runtime.worker.layer_messages import (
 )
 from slipstream.runtime.worker.layer_server import LayerServer, ReceiverConnection
 from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.schedules.schedule import Worker
 
 POLL_SECONDS = 0.002
+ROOM_SECONDS = 30.0
+"""Time for which training waits at most, before one step, for receivers to take what is queued for them. Those that
+have not taken it are dropped: they fetch again, or get their layers while all wait, without the steps."""
 
 
 class LayerSender:
@@ -104,14 +109,25 @@ class LayerSender:
             require()
             time.sleep(POLL_SECONDS)
 
-    def wait_for_room(self, require: Callable[[], None]) -> None:
+    def find_full_receivers(self) -> list[Worker | None]:
+        """Return the receivers for which `wait_for_room` would wait; None for each that has not said which it is."""
+        return [receiver.request.receiver for receiver in self._server.list_following() if receiver.full]
+
+    def wait_for_room(self, require: Callable[[], None]) -> list[Worker | None]:
         """Wait while too much data is queued for a receiver that follows this worker's steps.
 
-        The function `require` is called meanwhile, and may raise.
+        The function `require` is called meanwhile, and may raise. After `ROOM_SECONDS`, receivers that still have too
+        much queued are dropped, and returned as by `find_full_receivers`.
         """
-        while any(receiver.full for receiver in self._server.list_following()):
+        deadline = time.monotonic() + ROOM_SECONDS
+        while full := [receiver for receiver in self._server.list_following() if receiver.full]:
             require()
+            if time.monotonic() > deadline:
+                for receiver in full:
+                    self._server.drop_receiver(receiver)
+                return [receiver.request.receiver for receiver in full]
             time.sleep(POLL_SECONDS)
+        return []
 
     def list_sockets(self) -> Sockets:
         """Return the open sockets: the one that listens, and those of connections to receivers."""

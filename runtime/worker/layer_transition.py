@@ -29,7 +29,9 @@ def take_layers(part: OrderContext) -> None:
             store.drop_all()
         store.restore_layers(context.placement.held_layers(part.schedule, part.worker) - store.holding.modules.keys(),
                              order.first_iteration)
-    part.activity.set_activity(f"{WAITING_PREFIX} for layers to move")
+    part.activity.set_activity(f"{WAITING_PREFIX} for layers to move", sorted(
+        {move.source for move in order.moves if move.target == part.worker}
+        | {move.target for move in order.moves if move.source == part.worker}))
     store.add_received(move_layers(context, order, part.session.raise_if_ended, order.fetch))
     if order.moves or order.fetch:
         part.session.wait_for_all()

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
@@ -16,14 +16,16 @@ from slipstream.runtime.model.layers.calling import Batch, move_batch
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.model.state.steps import StepController, StepState
-from slipstream.runtime.protocol.to_coordinator import Checksum, TrainingStarted
+from slipstream.runtime.protocol.to_coordinator import Checksum, Note, TrainingStarted
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.worker.activity import WAITING_PREFIX
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.iteration_reports import IterationReports, OrderStoppedError
+from slipstream.runtime.worker.layer_sender import ROOM_SECONDS
 from slipstream.runtime.worker.slowed_recorder import create_recorder
-from slipstream.schedules.schedule import OpKind, Schedule
+from slipstream.schedules.schedule import OpKind, Schedule, Worker
 
 
 class TrainingLoop:
@@ -185,10 +187,25 @@ class TrainingLoop:
         # so that saved state is verified, too
         if saves or (self._checksums is _no_checksums and self._are_copies_compared(iteration)):
             self._checksums = context.layer_store.start_checksums(iteration - 1)
-        context.layer_sender.wait_for_room(require)
+        self._wait_for_receivers()
         if context.layer_sender.has_requests:
             context.injector.fail_if_due(iteration, "asked")
             context.layer_sender.send_state_before_step(iteration, context.layer_store)
+
+    def _wait_for_receivers(self) -> None:
+        """Wait until the workers that fetch layers have taken what is queued for them; say which one is too slow."""
+        context, activity = self._part.context, self._part.activity
+        receivers = context.layer_sender.find_full_receivers()
+        if not receivers:
+            return
+        doing = activity.doing
+        activity.set_activity(f"{WAITING_PREFIX} for {_name_receivers(receivers)} to take layers",
+                              [worker for worker in receivers if worker is not None])
+        dropped = context.layer_sender.wait_for_room(self._session.raise_if_ended)
+        activity.set_activity(doing)
+        if dropped:
+            context.channel.send(Note(self._part.worker, f"worker {self._part.worker} has waited {ROOM_SECONDS:.0f} s for "
+                                                         f"{_name_receivers(dropped)} to take layers, and drops it"))
 
     def _are_copies_compared(self, iteration: int) -> bool:
         """Return whether the copies that peers hold of the state before an iteration are compared, by checksums. They
@@ -224,6 +241,10 @@ class TrainingLoop:
 
 def _no_checksums() -> tuple[Checksum, ...]:
     return ()
+
+
+def _name_receivers(receivers: Sequence[Worker | None]) -> str:
+    return ", ".join("an unnamed worker" if worker is None else f"worker {worker}" for worker in receivers)
 
 
 def _queue_step(context: WorkerContext, iteration: int) -> None:

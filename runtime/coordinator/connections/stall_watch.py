@@ -15,6 +15,9 @@ STATUS_ANSWER_SECONDS = 1.0
 """Time that members have to answer; a worker that answers at all does so in milliseconds."""
 HANG_SHARE = 0.8
 """Share of the timeout that one activity must last to count as hung: it may have begun after the last commit."""
+CIRCLE_TIMEOUTS = 1.8
+"""Number of timeouts for which members must wait for each other, each in one call, to be stopped. Two reports in a row
+then name them: communication that is only slow ends earlier."""
 MAX_NAMES = 8
 """Largest number of workers that a line names."""
 
@@ -55,6 +58,24 @@ class StallReport:
         busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}
         spared = {layer for worker, layers in held.items() if worker not in busy for layer in layers}
         return [one for worker, one in sorted(busy.items()) if spared.issuperset(held.get(worker, (-1,)))]
+
+
+    def find_circle(self) -> list[WorkerStatus]:
+        """Return the status of each member that waits for another one in a circle, where all have waited for long.
+
+        No schedule lets workers wait in a circle, so that a connection between them does not work. The result is empty
+        if any member waits, however indirectly, for one that computes, or whose wait is not known.
+        """
+        enough = CIRCLE_TIMEOUTS * self.timeout_seconds
+        waiting = {worker: one for worker, one in self.statuses.items()
+                   if one.waits and one.awaited and one.seconds >= enough}
+        while outside := [worker for worker, one in waiting.items() if not waiting.keys() >= {*one.awaited}]:
+            for worker in outside:  # it waits for a member that is not in a circle
+                del waiting[worker]
+        while unawaited := waiting.keys() - {worker for one in waiting.values() for worker in one.awaited}:
+            for worker in unawaited:
+                del waiting[worker]
+        return [one for _, one in sorted(waiting.items())]
 
 
 class StallWatch:

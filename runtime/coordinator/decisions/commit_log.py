@@ -25,8 +25,8 @@ MIN_KEPT_WINDOWS = 4096
 
 
 class CommitLogError(RuntimeError):
-    """Error that ends the run: workers report different values where they must agree, or a loss is not finite. The
-    message is one line."""
+    """Error that ends the run: workers report different values where they must agree, or a loss is not finite again and
+    again. The message is one line."""
 
 
 class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +69,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     difference: CopyDifference | None = None
     """Difference found between copies of state in the current order, if any; no iteration that ran on them is
     committed."""
+    nonfinite: int | None = None
+    """First iteration of the current order whose loss is not finite, if any; it is not committed unless `skips`."""
     losses_of: PersistentMap[int, float] = PersistentMap()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
@@ -111,6 +113,10 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         reports = self.reports.get(iteration, ())
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
+    def has_all_reports(self, iteration: int) -> bool:
+        """Return whether all members have reported an iteration that is not committed."""
+        return len(self.reports.get(iteration, ())) >= max(1, self.members)
+
     def with_losses(self, losses: Sequence[float], factor: StepFactor | None) -> "CommitLog":
         """Return the log with the losses of the iterations that an earlier coordinator committed, from the first
         iteration on, and the factor that scaled the gradients in the last of them (None: not known)."""
@@ -128,27 +134,28 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     def with_order(self, order: int, members: Collection[Worker]) -> "CommitLog":
         """Return the log at the start of an order, without reports on iterations that are not committed."""
         return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(), difference=None,
+                       nonfinite=None,
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
     def with_reports(self, *reports: IterationReport) -> tuple["CommitLog", list[CommittedIteration]]:
         """Return a pair: the log after reports of workers, and the iterations thereby committed.
 
-        Reports of other orders are ignored. Raises CommitLogError if a loss is not finite and the run may not skip such
-        iterations (`skips`).
+        Reports of other orders are ignored. If a loss is not finite and the run may not skip such iterations (`skips`),
+        neither that iteration nor a later one is committed.
         """
         known, following, difference = dict(self.reports), self.next_iteration, self.difference
+        nonfinite = self.nonfinite
         for report in reports:
             if report.order != self.order or report.iteration < following:
                 continue
             if report.loss is None and not self.skips:
-                raise CommitLogError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
-                                     "training.learning_rate")
+                nonfinite = report.iteration if nonfinite is None else min(nonfinite, report.iteration)
             iteration_reports = known[report.iteration] if report.iteration in known \
                 else PersistentMap[Worker, IterationReport]()
             known[report.iteration] = iteration_reports.with_entry(report.worker, report)
             if len(known[report.iteration]) == self.members and difference is None:
                 difference = find_difference(report.iteration, (entry for _, entry in known[report.iteration].items()))
-        return replace(self, reports=known, difference=difference)._with_committed()
+        return replace(self, reports=known, difference=difference, nonfinite=nonfinite)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
         """Return a pair: the log after adding the `factor` by which members scale the gradients of an iteration, and
@@ -201,9 +208,10 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         """Return a pair: the log after committing all iterations whose reports are complete, and a list of these
         iterations."""
         log, committed = self, list[CommittedIteration]()
-        while len(log.reports.get(log.next_iteration, ())) >= max(1, log.members) and (
+        while log.has_all_reports(log.next_iteration) and (
                 not log.validates or log.next_iteration in log.factors) and (
-                log.difference is None or log.next_iteration < log.difference.iteration):
+                log.difference is None or log.next_iteration < log.difference.iteration) and (
+                log.nonfinite is None or log.next_iteration < log.nonfinite):
             one = _combine_reports(log.next_iteration, [report for _, report in
                                                         sorted(log.reports[log.next_iteration].items())])
             committed.append(one)

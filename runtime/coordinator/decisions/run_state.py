@@ -138,6 +138,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     difference and can report it to another coordinator."""
     doubted: int = -1
     """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
+    repeated: int = -1
+    """Last iteration that was run again because its loss was not finite, with copies compared; or -1."""
+    returned_for: int = -1
+    """Last iteration for whose loss, which was not finite although copies were equal, the run went back; or -1."""
     cut_for: OriginalMembers = {}
     """Ranges of layers that keep their former partition in the current order although some of its members are lost,
     each with these former members."""

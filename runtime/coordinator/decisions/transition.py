@@ -251,6 +251,9 @@ def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport])
         if compared is None:
             _handle_difference(step, difference)
         return  # no member steps the next iteration without an acknowledgement: this one can be undone
+    if (iteration := step.state.log.nonfinite) is not None:
+        _handle_nonfinite(step, iteration)
+        return
     state, phase = step.state, step.state.phase
     current_reports = [report for report in reports if isinstance(phase, TrainingPhase) and report.order == state.order
                        and report.worker in state.members]
@@ -302,6 +305,32 @@ def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> N
     if difference.spread:
         step.update_state(doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration)
     orders.send_end_order(step, doubted=difference.spread)
+
+
+def _handle_nonfinite(step: TransitionBuilder, iteration: int) -> None:
+    """Handle an iteration whose loss is not finite: a flipped bit may be the cause, or a learning rate.
+
+    The iteration is first run again: its order compares copies, and what follows from a difference is decided as
+    always. If they are equal, all may have stepped with a wrong gradient, and the run goes back to a checkpoint. Raises
+    CommitLogError if the loss is then the same, with equal copies.
+    """
+    state, what = step.state, f"the loss of iteration {iteration} is not finite"
+    if not isinstance(state.phase, TrainingPhase) or state.phase.ended:
+        return
+    if iteration != state.repeated:
+        why = f"{what}: the iteration is run again, and copies of the state are compared"
+        step.update_state(repeated=iteration)
+    elif not state.log.has_all_reports(iteration):
+        return  # the copies have not been compared yet
+    elif iteration <= state.returned_for:
+        raise CommitLogError(f"{what}, as before the run went back, and all copies are equal: try a smaller "
+                             "training.learning_rate")
+    else:
+        why = f"{what} again, and all copies are equal"
+        step.update_state(repeated=-1, returned_for=iteration, doubt=why)
+    step.add_effect(Noted(text=why))
+    step.update_state(recovery=state.recovery.with_cause(why, step.at))
+    orders.send_end_order(step, doubted=step.state.doubt is not None)
 
 
 def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:

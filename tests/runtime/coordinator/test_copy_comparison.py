@@ -1,12 +1,15 @@
 """Copies are compared: who is right, and what follows."""
 
 import pytest
+from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLogError
 from slipstream.runtime.coordinator.decisions.copy_comparison import find_difference
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
-from slipstream.runtime.coordinator.decisions.transition import TimePassed, apply_event
+from slipstream.runtime.coordinator.decisions.transition import MAX_RETRY_SECONDS, TimePassed, apply_event
 from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import Noted
 from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Train
 from slipstream.schedules.schedule import Worker
@@ -64,6 +67,10 @@ class Compared(Run):
             *_, effects = apply_event(self.rules, self.state, event, self.now)
             self.given_up += [effect.worker for effect in effects if isinstance(effect, GiveUpWorker)]
             super().happens(event)
+
+    @property
+    def notes(self):
+        return [event.text for event in self.events if isinstance(event, Noted)]
 
     def runs(self, iteration, other=None, what=PARAMETERS):
         """All report; `other` holds something else of its column than its peers."""
@@ -140,3 +147,62 @@ def test_of_three_the_wrong_one_is_given_up(what):
         goes_back(run, (0, 1, 2))
         assert run.last(Train).restore is not None and run.last(Train).first_iteration == 1
     assert C not in run.state.members and len(WIDE_MEMBERS) == len(run.state.members) + 1
+
+
+class Overflowing(Compared):
+    """Workers of whose losses some are not finite."""
+
+    def overflows(self, iteration, other=None):
+        """All report, the first of them a loss that is not finite, and `other` another copy than its peers."""
+        for worker in sorted(self.state.members):
+            value = 2 if worker == other else 1
+            report = ran(worker, {(worker.column, PARAMETERS): value}, iteration, self.state.order)
+            self.happens(replace(report, loss=None) if worker == min(self.state.members) else report)
+
+
+def test_an_infinite_loss_after_a_flip_costs_the_one_that_holds_it_and_not_the_run():
+    """The iteration is run again, and its copies are compared: most are right."""
+    run = Overflowing(WIDE)
+    run.runs(0)
+    run.overflows(1)
+    assert run.log.next_iteration == 1 and run.last(EndOrder, A) == EndOrder(1, doubted=False)
+    assert run.notes == ["the loss of iteration 1 is not finite: the iteration is run again, and copies of the state "
+                         "are compared"]
+    run.pauses()
+    assert run.last(Train).order == 2 and run.last(Train).first_iteration == 1 and run.last(Train).restore is None
+    run.overflows(1, other=C)
+    run.pauses()
+    assert run.given_up == [C]
+    run.lost(C, "it was wrong")
+    goes_back(run, (0,))
+    run.runs(0)
+    run.runs(1)
+    assert run.log.next_iteration == 2
+
+
+def test_a_loss_that_is_infinite_once_was_that_of_a_flip_that_nobody_holds():
+    run = Overflowing(WIDE)
+    run.overflows(0)
+    run.pauses()
+    run.runs(0)
+    run.runs(1)
+    assert run.log.next_iteration == 2 and not run.back and not run.given_up
+
+
+def test_with_equal_copies_the_run_goes_back_once_and_then_ends():
+    """All may have summed what one computed wrong; it is the learning rate where that happens again."""
+    run = Overflowing(WIDE)
+    run.runs(0)
+    run.overflows(1)
+    run.pauses()
+    run.overflows(1)
+    assert run.last(EndOrder, A) == EndOrder(2, doubted=True)
+    goes_back(run, (0, 1))
+    assert run.back == [0] and run.last(Train).restore is not None, "the checkpoint of 1 may hold it"
+    run.runs(0)
+    run.overflows(1)
+    run.now += MAX_RETRY_SECONDS  # no worker of these orders says that it has begun
+    run.pauses()
+    with pytest.raises(CommitLogError, match="the loss of iteration 1 is not finite, as before the run went back, and "
+                                             "all copies are equal: try a smaller training.learning_rate"):
+        run.overflows(1)

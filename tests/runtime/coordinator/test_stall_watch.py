@@ -77,3 +77,26 @@ def test_progress_and_time_in_which_this_process_did_not_run_count_as_none(world
     assert world.look(9) == [] == world.asked
     world.look(3)
     assert world.asked
+
+
+def answers(world, *statuses):
+    """The report after members have said, once nothing has been committed for long, what they wait for."""
+    world.look(11)
+    for worker, seconds, awaited in statuses:
+        world.watch.add_status(WorkerStatus(worker, "receiving", seconds, waits=True, awaited=awaited))
+    (stall,) = world.look(1)
+    return stall
+
+
+def test_members_that_wait_for_each_other_are_named_and_not_who_waits_for_them(world):
+    """None of them computes, so that nobody hangs, and a connection between two of them carries nothing."""
+    stall = answers(world, (A, 19.0, (B,)), (B, 19.0, (A,)), (C, 19.0, (A,)))
+    assert stall.find_culprits(HELD) == [] and [one.worker for one in stall.find_circle()] == [A, B]
+
+
+@pytest.mark.parametrize("seconds", [[19.0, 9.0, 19.0], [19.0, 19.0, 19.0]])
+def test_nobody_is_named_whose_wait_ends_with_that_of_another(world, seconds):
+    """C waits for node 0, or all wait for who has not waited for long: their transfers may only be slow."""
+    a, b, c = seconds
+    stall = answers(world, (A, a, (B,)), (B, b, (C,) if b > 10 else (A,)), (C, c, () if b > 10 else (B,)))
+    assert stall.find_circle() == []

@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker import layer_server
+from slipstream.runtime.worker import layer_sender, layer_server
 from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartRange
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_server import QUEUE_STATES
 from tests.runtime.speaking import ask
-from tests.runtime.worker.team import LEFT, SOON, whole
+from tests.runtime.worker.team import LEFT, SOON, TARGET, whole
 
 
 def test_who_gives_layers_away_waits_until_they_have_gone(team):
@@ -99,6 +99,25 @@ def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
             member.sender.wait_for_room(read)
         assert iteration + 1 >= QUEUE_STATES and not full(member.sender)  # before the first step, AdamW has no state
         reader.join(SOON)
+
+
+def test_a_receiver_that_takes_nothing_is_dropped_and_training_goes_on(team, monkeypatch):
+    """It is named, so that all know for whom its senders wait."""
+    monkeypatch.setattr(layer_sender, "ROOM_SECONDS", 0.05)
+    member = team.members[LEFT]
+    with ask(member.sender.address, SOON) as slow:
+        slow.send(LayerRequest((whole(0),), None, TARGET))
+        while not member.sender.has_requests:
+            threading.Event().wait(0.01)
+        for iteration in range(10_000):
+            member.run(iteration)
+            if member.sender.find_full_receivers():
+                break
+        assert member.sender.find_full_receivers() == [TARGET]
+        assert member.sender.wait_for_room(lambda: None) == [TARGET]
+        assert member.sender.find_full_receivers() == [] == member.sender.wait_for_room(lambda: None)
+        member.run(iteration + 1)
+        assert not member.sender._server.list_following()
 
 
 def full(sender: LayerSender) -> bool:
