@@ -16,6 +16,11 @@ class NoLiveWorkerError(RuntimeError):
     """Error of taking over a run of which no worker is alive. The message is one line."""
 
 
+def describe_data_end(iteration: int) -> str:
+    """Return a clause that says that the data have ended before an iteration."""
+    return f"the data have no samples left for iteration {iteration}"
+
+
 def describe_reason(error: Exception) -> str:
     """Return the reason of an error in one line: the system's own message for an OSError, otherwise the error's
     message."""

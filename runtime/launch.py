@@ -258,7 +258,9 @@ class _RunLeader:
 
     def _write_results(self, events: EventLoop) -> None:
         """Write the measured trace of a complete run to its folder and, for a model of transformers, the model in their
-        format. Raises RunStopped if a signal has ended the run early."""
+        format. Raises RunStopped if a signal has ended the run early, and RunError if the data have ended."""
+        if events.data_end_reason is not None and self.stop.received is None:
+            raise RunError(events.data_end_reason)
         if events.has_stopped_early:
             signal_received = self.stop.received or signal.SIGTERM
             raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (

@@ -52,7 +52,13 @@ from slipstream.runtime.coordinator.records.progress_lines import REPORT_INTERVA
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.coordinator.run_spec import RunSpec
-from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, RunError, first_line
+from slipstream.runtime.errors import (
+    CoordinatorFailedError,
+    NoLiveWorkerError,
+    RunError,
+    describe_data_end,
+    first_line,
+)
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
 from slipstream.runtime.events import Noted, OrderGiven, WentBack
@@ -137,6 +143,14 @@ class EventLoop:
         early = self.state.log.next_iteration < self._rules.iterations.stop
         return self.out_of_time or (self._has_ended and early)
 
+    @property
+    def data_end_reason(self) -> str | None:
+        """Line that says that the run has ended early because the data did; None if that is not the reason."""
+        state = self.state
+        if state.data_end is None or not self._has_ended or state.log.next_iteration < state.data_end:
+            return None
+        return f"{describe_data_end(state.data_end)}; {self.news.describe_progress(state.log.next_iteration)}"
+
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
         """Serve the run until all iterations are done or it has ended because it was told to.
 
@@ -163,7 +177,8 @@ class EventLoop:
             with stop.call_at_first_signal(partial(loop.call_soon_threadsafe, self._handle_stop_signal)):
                 while not self._has_ended and not self.out_of_time:
                     (await self._events.get())()
-            error = "node 0 was asked to end the run" if self.has_stopped_early else None
+            error = self.data_end_reason or (
+                "node 0 was asked to end the run" if self.has_stopped_early else None)
         except NoLiveWorkerError as reason:
             error, anew = str(reason), True
             raise

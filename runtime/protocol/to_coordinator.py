@@ -198,6 +198,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     named: tuple[Worker, ...] = ()
     """Workers between which a connection failed: this one, and those it could not reach. Empty: the error is of another
     kind, or follows from the end of the order."""
+    data_end: int | None = None
+    """First iteration for which the data have no samples, if the order ends because of that; otherwise None."""
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):

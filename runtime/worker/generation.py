@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from slipstream.runtime.model.data.token_data import DataEndedError
 from slipstream.runtime.model.seeds import GENERATOR_LOCK
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.version import VersionError
@@ -149,7 +150,7 @@ class GenerationRunner:
         self._thread = threading.current_thread()
         self._context.injector.cut = self._session.cut_connections
         self._context.injector.flip = self._context.layer_store.flip_bit
-        reason, named, out_of_memory = None, tuple[Worker, ...](), False
+        reason, named, data_end, out_of_memory = None, tuple[Worker, ...](), None, False
         try:
             self._context.injector.fail_if_due(self._order.first_iteration, "ordered")
             self._session.raise_if_ended()
@@ -163,6 +164,8 @@ class GenerationRunner:
             reason = str(error)
             if self._ended_at is None and not isinstance(error, GenerationEndedError):
                 named = self._context.worker, *error.peers
+        except DataEndedError as error:
+            reason, data_end = str(error), error.iteration
         except VersionError as error:
             reason = f"worker {self._context.worker} does not hold the expected state: {error}"
             self._context.layer_store.drop_all()
@@ -179,7 +182,7 @@ class GenerationRunner:
             self._session.abort()  # other members may be waiting for this worker
         self._session.drain()
         self._session.release()
-        self._send_paused(reason, named)
+        self._send_paused(reason, named, data_end)
         self._session.close()
         trim_host_memory()
 
@@ -201,11 +204,11 @@ class GenerationRunner:
             self._training.evaluation_mode.leave_mode()
         self._context.layer_store.holding.zero_gradients()
 
-    def _send_paused(self, reason: str | None, named: tuple[Worker, ...] = ()) -> None:
+    def _send_paused(self, reason: str | None, named: tuple[Worker, ...] = (), data_end: int | None = None) -> None:
         self.paused = True
         self._context.channel.send(Paused(self._context.worker, self.order_number,
                                           self._context.layer_store.list_held_state(), self._validated_factor, reason,
-                                          named))
+                                          named, data_end))
 
     def _connect_members(self) -> None:
         context, training = self._context, self._context.config.training

@@ -9,11 +9,10 @@ import traceback
 import msgspec
 import torch
 
-from slipstream.runtime.config import ModelConfig, RunConfig
+from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.token_data import BadSampleError
 from slipstream.runtime.model.layers.layered_model import build_model
 from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.processes.process_title import name_process
@@ -57,7 +56,7 @@ def main(task: bytes) -> int:
         except Exception as error:
             traceback.print_exc()
             link.send(WorkerFailed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
-                                   everywhere=isinstance(error, BadSampleError | NoRoomError | CheckpointError)))
+                                   everywhere=isinstance(error, ConfigError | NoRoomError | CheckpointError)))
         finally:
             link.close()
     except RendezvousError as error:

@@ -9,9 +9,16 @@ from itertools import product
 from torch import Tensor
 
 from slipstream.runtime.model.computing.slices import WorkerSlices
-from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, require_form
+from slipstream.runtime.model.data.data import (
+    Data,
+    Microbatch,
+    is_evaluated,
+    is_fully_masked,
+    read_batch,
+    require_form,
+)
 from slipstream.runtime.model.data.loss_weights import LossWeights
-from slipstream.runtime.model.data.token_data import BadSampleError
+from slipstream.runtime.model.data.token_data import BadSampleError, DataEndedError
 from slipstream.runtime.model.layers.calling import Batch, move_batch
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
@@ -39,6 +46,8 @@ class TrainingLoop:
         self._session = part.session
         self._reports = reports
         self._form = None if context.setup.data is None else context.setup.data.to_form()
+        self._has_masked = False
+        """True if a micro-batch has been read in which no token counts."""
         self.evaluation_mode = EvaluationMode()
         self._holds = weakref.WeakSet[WorkerSlices | Exchange]()
         """Objects that hold tensors of micro-batches."""
@@ -229,14 +238,22 @@ class TrainingLoop:
                                          after)
 
     def _read_batch(self, data: Data, microbatch: Microbatch) -> Batch:
-        config, device = self._part.context.config, self._part.context.device
+        context = self._part.context
         try:
-            batch = data.batch(microbatch, config.training.batch, config.model.context)
-        except StopIteration:  # happens at all workers alike
-            raise BadSampleError(f"the data have no samples left for iteration {microbatch.iteration}") from None
-        if self._form is not None and data is self._part.context.corpus:
+            batch = read_batch(data, microbatch, context.config)
+        except DataEndedError as error:
+            if data is context.corpus:
+                raise
+            raise BadSampleError(f"validation: {error}") from None
+        if self._form is not None and data is context.corpus:
             require_form(batch, self._form, microbatch)
-        return move_batch(batch, device)
+        if not self._has_masked and is_fully_masked(batch):
+            self._has_masked = True
+            context.channel.send(Note(self._part.worker, f"the data mask all tokens of some micro-batches, first of "
+                                                         f"micro-batch {microbatch.index} of pipeline "
+                                                         f"{microbatch.pipeline} in iteration {microbatch.iteration}: "
+                                                         "they count nothing"))
+        return move_batch(batch, context.device)
 
 
 def _no_checksums() -> tuple[Checksum, ...]:

@@ -11,10 +11,12 @@ from torch import nn
 from slipstream.planner.job.file import parse_job
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.launch import Resilience, RunError, run
+from slipstream.runtime.model.checkpoints.checkpoint import open_checkpoint
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_data
 from slipstream.runtime.model.layers.layered_model import build_model
 from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.run_folder import CHECKPOINTS
 from tests.runtime.failing import JOB, planned
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
@@ -161,6 +163,9 @@ def test_data_that_no_worker_can_train_on_end_the_run_in_one_line(data, error, s
             resilience=Resilience(scheduler=planned(JOB)))
     assert "\n" not in str(caught.value)
     assert len(losses_in(tmp_path)) <= 3
+    if data == "Exhausted":  # what is committed is saved
+        assert len(losses_in(tmp_path)) == 3 and "3 iterations are committed" in str(caught.value)
+        assert open_checkpoint(tmp_path / CHECKPOINTS / "iteration-3").iteration == 3
 
 
 def test_own_data(here) -> None:

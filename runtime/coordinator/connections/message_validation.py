@@ -72,6 +72,8 @@ class MessageBounds:
                 return f"it reports a factor of iteration {message.validated.iteration}; the next is {next_iteration}"
             case Paused(named=named) | WorkerStatus(awaited=named) if not self.workers.issuperset(named):
                 return "it names workers that the job does not have"
+            case Paused() if message.data_end is not None and message.data_end not in iterations:
+                return f"it reports an end of the data at iteration {message.data_end}; the next is {next_iteration}"
             case Paused() if not self._can_keep(message.kept):
                 return "it reports layers, or parts of layers, that the model does not have"
             case Ready(known=RecoveryReport()) if not self._can_know(message.known):

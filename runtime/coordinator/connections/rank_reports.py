@@ -151,7 +151,7 @@ def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
     cause = next((one for one in reports if one.reason is not None), first)
     return replace(first, kept=intersect_held_state([one.kept for one in reports]), named=cause.named,
                    validated=max(factors, key=lambda one: one.iteration, default=None),
-                   reason=cause.reason)
+                   reason=cause.reason, data_end=cause.data_end)
 
 
 def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport | None:

@@ -24,6 +24,9 @@ def issue_next_order(step: TransitionBuilder) -> None:
         return
     state, stop = step.state, step.rules.iterations.stop
     first = state.log.next_iteration
+    if state.data_end is not None and first >= state.data_end:
+        step.update_state(stopping=True)
+        state = step.state
     untouched = first == step.rules.iterations.start
     missing = [] if untouched else step.find_lost_layers(state.paused)
     if missing or not state.available_workers:

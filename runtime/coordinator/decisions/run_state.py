@@ -138,6 +138,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     difference and can report it to another coordinator."""
     doubted: int = -1
     """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
+    data_end: int | None = None
+    """First iteration for which the data have no samples; None if none is known. The run ends before it."""
     repeated: int = -1
     """Last iteration that was run again because its loss was not finite, with copies compared; or -1."""
     returned_for: int = -1

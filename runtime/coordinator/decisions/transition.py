@@ -323,8 +323,8 @@ def _handle_nonfinite(step: TransitionBuilder, iteration: int) -> None:
     elif not state.log.has_all_reports(iteration):
         return  # the copies have not been compared yet
     elif iteration <= state.returned_for:
-        raise CommitLogError(f"{what}, as before the run went back, and all copies are equal: try a smaller "
-                             "training.learning_rate")
+        raise CommitLogError(f"{what}: it was not before the run went back, either, and all copies are equal; try a "
+                             "smaller training.learning_rate")
     else:
         why = f"{what} again, and all copies are equal"
         step.update_state(repeated=-1, returned_for=iteration, doubt=why)
@@ -360,12 +360,24 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
     step.update_state(paused=state.paused.with_entry(worker, report.kept))
     if report.reason is not None:
         if isinstance(state.phase, TrainingPhase) and not state.phase.ended:
-            step.update_state(recovery=state.recovery.with_cause(
-                f"worker {worker} lost a connection, {report.reason}", step.at))
-        if report.named or isinstance(state.phase, TrainingPhase) and not state.phase.ended:
+            cause = report.reason if report.data_end is not None \
+                else f"worker {worker} lost a connection, {report.reason}"
+            step.update_state(recovery=state.recovery.with_cause(cause, step.at))
+        if report.data_end is not None:
+            _handle_data_end(step, report.data_end, report.reason)
+        elif report.named or isinstance(state.phase, TrainingPhase) and not state.phase.ended:
             step.update_state(empty=state.empty.with_report(report.named or (worker,),
                                                             f"worker {worker}: {report.reason}"))
         orders.send_end_order(step)
+
+
+def _handle_data_end(step: TransitionBuilder, iteration: int, reason: str) -> None:
+    """Handle that the data have no samples for an iteration: the run ends before it, with a checkpoint. A member may
+    find that before the iteration before is committed, which is then run first."""
+    known = step.state.data_end
+    if known is None or iteration < known:
+        step.update_state(data_end=iteration)
+        step.add_effect(Noted(text=f"{reason}: the run ends before it, with a checkpoint"))
 
 
 def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:

@@ -113,6 +113,8 @@ class SliceRunner:
         if self.last:
             assert isinstance(output, Tensor)
             output, added = output if added is None else output + added, None
+            if scale == 0.0:  # it counts nothing; a mean over no tokens is not a number
+                output = torch.zeros_like(output)
             self._losses.append(output.detach().double() * scale)
         elif added is not None:
             self._losses.append(added.detach().double() * scale)

@@ -6,6 +6,7 @@ import re
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -20,10 +21,11 @@ from torch import Tensor
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.data.document_data import DocumentData, PackedBatch
-from slipstream.runtime.model.data.token_data import BadSampleError, TokenData
+from slipstream.runtime.model.data.token_data import BadSampleError, DataEndedError, TokenData
 from slipstream.runtime.model.data.token_file import map_tokens
 from slipstream.runtime.model.data.tokenized_text import tokenize_file
 from slipstream.runtime.model.layer_values import Form, TensorForm, TupleForm, form_of
+from slipstream.runtime.model.layers.cross_entropy import IGNORED_TARGET
 from slipstream.runtime.model.layers.hugging_face.configuration import vocabulary_size
 from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 from slipstream.runtime.model.microbatch import Microbatch as Microbatch
@@ -120,20 +122,36 @@ class _IterationAdapter:
 
     def _read_alone(self, read: Callable[[int], Any], iteration: int) -> Any:
         """Return what `read` returns for an iteration, while no other thread reads the data."""
-        with self._lock:
+        with self._lock, ending_data(iteration):
             return read(iteration)
 
     def _read_samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
         """Return all samples of an iteration. Raises BadSampleError if their number is not the one requested."""
         with self._lock:
             if iteration not in self._kept:
-                read = self._data.samples(iteration, self._first[-1])
+                with ending_data(iteration):
+                    read = self._data.samples(iteration, self._first[-1])
                 if len(read) != self._first[-1]:
                     raise BadSampleError(f"the data give {len(read)} samples for iteration {iteration}; expected "
                                          f"{self._first[-1]}, one for each micro-batch of all pipelines")
                 self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
                 self._kept[iteration] = read
             return self._kept[iteration]
+
+
+@contextmanager
+def ending_data(iteration: int) -> Iterator[None]:
+    """Turn a StopIteration within the context, where data are read for an iteration, into a DataEndedError."""
+    try:
+        yield
+    except StopIteration:
+        raise DataEndedError(iteration) from None
+
+
+def read_batch(data: Data, microbatch: Microbatch, config: RunConfig) -> tuple[Tensor, ...]:
+    """Read a micro-batch. Raises DataEndedError if the data have no samples left."""
+    with ending_data(microbatch.iteration):
+        return data.batch(microbatch, config.training.batch, config.model.context)
 
 
 def has_costs(data: Data) -> bool:
@@ -260,7 +278,7 @@ def batch_form(config: RunConfig) -> TupleForm:
         tokens = TensorForm((training.batch, context), torch.int64)
         return TupleForm((tokens,) * 2) if training.document_end is None \
             else TupleForm((tokens,) * 3, PackedBatch._fields)
-    given = load_data(config).batch(Microbatch(0, 0, 0), training.batch, context)
+    given = read_batch(load_data(config), Microbatch(0, 0, 0), config)
     if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(element, Tensor) for element in given):
         kinds = f" of {[type(element).__name__ for element in given]}" if isinstance(given, tuple | list) else ""
         raise ConfigError(f"training.data is {training.data!r}: its batch is a {type(given).__name__}{kinds}; expected "
@@ -280,7 +298,14 @@ def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int
     names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
              for index in range(count))
     for name in islice(names, CHECKED_MICROBATCHES) if config.training.data is not None else ():
-        require_form(data.batch(name, config.training.batch, config.model.context), form, name)
+        require_form(read_batch(data, name, config), form, name)
+
+
+def is_fully_masked(batch: tuple[Tensor, ...]) -> bool:
+    """Return whether no token of a micro-batch counts in its loss: all targets are `IGNORED_TARGET`."""
+    target = batch[1] if len(batch) > 1 else None
+    return isinstance(target, Tensor) and target.dtype == torch.int64 and target.numel() > 0 \
+        and bool((target == IGNORED_TARGET).all())
 
 
 def require_form(given: object, form: Form, name: Microbatch) -> None:

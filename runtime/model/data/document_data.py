@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.model.data.token_data import BadTokenError, TokenData
+from slipstream.runtime.model.data.token_data import TokenData
 from slipstream.runtime.model.layers.cross_entropy import IGNORED_TARGET
 from slipstream.runtime.model.microbatch import Microbatch
 
@@ -55,14 +55,11 @@ class DocumentData(TokenData):
         """Return a micro-batch of `batch` samples of `context` tokens, with targets, and with positions within
         documents.
 
-        Raises BadTokenError for a token beyond the vocabulary, and if every token of the micro-batch ends a document,
-        so that no target counts.
+        No target counts if every token of the micro-batch ends a document. Raises BadTokenError for a token beyond the
+        vocabulary.
         """
         tokens, targets = super().batch(microbatch, batch, context)
         ended = tokens == self._end
-        if ended.all():
-            raise BadTokenError(f"{self._source}: a micro-batch has nothing but token {self._end}, which ends "
-                                "documents (training.document_end)")
         places = torch.arange(context).expand(batch, context)
         begins = torch.zeros_like(tokens)
         begins[:, 1:] = places[:, 1:].where(ended[:, :-1], 0)

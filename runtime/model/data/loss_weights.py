@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from slipstream.runtime.config import ConfigError, TrainingConfig
-from slipstream.runtime.model.data.data import Data
+from slipstream.runtime.model.data.data import Data, ending_data
 from slipstream.runtime.model.microbatch import Microbatch
 
 Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -55,14 +55,16 @@ class LossWeights:
 def count_loss_tokens(data: Data, iteration: int, samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return, for each sample of an iteration, the number of tokens over which its loss is a mean.
 
-    Raises ConfigError if the data do not return one number above 0 for each of `samples` samples.
+    A sample of 0 tokens counts nothing. Raises DataEndedError if the data have ended, and ConfigError if they do not
+    return one number for each of `samples` samples, or if no token of the iteration counts.
     """
     count = getattr(data, "tokens", None)
     if not callable(count):
         raise ConfigError("training.loss_weights is 'tokens', and the data have no method tokens(iteration); expected "
                           "one that gives how many tokens each sample's loss is a mean of, or 'microbatches'")
-    tokens = np.asarray(count(iteration))
-    if tokens.shape != (samples,) or tokens.dtype.kind not in "iu" or (tokens < 1).any():
+    with ending_data(iteration):
+        tokens = np.asarray(count(iteration))
+    if tokens.shape != (samples,) or tokens.dtype.kind not in "iu" or (tokens < 0).any() or not tokens.any():
         raise ConfigError(f"the data's tokens of iteration {iteration} are {' '.join(str(tokens).split())[:60]}; "
-                          f"expected {samples} whole numbers above 0")
+                          f"expected {samples} whole numbers of 0 or more, and not all 0")
     return tokens.astype(np.int64)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.runtime.config import ConfigError
+from slipstream.runtime.errors import describe_data_end
 from slipstream.runtime.model.data.sample_order import permute_places
 from slipstream.runtime.model.microbatch import NOTHING_READ, Microbatch, SamplesRead
 from slipstream.runtime.model.seeds import derive_seed
@@ -31,6 +32,14 @@ CHECKED_TOKENS = 2**25
 
 class BadSampleError(ConfigError):
     """Error in samples, on which no worker can train. It ends the run, as other workers would read the same samples."""
+
+
+class DataEndedError(BadSampleError):
+    """Error of data that have no samples for an iteration, `iteration`, nor for any later one."""
+
+    def __init__(self, iteration: int) -> None:
+        super().__init__(describe_data_end(iteration))
+        self.iteration = iteration
 
 
 class BadTokenError(BadSampleError):

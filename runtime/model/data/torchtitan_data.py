@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.model.data.token_data import BadSampleError
+from slipstream.runtime.model.data.token_data import DataEndedError
 from slipstream.runtime.model.layers.cross_entropy import IGNORED_TARGET
 from slipstream.runtime.model.layers.torchtitan.specification import parse_for_one_process
 from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
@@ -103,7 +103,7 @@ class TorchtitanData:
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
         """Return the `count` micro-batches of an iteration, after moving the stream forwards or back to that iteration.
 
-        Raises BadSampleError if the stream has fewer.
+        Raises DataEndedError if the stream has fewer.
         """
         if iteration < self._next:
             self._return_to(iteration)
@@ -135,11 +135,10 @@ class TorchtitanData:
 
 
 def _next_sample(iteration: int, stream: Iterator[Any]) -> Sample:
-    """Read the next micro-batch of the stream. Raises BadSampleError, which names the iteration, if the stream has
+    """Read the next micro-batch of the stream. Raises DataEndedError, which names the iteration, if the stream has
     ended."""
     try:
         inputs, targets = next(stream)
     except StopIteration:
-        raise BadSampleError(f"training.data is 'torchtitan', which has no samples left for iteration {iteration}"
-                          ) from None
+        raise DataEndedError(iteration) from None
     return Sample(inputs["input"], targets, inputs["positions"])

@@ -19,6 +19,8 @@ CHUNK_SIZE = 2**25
 def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK_SIZE) -> Tensor:
     """Return the mean loss over the tokens whose target is not `IGNORED_TARGET`: a scalar, in float32 or better.
 
+    The loss is 0, and so are its gradients, if no token counts.
+
     Parameters
     ----------
     logits
@@ -58,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
         if group is not None:
             torch.distributed.all_reduce(sums_2N, group=group)
         total_N, found_N = sums_2N
-        count = counted_N.sum()
+        count = counted_N.sum().clamp_(min=1)
         ctx.save_for_backward(logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count)
         ctx.rows = rows
         loss: Tensor = ((total_N.log() - found_N) * counted_N).sum() / count

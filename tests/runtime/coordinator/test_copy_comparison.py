@@ -203,6 +203,6 @@ def test_with_equal_copies_the_run_goes_back_once_and_then_ends():
     run.overflows(1)
     run.now += MAX_RETRY_SECONDS  # no worker of these orders says that it has begun
     run.pauses()
-    with pytest.raises(CommitLogError, match="the loss of iteration 1 is not finite, as before the run went back, and "
-                                             "all copies are equal: try a smaller training.learning_rate"):
+    with pytest.raises(CommitLogError, match="the loss of iteration 1 is not finite: it was not before the run went "
+                                             "back, either, and all copies are equal; try a smaller training.learning"):
         run.overflows(1)

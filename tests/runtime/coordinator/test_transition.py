@@ -27,7 +27,7 @@ from slipstream.runtime.coordinator.decisions.transition import (
     apply_event,
 )
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.events import Event, NodeLost, WentBack
+from slipstream.runtime.events import Event, NodeLost, Noted, WentBack
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.protocol.to_coordinator import (
     FetchFailed,
@@ -525,3 +525,26 @@ def test_workers_told_to_end_while_the_layers_of_one_are_saved_leave_after_it_an
     gone = [worker for worker in MEMBERS if run.last(Leave, worker) is not None]
     assert gone == sorted({Worker(0, 1), *later})
     assert isinstance(run.state.phase, EndedPhase) == (len(gone) == len(MEMBERS))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_where_the_data_end_all_that_have_samples_is_run_and_saved(run, ahead):
+    """A member may find that in the iteration after the one that others still run."""
+    run.ran(0)
+    end = 1 + ahead
+    for worker in MEMBERS:
+        held = holding((2 * worker.column, 2 * worker.column + 2))
+        run.happens(Paused(worker, 1, held, None, "there are none", data_end=end if worker == MEMBERS[0] else None))
+    assert [event.text for event in run.events if isinstance(event, Noted)] == [
+        "there are none: the run ends before it, with a checkpoint"]
+    if ahead:
+        assert run.last(Train).order == 2 and run.last(Finish) is None
+        for worker in MEMBERS:
+            run.happens(TrainingStarted(worker, 2), IterationReport(worker, 2, 1, 0.0, 1.0))
+        assert all(run.last(Acknowledged, worker).stop for worker in MEMBERS)
+        run.paused()
+    finish = run.last(Finish)
+    assert finish.first_iteration == end and not finish.parameters
+    for worker in MEMBERS:
+        run.happens(Finished(worker, finish.order, {}))
+    assert isinstance(run.state.phase, EndedPhase)

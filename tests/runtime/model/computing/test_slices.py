@@ -467,3 +467,16 @@ def test_compiled_layers_leave_the_gradients_of_weights_to_w() -> None:
             runner.backward_weight(one)
     for mine, other in zip(stage.holding.flat_gradients(), plain.holding.flat_gradients(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+def test_a_micro_batch_that_counts_nothing_has_no_gradient_even_if_its_loss_is_not_a_number():
+    """As a mean over no tokens is."""
+    (part,) = build_parts(CONFIG, [(0, 4)], 1)
+    part.loss_scale, part._loss_of = (lambda _: 0.0), (lambda value, target, batch: (value * float("nan")).mean())
+    name = Microbatch(0, 0, 0)
+    tokens, targets = load_data(CONFIG).batch(name, 2, 8)
+    part.forward(name, tokens, targets, split=True)
+    part.backward(name, None)
+    assert part.take_loss() == 0
+    assert all(parameter.grad is None or not parameter.grad.any()
+               for parameter in part.holding.parameters_by_name().values())

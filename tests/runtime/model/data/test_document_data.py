@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
-from slipstream.runtime.model.data.data import Microbatch, batch_form, load_data
+from slipstream.runtime.model.data.data import Microbatch, batch_form, is_fully_masked, load_data
 from slipstream.runtime.model.data.document_data import DocumentData, PackedBatch
-from slipstream.runtime.model.data.token_data import BadTokenError
+from slipstream.runtime.model.data.loss_weights import LossWeights
 from slipstream.runtime.model.layer_values import form_of
 from slipstream.runtime.model.layers.calling import LayerCall, move_batch
 from slipstream.runtime.model.layers.layered_model import build_model, seeded_for_layer
@@ -111,8 +111,17 @@ def test_what_is_refused(path, training, says):
         load_data(config_for(path, **training), COUNTS)
 
 
-def test_a_micro_batch_without_targets_ends_the_run(tmp_path):
-    np.full(200, END, "<u2").tofile(tmp_path / "data.bin")
-    data = load_data(config_for(tmp_path / "data.bin"), COUNTS)
-    with pytest.raises(BadTokenError, match="has nothing but token 7"):
-        data.batch(Microbatch(0, 0, 0), 2, CONTEXT)
+def test_a_micro_batch_without_targets_counts_nothing(tmp_path):
+    """It would end the run in the middle, and on resume again."""
+    ends = np.ones(400, "<u2")
+    ends[:2 * CONTEXT] = END
+    ends.tofile(tmp_path / "data.bin")
+    config = config_for(tmp_path / "data.bin", loss_weights="tokens", shuffle=False)
+    data, names = load_data(config, COUNTS), [Microbatch(0, pipeline, index) for pipeline, count in enumerate(COUNTS)
+                                              for index in range(count)]
+    assert [is_fully_masked(data.batch(name, 2, CONTEXT)) for name in names] == [True] + [False] * (len(names) - 1)
+    weights = LossWeights(data, config.training, COUNTS)
+    assert [weights(name) for name in names] == [0.0] + [1 / (len(names) - 1)] * (len(names) - 1)
+    np.full(400, END, "<u2").tofile(tmp_path / "data.bin")
+    with pytest.raises(ConfigError, match="expected 5 whole numbers of 0 or more, and not all 0"):
+        LossWeights(load_data(config, COUNTS), config.training, COUNTS)(names[0])
