@@ -47,7 +47,7 @@ from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.records.tensorboard import require_tensorboard
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
-from slipstream.runtime.node_agent import NodeJob, join_run
+from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
 from slipstream.runtime.processes.launch_environment import (
     LaunchInfo,
     announce_node_0,
@@ -182,13 +182,16 @@ def _build_resilience(request: TrainRequest, planner: FailurePlanner, rehearsals
 
 def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
     """Train as a node other than node 0, on its instructions, unless all iterations are done."""
-    if is_done_without_node(request, own.config.training.iterations):
+    is_done = partial(is_done_without_node, request, own.config.training.iterations)
+    try:
+        if is_done():
+            raise RunDoneError
+        with exit_on_errors(), call_in_thread(_say) as say:
+            join_run(find_node_0(here, request.join_timeout, say), own, node=here.node, nodes=here.nodes,
+                     out=request.folder, local=here.local, join_timeout_seconds=request.join_timeout,
+                     grace_seconds=request.grace, notify=say, is_done=is_done)
+    except RunDoneError:
         _say(f"{request.folder}: all iterations are done; node {here.node} has nothing to do")
-        return
-    with exit_on_errors(), call_in_thread(_say) as say:
-        join_run(find_node_0(here, request.join_timeout, say), own, node=here.node, nodes=here.nodes,
-                 out=request.folder, local=here.local, join_timeout_seconds=request.join_timeout,
-                 grace_seconds=request.grace, notify=say)
 
 
 def _look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...],

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -66,25 +67,31 @@ class NodeJob:
     """Seconds to wait for another node 0 after that of the run is gone; 0: end at once."""
 
 
+class RunDoneError(Exception):
+    """Error for a node that waits for a run which has done all iterations meanwhile."""
+
+
 def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
              fork_server: ForkServer | None = None, local: LocalProcess = ONLY_PROCESS,
              join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
-             notify: Callable[[str], None] = lambda _: None) -> None:
+             notify: Callable[[str], None] = lambda _: None, is_done: Callable[[], bool] = lambda: False) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     The workers' logs, and the parameters of layers that they write, go into `out`. The workers' GPUs follow from
     `local`, this process's rank on its machine. The workers are started by `fork_server`; None: a new one. `notify` is
-    called with a line of text while node 0 is waited for. After SIGTERM or Ctrl-C the workers leave the run at the next
+    called with a line of text while node 0 is waited for, and `is_done` returns whether the run has done all iterations,
+    so that node 0 will not come. After SIGTERM or Ctrl-C the workers leave the run at the next
     iteration, or are killed after `grace_seconds`; the other nodes continue.
 
-    Raises RendezvousError if node 0 cannot be reached or has another secret, ConfigError if its job or this machine
+    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has another secret, ConfigError if its job or this machine
     does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and RunStopped
     after a signal.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
     joins_again = True
     while joins_again:
-        channel, setup = _connect_to_coordinator(rendezvous, job, node, join_timeout_seconds, notify)
+        channel, setup = _connect_to_coordinator(rendezvous, job, node, join_timeout_seconds,
+                                                 partial(_notify_unless_done, notify, is_done))
         link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
             rendezvous, job.secret, hello, to_node_agent.decode, seconds))
         with closing(link), ExitStack() as stack:
@@ -116,6 +123,13 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
                          + ("" if error is None else f": {error}"))
     if error is not None:
         raise RunError(error)
+
+
+def _notify_unless_done(notify: Callable[[str], None], is_done: Callable[[], bool], line: str) -> None:
+    """Call `notify` with a line about waiting for node 0. Raises RunDoneError if the run is done instead."""
+    if is_done():
+        raise RunDoneError(line)
+    notify(line)
 
 
 def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import typer
@@ -126,11 +126,15 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
     if all are damaged, and FolderError if some are to be set aside while another run writes to `folder`.
     """
     whole, damaged = find_newest_undamaged(source)
-    if whole is None and damaged:
-        raise CheckpointError(f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start again with "
-                              "another --out")
-    if damaged and source.resolve() == (folder / CHECKPOINTS).resolve():
-        with hold_folder_lock(folder, 0):
+    with ExitStack() as stack:
+        is_own = source.resolve() == (folder / CHECKPOINTS).resolve()
+        if damaged and is_own:  # with the lock, because a run that is under way removes checkpoints
+            stack.enter_context(hold_folder_lock(folder, 0))
+            whole, damaged = find_newest_undamaged(source)
+        if whole is None and damaged:
+            raise CheckpointError(f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start again "
+                                  "with another --out")
+        if is_own:
             damaged = {rename_damaged(path): error for path, error in damaged.items()}
     for path, error in damaged.items():
         say(f"{error}; it is kept as {path}, and training continues from {whole and whole.path}")

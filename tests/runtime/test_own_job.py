@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import RunError, RunOptions, run
-from slipstream.runtime.node_agent import NodeJob, join_run
+from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
 from slipstream.runtime.processes import start_limit
 from slipstream.runtime.processes.start_limit import MAX_STARTS, StartLimit, StartLimitError
 from slipstream.runtime.protocol import authentication, to_node_agent
@@ -71,6 +71,15 @@ def test_workers_that_are_not_this_nodes_are_not_started(node_0, fork_server, tm
     with pytest.raises(RunError, match=r"^node 0 wants to start worker 0\.0, which is not a worker of this node"):
         join_as_node_1(node_0(SETUP, StartWorker(Worker(0, 0))), tmp_path, fork_server)
     assert fork_server.pids == {}
+
+
+def test_a_node_that_waits_for_node_0_learns_that_the_run_is_done(fork_server, tmp_path):
+    """It was started again while the run was ending: node 0 has left, and never comes back."""
+    lines = []
+    with pytest.raises(RunDoneError, match="waiting for node 0"):
+        join_run(Rendezvous("127.0.0.1", free_port()), OWN, node=1, nodes=2, out=tmp_path / "out",
+                 fork_server=fork_server, notify=lines.append, is_done=lambda: True)
+    assert not lines and not (tmp_path / "out").exists()
 
 
 def test_starts_are_limited_in_number_and_rate(monkeypatch):

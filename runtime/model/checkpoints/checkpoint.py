@@ -269,15 +269,24 @@ def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, D
     """
     damaged = dict[Path, DamagedError]()
     while candidates := [path for _, path in sorted(find_complete(folder).items()) if path not in damaged]:
+        newest, opened = candidates[-1], None
         try:
-            return verify_checkpoint(open_checkpoint(candidates[-1])), damaged
+            opened = open_checkpoint(newest)
+            return verify_checkpoint(opened), damaged
         except CheckpointError as error:
-            if not is_complete(candidates[-1]):
-                continue
+            if not is_complete(newest) or _has_changed(newest, opened):
+                continue  # a run has removed or replaced it meanwhile
             if not isinstance(error, DamagedError):
                 raise
-            damaged[candidates[-1]] = error
+            damaged[newest] = error
     return None, damaged
+
+
+def _has_changed(path: Path, opened: Checkpoint | None) -> bool:
+    """Return whether the folder `path` now holds another checkpoint than the one that was opened there."""
+    with contextlib.suppress(CheckpointError):
+        return opened is not None and open_checkpoint(path).manifest != opened.manifest
+    return False
 
 
 def rename_damaged(path: Path) -> Path:

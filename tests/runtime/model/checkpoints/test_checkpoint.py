@@ -172,6 +172,23 @@ def test_of_checkpoints_that_newer_ones_replace_while_they_are_read_the_newest_i
     assert reopen_or_latest(found).iteration == 19 + KEPT_CHECKPOINTS
 
 
+def test_a_checkpoint_that_is_written_again_while_it_is_read_is_not_damaged(monkeypatch, tmp_path) -> None:
+    """A run that is under way has gone back: it has removed the newest checkpoint, and reaches it once more."""
+    write(tmp_path, 10, states())
+    verify = checkpoint.verify_checkpoint
+
+    def replaced(found):
+        monkeypatch.setattr(checkpoint, "verify_checkpoint", verify)
+        checkpoint.remove_newer(tmp_path, 0)
+        write(tmp_path, 10, states(1))
+        return verify(found)
+
+    monkeypatch.setattr(checkpoint, "verify_checkpoint", replaced)
+    newest, damaged = find_newest_undamaged(tmp_path)
+    assert newest is not None and not damaged
+    assert_same(load_layers(newest, range(4)), states(1))
+
+
 def test_a_full_disk_loses_nothing(tmp_path) -> None:
     write(tmp_path, 10, states())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
