@@ -19,7 +19,7 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous, open_listener
 from slipstream.runtime.protocol.to_node_agent import NodeSetup, StartWorker, StillRunning
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.running import schedule_for, tiny
+from tests.runtime.running import free_port, schedule_for, tiny
 from tests.runtime.speaking import SECRET, be_asked
 
 SCHEDULE = schedule_for(grid(2, 2, 2))

@@ -70,18 +70,19 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
         return self.number >= MAX_ORDERS_OF_MEMBERS or self.stalled >= MAX_STALLED_ORDERS
 
     def find_culprit(self, members: Collection[Worker]) -> Worker | None:
-        """Return the member to give up, if any: one that has joined since the last commit before all others.
+        """Return the member to give up, if any: after too many orders, the one that has been named most often.
 
-        Without one, and after too many orders, it is the member that has been named most often. The result is None
-        if all members have been named equally often, since none of them is then more likely at fault than the others.
+        It is given up earlier if it has joined since the last commit. The result is None if all members have been named
+        equally often, since none of them is then more likely at fault than the others.
         """
         counts = {worker: self.counts.get(worker, 0) for worker in sorted(members)}
-        joined = [worker for worker in counts if worker in self.joined and counts[worker]]
-        if joined and self.number >= MAX_ORDERS_OF_JOINING:
-            return max(joined, key=counts.__getitem__)
+        most = max(counts.values(), default=0)
+        joined = [worker for worker, count in counts.items() if worker in self.joined and count == most > 0]
+        if joined and (self.number >= MAX_ORDERS_OF_JOINING or self.stalled):
+            return joined[-1]
         if not self.has_ended_too_many or len(set(counts.values())) < 2:
             return None
-        return max(reversed(counts), key=counts.__getitem__)
+        return max(worker for worker, count in counts.items() if count == most)
 
 
 NO_EMPTY_ORDERS = EmptyOrders()

@@ -153,10 +153,10 @@ class Counting:
             if not self.lacking:
                 self.begin()
 
-    def pause(self, reason=None) -> None:
+    def pause(self, reason=None, named=()) -> None:
         if not self.paused and self.order is not None:
             self.paused = True
-            self.said.append(Paused(self.worker, self.order.order, self.holding(), None, reason))
+            self.said.append(Paused(self.worker, self.order.order, self.holding(), None, reason, named))
 
     def step(self) -> None:
         """It can, once all members have begun the same iteration."""
@@ -211,3 +211,22 @@ class Rank(Counting):
 
     def whole(self, worker) -> bool:
         return len(self.world.workers.get(worker, ())) == RANKS
+
+
+class Apart(Counting):
+    """A worker that never reaches some others (`CutWorld.cut`): neither to train, nor to get their layers."""
+
+    def hear(self) -> None:
+        match self.inbox[0]:
+            case Fetch(number=number, moves=moves) if any(
+                    move.target == self.worker and self.world.is_cut(self.worker, move.source) for move in moves):
+                self.inbox.popleft()
+                self.said.append(FetchFailed(self.worker, number, "timed out", unreachable=True))
+            case _:
+                super().hear()
+
+    def train(self, order) -> None:
+        super().train(order)
+        for other in self.members if not self.paused else ():
+            if self.world.is_cut(self.worker, other):
+                self.pause(f"receiving from worker {other} failed", (self.worker, other))

@@ -19,11 +19,11 @@ from slipstream.runtime.coordinator.planning.schedule_finder import (
 )
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import Writer
-from slipstream.runtime.events import WentBack
+from slipstream.runtime.events import Noted, WentBack
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Finished, Leaving, Ready
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
-from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Counting, Rank
+from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Apart, Counting, Rank
 from tests.runtime.failing import WIDE, Planning
 from tests.runtime.running import schedule_for
 from tests.runtime.test_going_back import on_the_spot
@@ -71,7 +71,7 @@ class World:
         self.fewest, self.now, self.refused, self.unfetched = len(WORKERS), 0.0, 0.02, 0.5
         self.savers: dict[tuple[int, int], dict[Worker, set[bool]]] = {}
         self.saved = 0
-        self.happening, self.unknown = [], set()
+        self.happening, self.unknown, self.notes, self.given_up = [], set(), [], set()
         self.disk, self.unwritten = random.Random(len(WORKERS)), Unwritten()
         out.mkdir()
         self.log = RunLog(out, write=self.unwritten)
@@ -87,6 +87,8 @@ class World:
 
     may_restart = True
     """Whether node 0 dies at all."""
+    leaving = 0.001
+    """How often a worker is told to end."""
 
     def stepped(self, order, iteration, worker, *, saves) -> None:
         """A worker that saves waits for all others' parts: all members of an order do so before the same step."""
@@ -117,7 +119,10 @@ class World:
                         self.restart()  # between a commit and its acknowledgement
                         return
                 case GiveUpWorker():
+                    self.given_up.add(effect.worker)
                     given_up.append(effect.worker)
+                case Noted():
+                    self.notes.append(effect.text)
                 case WentBack():
                     self.go_back(self.state.log.next_iteration)
                 case FailoverResult():
@@ -127,7 +132,8 @@ class World:
         for answer in answers:
             self.happens(answer)
         for worker in given_up:
-            self.kill(worker)
+            if worker in self.workers:
+                self.kill(worker)
 
     def committed(self, one, report) -> None:
         self.log.write_iteration(one.iteration, one.loss, 0.1)
@@ -209,7 +215,7 @@ class World:
                 self.workers[worker] = self.fresh(worker)
         elif rng.random() < self.deadly:
             self.kill(worker)
-        elif rng.random() < 0.001 and self.taking_over is None:
+        elif rng.random() < self.leaving and self.taking_over is None:
             self.told_to_leave += 1
             self.happens(Leaving(worker))
         elif one.said and rng.random() < 0.6:
@@ -291,3 +297,32 @@ class RankedWorld(World):
         if one is not None and self.rng.random() < 0.002:
             one.pause("a connection broke")
         super().act()
+
+
+class CutWorld(World):
+    """From the start, or after it has died, one worker never reaches some of the others, at least one. Nothing else
+    fails."""
+
+    may_restart, leaving = False, 0.0
+
+    def __init__(self, rng, out, deadly) -> None:  # noqa: ARG002 - nobody dies of anything else
+        self.cut_from, self.lone = rng.choice([0.0, rng.uniform(1.0, 20.0)]), rng.choice(WORKERS)
+        others = [worker for worker in WORKERS if worker != self.lone]
+        self.unreached = frozenset(rng.sample(others, rng.randint(1, len(others))))
+        super().__init__(rng, out, 0.0)
+        self.unfetched = 0.0
+
+    def restart(self) -> None:
+        pass
+
+    def act(self) -> None:
+        if self.now >= self.cut_from > 0.0 and self.lone in self.workers and not self.deaths:
+            self.kill(self.lone)
+        super().act()
+
+    def is_cut(self, worker, other) -> bool:
+        return self.now >= self.cut_from and (
+            (worker == self.lone and other in self.unreached) or (other == self.lone and worker in self.unreached))
+
+    def fresh(self, worker):
+        return Apart(worker, self)

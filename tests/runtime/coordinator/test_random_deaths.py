@@ -15,7 +15,7 @@ from slipstream.runtime.coordinator.decisions.run_state import EndedPhase
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import LOSSES
 from tests.runtime.coordinator.counting_workers import ITERATIONS
-from tests.runtime.coordinator.counting_world import RankedWorld, World
+from tests.runtime.coordinator.counting_world import CutWorld, RankedWorld, World
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +29,12 @@ class Played:
     def __init__(self, kind, seeds, folder, deadly=0.016) -> None:
         self.restarts = self.back = self.deaths = self.ended = self.told = self.saved = self.unknown = 0
         self.partial = self.moved = 0
-        self.fewest = set()
+        self.fewest, self.worlds = set(), []
         for seed in seeds:
             self._play(seed, kind(random.Random(seed), folder / str(seed), deadly=0.004 if seed % 5 else deadly))
 
     def _play(self, seed, world) -> None:
+        self.worlds.append(world)
         try:
             for _ in range(100_000 * len(world.workers)):
                 world.act()
@@ -74,3 +75,16 @@ def test_whoever_dies_the_numbers_are_whole(tmp_path):
 def test_whichever_rank_of_a_worker_stops_first_the_numbers_are_whole(tmp_path):
     played = Played(RankedWorld, range(30), tmp_path, 0.01)  # an order takes them longer to begin
     assert played.restarts > 15 and played.deaths > 30 and played.told > 5 and played.ended < 15, vars(played)
+
+
+def test_links_that_never_work_cost_no_healthy_worker_and_no_standstill(tmp_path):
+    """Whoever cannot be reached goes, or one of the two whose link it is, and the others go on."""
+    played = Played(CutWorld, range(40), tmp_path)
+    assert not played.ended, vars(played)
+    blamed = [world for world in played.worlds if world.given_up]
+    assert len(blamed) > 20, "else the links were cut too late"
+    for world in blamed:
+        assert world.given_up <= {world.lone} | world.unreached
+        assert any("order" in note or "could not get its layers" in note for note in world.notes)
+        if len(world.unreached) > 1:
+            assert world.given_up == {world.lone}, (world.lone, world.unreached, world.given_up)
