@@ -42,6 +42,10 @@ CPU = torch.device("cpu")
 SECRET = SimpleNamespace()
 
 
+FULL_QUEUE = 3
+"""Messages of steps that wait for one receiver, from which on its sender waits."""
+
+
 class Receiver:
     """What asks a sender for layers, and what is on its way to it."""
 
@@ -76,6 +80,7 @@ class Server:
 
     def queue_message(self, receiver, message, tensors=None) -> None:
         receiver.queue.append((message, tensors or {}))
+        receiver.full = receiver.full or len(receiver.queue) > FULL_QUEUE * len(receiver.request.parts)
 
     def drop_receiver(self, receiver) -> None:
         receiver.closed = True
@@ -99,16 +104,22 @@ class Transfer(_Transfer):
         try:
             let_others_run()
             process = self.world.workers.get(source)
-            if process is None:
+            if process is None or self.world.is_apart(self._worker, source):
+                process = None
                 raise ConnectionError("it is gone")
-            one = Receiver(LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order))
+            one = Receiver(LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order, self._worker))
             process.sender._server.receivers.append(one)
             while not self._over:
+                if self.world.takes_nothing(self._worker):
+                    if not self.fetch.follow:  # the sender drops it, as it takes nothing
+                        raise ConnectionError("it was closed")
+                    wait_until(lambda: one.closed or self._over or process.killed)
                 wait_until(lambda: one.queue or one.closed or self._over or process.killed)
                 if one.queue:
                     message, tensors = one.queue[0]
                     self._apply_message(source, message, {key: tensor.clone() for key, tensor in tensors.items()})
                     one.queue.popleft()
+                    one.full = one.full and bool(one.queue)
                     if not one.queue:
                         self._apply_message(source, UpToDate(), {})
                 elif not self._over and (one.closed or process.killed):
@@ -206,7 +217,7 @@ class Process:
         injector = Injector((), lambda _: None)
         injector.fail_if_due = let_others_run
         receiver = LayerReceiver(store.get_module, partial(SteppedPart, config=training, device=CPU, sharing=sharing),
-                                 CPU, SECRET, Told(self))
+                                 CPU, SECRET, Told(self), worker)
         kind = type("Transfer", (Transfer,), {"world": world})
         receiver._begin = partial(kind, **receiver._begin.keywords)
         self.sender = Sender(worker)

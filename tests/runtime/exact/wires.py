@@ -19,6 +19,8 @@ class Wires:
 
     def __init__(self, rng) -> None:
         self.rng, self.rooms, self.arriving = rng, {}, []
+        self.is_cut = lambda prefix: False
+        """Whether the members of a group, of this prefix in the store, never reach each other."""
 
     def room(self, key, size):
         return self.rooms.setdefault(key, [None] * size)
@@ -162,6 +164,9 @@ class ScriptedGloo:
         return nullcontext()
 
     def create_group(self, meeting):
+        if self.wires.is_cut(meeting.prefix):
+            let_others_run()
+            raise RuntimeError("a connection was refused")
         aborts, room = self.aborts, self.wires.room(("gloo", id(meeting.store), meeting.prefix), meeting.size)
         end = room[meeting.rank] = GlooEnd(self.wires, room, meeting.rank)
         self.ends.append(end)

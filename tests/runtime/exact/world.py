@@ -60,6 +60,15 @@ def setting(config):
     return rules, load_data(config, WIDE.microbatches), find_forms(model, config), oracle
 
 
+def flip_exponent(holding, rng) -> bool:
+    """Flip the highest bit of the exponent of a parameter; return whether there is one."""
+    parameters = [*holding.parameters_by_name().values()]
+    if parameters:
+        values = rng.choice(parameters).data.view(-1).view(torch.int64)
+        values[rng.randrange(values.numel())] ^= 1 << 62
+    return bool(parameters)
+
+
 class Deviation(AssertionError):
     """A number that is not that of one process."""
 
@@ -79,6 +88,14 @@ class ExactWorld(World):
         self.wires, self.store, self.disk_of, self.history = Wires(rng), Store(), {}, []
         self.checked, self.committed_losses = 0, {}
         super().__init__(rng, out, deadly)
+
+    def is_apart(self, worker, other) -> bool:
+        """Whether two workers never reach each other."""
+        return False
+
+    def takes_nothing(self, worker) -> bool:
+        """Whether a worker takes nothing of the layers that it has asked for."""
+        return False
 
     def started(self, rejoining):
         return build_initial_state(self.rules, CommitLog(validates=needs_gradient_norm(self.config.training)), self.now,
@@ -146,8 +163,8 @@ class ExactWorld(World):
     def flip(self) -> None:
         """A bit of what a worker holds flips."""
         what, worker = self.flips, self.rng.choice([*self.workers])
-        optimizer = self.workers[worker].context.layer_store.holding.optimizer
-        if optimizer.flip_bit(what, self.rng):
+        holding = self.workers[worker].context.layer_store.holding
+        if flip_exponent(holding, self.rng) if what == "exponent" else holding.optimizer.flip_bit(what, self.rng):
             self.flips, self.flipped = None, self.state.log.next_iteration
             self.note(f"a bit of the {what} of {worker} flips in iteration {self.flipped}")
 
