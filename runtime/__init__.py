@@ -9,6 +9,7 @@
     run_record     reads the history of a run from its folder
     node_agent     takes part in a run as a node other than node 0
     run_folder     locks a run's folder, and decides which files a run may replace
+    waits          every place where a process waits, for whom, and how long at most
     events         the lines of events.jsonl: one struct for each kind of event
     model/         layers, stages, optimizer, data, checkpoints
     replay/        runs a program op by op, and passes tensors between workers

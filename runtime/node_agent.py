@@ -79,12 +79,12 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
 
     The workers' logs, and the parameters of layers that they write, go into `out`. The workers' GPUs follow from
     `local`, this process's rank on its machine. The workers are started by `fork_server`; None: a new one. `notify` is
-    called with a line of text while node 0 is waited for, and `is_done` returns whether the run has done all iterations,
-    so that node 0 will not come. After SIGTERM or Ctrl-C the workers leave the run at the next
+    called with a line of text while node 0 is waited for, and `is_done` returns whether the run has done all
+    iterations, so that node 0 will not come. After SIGTERM or Ctrl-C the workers leave the run at the next
     iteration, or are killed after `grace_seconds`; the other nodes continue.
 
-    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has another secret, ConfigError if its job or this machine
-    does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and RunStopped
+    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has another secret,
+    ConfigError if its job or this machine does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and RunStopped
     after a signal.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)

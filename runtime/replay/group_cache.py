@@ -10,8 +10,8 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import Backend, GroupRendezvous
 from slipstream.runtime.replay.gloo import GlooBackend
 from slipstream.runtime.replay.group_store import GroupStore, order_key_prefix
-from slipstream.runtime.replay.nccl import NcclBackend
 from slipstream.runtime.replay.membership import worker_of_process
+from slipstream.runtime.replay.nccl import NcclBackend
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationError, UnreachableError

@@ -213,8 +213,9 @@ class TrainingLoop:
         dropped = context.layer_sender.wait_for_room(self._session.raise_if_ended)
         activity.set_activity(doing)
         if dropped:
-            context.channel.send(Note(self._part.worker, f"worker {self._part.worker} has waited {ROOM_SECONDS:.0f} s for "
-                                                         f"{_name_receivers(dropped)} to take layers, and drops it"))
+            me, names = self._part.worker, _name_receivers(dropped)
+            context.channel.send(Note(me, f"worker {me} has waited {ROOM_SECONDS:.0f} s for {names} to take layers, and "
+                                          "gives up sending"))
 
     def _are_copies_compared(self, iteration: int) -> bool:
         """Return whether the copies that peers hold of the state before an iteration are compared, by checksums. They

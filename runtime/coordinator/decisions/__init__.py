@@ -13,6 +13,7 @@ Nothing here waits, opens a connection, or reads a clock. Only `journal` reads a
     schedule_choice      chooses which schedule to request
     part_moves           computes which parts of layers move between which workers
     lost_workers         reasons why workers are lost
+    empty_orders         finds the worker at fault for orders in which nothing is committed
 
     copy_comparison      compares the copies of equal state by their checksums
     checkpoint_rollback  goes back to a checkpoint if no worker holds some layer, or if copies differ

@@ -83,7 +83,8 @@ def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | 
     step.update_state(
         current=schedule, members=members, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
         vain=before.vain + 1 if nobody_started else 0,
-        phase=TrainingPhase(began=first, stop_before=before.data_end, without_microbatches=_find_idle_members(schedule), restores=restores),
+        phase=TrainingPhase(began=first, stop_before=before.data_end, restores=restores,
+                            without_microbatches=_find_idle_members(schedule)),
         empty=before.empty.with_order(members - before.members if before.order else ()),
         recovery=before.recovery.with_order(
             members - before.members, at=step.at, settled=join is not None and join.settles,

@@ -365,7 +365,7 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
             step.update_state(recovery=state.recovery.with_cause(cause, step.at))
         if report.data_end is not None:
             _handle_data_end(step, report.data_end, report.reason)
-        elif report.named or isinstance(state.phase, TrainingPhase) and not state.phase.ended:
+        elif report.named or (isinstance(state.phase, TrainingPhase) and not state.phase.ended):
             step.update_state(empty=state.empty.with_report(report.named or (worker,),
                                                             f"worker {worker}: {report.reason}"))
         orders.send_end_order(step)

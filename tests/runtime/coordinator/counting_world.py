@@ -305,7 +305,7 @@ class CutWorld(World):
 
     may_restart, leaving = False, 0.0
 
-    def __init__(self, rng, out, deadly) -> None:  # noqa: ARG002 - nobody dies of anything else
+    def __init__(self, rng, out, deadly) -> None:
         self.cut_from, self.lone = rng.choice([0.0, rng.uniform(1.0, 20.0)]), rng.choice(WORKERS)
         others = [worker for worker in WORKERS if worker != self.lone]
         self.unreached = frozenset(rng.sample(others, rng.randint(1, len(others))))
