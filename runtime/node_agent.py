@@ -84,8 +84,8 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
     iteration, or are killed after `grace_seconds`; the other nodes continue.
 
     Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has another secret,
-    ConfigError if its job or this machine does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and RunStopped
-    after a signal.
+    ConfigError if its job or this machine does not fit, FolderError if another process writes to `out` as this node,
+    RunError if the run fails, and RunStopped after a signal.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
     joins_again = True

@@ -214,8 +214,8 @@ class TrainingLoop:
         activity.set_activity(doing)
         if dropped:
             me, names = self._part.worker, _name_receivers(dropped)
-            context.channel.send(Note(me, f"worker {me} has waited {ROOM_SECONDS:.0f} s for {names} to take layers, and "
-                                          "gives up sending"))
+            context.channel.send(Note(me, f"worker {me} has waited {ROOM_SECONDS:.0f} s for {names} to take layers, "
+                                          "and gives up sending"))
 
     def _are_copies_compared(self, iteration: int) -> bool:
         """Return whether the copies that peers hold of the state before an iteration are compared, by checksums. They

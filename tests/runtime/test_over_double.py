@@ -9,7 +9,6 @@ from benchmarks.chaos import TOLERANCE, train_through
 from benchmarks.chaos_checks import Tally
 from benchmarks.chaos_scenario import settings
 from slipstream.runtime import run_fit
-from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import run
 from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, WIDE, Planning, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
@@ -65,7 +64,7 @@ def test_one_dies_where_layers_move(workers_of_double, tmp_path):
 def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, monkeypatch, tmp_path):
     """The last stage has reported an iteration when one of its workers dies; the first one is still gathering what it
     has stepped, which the end of the order breaks off. Without commit points, all report an iteration, which is then
-    committed with what the abort has left: so this would fail."""
+    committed with what the abort has left: so a loss is not finite, and the run goes back."""
     monkeypatch.setenv(SLOW, f"allgather 0.0 {4.0 if hasty else 1.0}")
     if hasty:
         monkeypatch.setenv(HASTY, "1")
@@ -75,8 +74,8 @@ def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, mo
             result = train([at("2.1", 2, "reported")], fork_server, tmp_path, job=WIDE, config=config)
             assert dead(result) == ["2.1"]
             return
-        with pytest.raises(RunError, match="the loss of iteration 3 is not finite"):
-            train([at("2.1", 2, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+        result = train([at("2.1", 2, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+        assert any("the loss of iteration 3 is not finite" in note for note in result.notes)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_data_that_no_worker_can_train_on_end_the_run_in_one_line(data, error, s
     config = tiny(iterations=8, data=f"tests.runtime.growing_data:{data}")
     with own_fork_server() as fork_server, pytest.raises(error, match=says) as caught:
         run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server,
-            resilience=Resilience(scheduler=planned(JOB)))
+            resilience=Resilience(scheduler=planned(JOB), checkpoint_every=2))
     assert "\n" not in str(caught.value)
     assert len(losses_in(tmp_path)) <= 3
     if data == "Exhausted":  # what is committed is saved

@@ -372,12 +372,12 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
 
 
 def _handle_data_end(step: TransitionBuilder, iteration: int, reason: str) -> None:
-    """Handle that the data have no samples for an iteration: the run ends before it, with a checkpoint. A member may
+    """Handle that the data have no samples for an iteration: the run ends before it, as if it was told to. A member may
     find that before the iteration before is committed, which is then run first."""
     known = step.state.data_end
     if known is None or iteration < known:
         step.update_state(data_end=iteration)
-        step.add_effect(Noted(text=f"{reason}: the run ends before it, with a checkpoint"))
+        step.add_effect(Noted(text=f"{reason}: the run ends before it"))
 
 
 def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:

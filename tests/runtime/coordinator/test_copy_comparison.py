@@ -203,6 +203,6 @@ def test_with_equal_copies_the_run_goes_back_once_and_then_ends():
     run.overflows(1)
     run.now += MAX_RETRY_SECONDS  # no worker of these orders says that it has begun
     run.pauses()
-    with pytest.raises(CommitLogError, match=r"^the loss of iteration 1 is not finite: it was not .* all copies are equal; "
-                                             r"try a smaller training\.learning_rate$"):
+    with pytest.raises(CommitLogError, match=r"^the loss of iteration 1 is not finite: it was not .* all copies are "
+                                             r"equal; try a smaller training\.learning_rate$"):
         run.overflows(1)

@@ -536,7 +536,7 @@ def test_where_the_data_end_all_that_have_samples_is_run_and_saved(run, ahead):
         held = holding((2 * worker.column, 2 * worker.column + 2))
         run.happens(Paused(worker, 1, held, None, "there are none", data_end=end if worker == MEMBERS[0] else None))
     assert [event.text for event in run.events if isinstance(event, Noted)] == [
-        "there are none: the run ends before it, with a checkpoint"]
+        "there are none: the run ends before it"]
     if ahead:
         assert run.last(Train).order == 2 and run.last(Finish) is None
         for worker in MEMBERS:
