@@ -51,7 +51,13 @@ from slipstream.runtime.coordinator.records.progress_lines import REPORT_INTERVA
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.coordinator.run_spec import RunSpec
-from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, RunError, first_line
+from slipstream.runtime.errors import (
+    CoordinatorFailedError,
+    NoLiveWorkerError,
+    OtherRunError,
+    RunError,
+    first_line,
+)
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
 from slipstream.runtime.events import Noted, OrderGiven, WentBack
@@ -169,6 +175,9 @@ class EventLoop:
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = f"{reason}; {self.news.describe_progress(self.state.log.next_iteration)}"
             raise RunError(error) from None
+        except OtherRunError:
+            failed = True
+            raise
         except Exception as unexpected:
             failed = True
             raise CoordinatorFailedError(f"{type(unexpected).__name__}: {first_line(unexpected)}") from unexpected

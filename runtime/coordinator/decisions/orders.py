@@ -78,7 +78,7 @@ def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | 
         settler = replace(settler, closed=(order, join.speeds))
     step.update_state(
         current=schedule, members=members, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
-        vain=before.vain + 1 if nobody_started else 0,
+        vain=before.vain + 1 if nobody_started else 0, newcomers=members - before.members,
         phase=TrainingPhase(began=first, without_microbatches=_find_idle_members(schedule)),
         recovery=before.recovery.with_order(
             members - before.members, at=step.at, settled=join is not None and join.settles,

@@ -113,6 +113,11 @@ class _IterationAdapter:
             if hasattr(data, by_iteration):
                 setattr(self, by_iteration, partial(self._read_alone, getattr(data, by_iteration)))
 
+    def forget(self) -> None:
+        """Forget the stored samples, so that the data are asked for them again."""
+        with self._lock:
+            self._kept = {}
+
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Return a micro-batch as `Data.batch` does. `batch` and `context` are ignored: the data know them from their
         configuration."""
@@ -132,8 +137,38 @@ class _IterationAdapter:
                     raise BadSampleError(f"the data give {len(read)} samples for iteration {iteration}; expected "
                                          f"{self._first[-1]}, one for each micro-batch of all pipelines")
                 self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
-                self._kept[iteration] = read
+                self._kept[iteration] = [copy_sample(sample) for sample in read]
             return self._kept[iteration]
+
+
+class _CopiedData:
+    """User's own `Data` whose micro-batches are copied, since the next call may overwrite what a call has returned."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self.digest = data.digest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
+        """Return a copy of the micro-batch that the data return."""
+        return copy_sample(self._data.batch(microbatch, batch, context))
+
+
+def copy_sample(sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a copy of a tuple of tensors, of the same class; anything else is returned as it is, to be refused."""
+    if not isinstance(sample, tuple):
+        return sample
+    copies = [item.clone() if isinstance(item, Tensor) else item for item in sample]
+    make = getattr(sample, "_make", tuple)
+    copied: tuple[Tensor, ...] = make(copies)
+    return copied
+
+
+def is_users_own(training: TrainingConfig) -> bool:
+    """Return whether the training data come from the user's own code."""
+    return training.data is not None and training.data != "torchtitan"
 
 
 def has_costs(data: Data) -> bool:
@@ -206,8 +241,7 @@ def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], r
                           ) from error
     if not isinstance(digest, str):
         raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a str")
-    loaded: Data = _IterationAdapter(data, microbatches) if hasattr(data, "samples") else data
-    return loaded
+    return _IterationAdapter(data, microbatches) if hasattr(data, "samples") else _CopiedData(data)
 
 
 def load_validation_data(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
