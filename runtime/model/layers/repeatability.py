@@ -30,14 +30,15 @@ def require_repeatable_layers(model: LayeredModel, config: RunConfig, elements: 
         total += elements[layer]
         if total - elements[layer] > 0 and total > MAX_ELEMENTS:
             break
-        if _digest_layer(model, layer) != _digest_layer(model, layer):
+        if _digest_layer(model, layer, 1) != _digest_layer(model, layer, 2):
             raise ConfigError(
                 f"model.name is {config.model.name!r}: layer {layer} has other initial parameters when it is built "
                 "again; expected the same: draw them within `seeded(derive_seed(..., seed, layer))`")
 
 
-def _digest_layer(model: LayeredModel, layer: int) -> str:
-    """Build a layer, and return the digest of its parameters and buffers."""
-    with restoring_generators(), torch.no_grad():
+def _digest_layer(model: LayeredModel, layer: int, state: int) -> str:
+    """Build a layer while the global generators are seeded with `state`, and return its digest."""
+    with restoring_generators() as seed_generators, torch.no_grad():
+        seed_generators(state)
         module = with_local_parameters(model.build(layer))
         return parameter_digest({**dict(module.named_parameters()), **dict(module.named_buffers())})
