@@ -51,7 +51,7 @@ from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, create_secret
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, open_listener
 from slipstream.runtime.replay.group_store import delete_old_orders
-from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, count_samples_read
+from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, compare_with_checkpoint, count_samples_read
 from slipstream.runtime.run_folder import (
     TakeoverRecord,
     claim_folder,
@@ -116,6 +116,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     fit = check_fit(schedule, config, options, read)
     if resilience.resume is not None:
         require_job(resilience.resume, identity_of(config, fit.model.layers))
+        differences = compare_with_checkpoint(resilience.resume, fit, config)
+        if differences is not None:
+            options.notify(differences)
         if read_takeover_record(out) is None:
             verify_checkpoint(resilience.resume)
     with ExitStack() as stack:

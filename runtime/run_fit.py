@@ -5,14 +5,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
-from slipstream.runtime.config import RunConfig
+from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.records.metrics import IterationWork
 from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.data.data import batch_form, load_data, load_validation_data, require_same_forms
+from slipstream.runtime.model.data.data import (
+    batch_form,
+    is_users_own,
+    load_data,
+    load_validation_data,
+    require_same_forms,
+)
 from slipstream.runtime.model.data.sample_digests import digest_first_samples, require_repeatable
 from slipstream.runtime.model.layers.flops import counting_flops
 from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
@@ -20,7 +27,13 @@ from slipstream.runtime.model.layers.repeatability import require_repeatable_lay
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import simulating_rank
 from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity, Values, build_run_identity
+from slipstream.runtime.model.run_identity import (
+    NO_IDENTITY,
+    RunIdentity,
+    Values,
+    build_run_identity,
+    list_differences,
+)
 from slipstream.runtime.model.state.held_layers import count_trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_all_patterns_match
 from slipstream.runtime.model.state.parts import ElementCounts
@@ -34,6 +47,9 @@ from slipstream.runtime.replay.transport import Transport, choose_transport
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Grid, Schedule, Worker
+
+MAX_DIFFERENCES = 8
+"""Largest number of differences from the run of a checkpoint that a line names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +95,34 @@ def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatche
             None, resume.iteration * config.training.batch * sum(microbatches)):
         return NOTHING_READ
     return SamplesRead(resume.iteration, resume.manifest.samples)
+
+
+def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) -> str | None:
+    """Return a line on what differs between this run and the one that wrote the checkpoint `resume`; None if nothing
+    does, or if the checkpoint is of an earlier version.
+
+    Most may differ, such as the learning rate. Raises ConfigError if the user's own data give other samples on another
+    grid that reads as many: then their names depend on the grid.
+    """
+    written_by = resume.manifest.run
+    if written_by is None:
+        return None
+    ours = fit.identity
+    theirs = replace(written_by, training={**written_by.training, "iterations": ours.training["iterations"]})
+    if ours.libraries.get("slipstream") != theirs.libraries.get("slipstream"):  # one may lack keys of the other
+        theirs = replace(theirs, model=ours.model | theirs.model, training=ours.training | theirs.training)
+    differences = list_differences(ours, theirs, there="in its run")
+    if not differences:
+        return None
+    changed = [name for name, digest in fit.first_samples.items() if written_by.data.get(name, digest) != digest]
+    grids = [clause for clause in differences if clause.startswith("grid.")]
+    if changed and grids and is_users_own(config.training):
+        raise ConfigError(
+            f"{resume.path}: training.data is {config.training.data!r}, and its {changed[0]} are not those of the run "
+            f"that wrote the checkpoint, since {grids[-1]}; resume with the same micro-batches, or name samples by "
+            "their number in the iteration")
+    more = f"; and {len(differences) - MAX_DIFFERENCES} more" if differences[MAX_DIFFERENCES:] else ""
+    return f"{resume.path}: resumes with differences: {'; '.join(differences[:MAX_DIFFERENCES])}{more}"
 
 
 def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:

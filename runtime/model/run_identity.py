@@ -148,7 +148,7 @@ def _read_versions(config: RunConfig) -> Values:
 
 def _describe_values(part: str, key: str, our: str | None, their: str | None, here: str, there: str) -> str:
     if part == "data":
-        return f"the {key} {'are' if key.endswith(('data', 'costs')) else 'is'} not the same {here} and {there}"
+        return f"the {key} are not the same {here} and {there}"
     if part == "code":
         return f"the source of module {key} is not the same {here} and {there}" if our and their else \
             f"module {key} is used {here if our else there} only"

@@ -50,7 +50,7 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
                                                                                                 setup.microbatches)
     identity = build_run_identity(config, data=digest_data(corpus, validation, training) | setup.first_samples,
                                   microbatches=setup.microbatches, columns=setup.columns)
-    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing)
+    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing, identity)
     layer_store = LayerStore(partial(build_layer, model, config=training), checkpointer.load,
                              build_holding(model, (), training), model.device)
     store = _connect_to_store(spec, channel)  # which may replace the setup by that of another coordinator

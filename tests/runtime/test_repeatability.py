@@ -80,12 +80,13 @@ def test_first_samples_on_another_grid_are_equal_if_they_are_numbered():
 def test_layers_that_are_built_beside_training_change_no_random_number_of_it(filled):
     """A user's `build` may seed the global generator, as a layer's forward draws from it."""
 
+    owned = []
+
     class Seeding:
         layers, device = 1, CPU
-        owned: list[bool] = []
 
         def build(self, layer: int) -> nn.Module:
-            self.owned.append(GENERATOR_LOCK.is_owned)
+            owned.append(GENERATOR_LOCK.is_owned)
             torch.manual_seed(layer)
             return nn.Linear(2, 2)
 
@@ -95,7 +96,7 @@ def test_layers_that_are_built_beside_training_change_no_random_number_of_it(fil
     thread = threading.Thread(target=build_on_device, args=(Seeding(), 0), kwargs={"filled": filled})
     thread.start()
     thread.join()
-    assert Seeding.owned == [True] and torch.equal(torch.rand(3), expected)
+    assert owned == [True] and torch.equal(torch.rand(3), expected)
 
 
 def test_models_of_this_package_are_not_built_for_a_check(monkeypatch):

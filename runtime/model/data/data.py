@@ -142,7 +142,7 @@ class _IterationAdapter:
 
 
 class _CopiedData:
-    """User's own `Data` whose micro-batches are copied, since the next call may overwrite what a call has returned."""
+    """User's own `Data` whose micro-batches are copied, since a call may overwrite what the call before returned."""
 
     def __init__(self, data: Data) -> None:
         self._data = data
@@ -153,17 +153,19 @@ class _CopiedData:
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
         """Return a copy of the micro-batch that the data return."""
-        return copy_sample(self._data.batch(microbatch, batch, context))
+        copied: tuple[Tensor, ...] = copy_sample(self._data.batch(microbatch, batch, context))
+        return copied
 
 
-def copy_sample(sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a copy of a tuple of tensors, of the same class; anything else is returned as it is, to be refused."""
+def copy_sample(sample: Any) -> Any:
+    """Return a copy of a tuple of tensors, of the same class.
+
+    Anything else is returned as it is, to be refused.
+    """
     if not isinstance(sample, tuple):
         return sample
     copies = [item.clone() if isinstance(item, Tensor) else item for item in sample]
-    make = getattr(sample, "_make", tuple)
-    copied: tuple[Tensor, ...] = make(copies)
-    return copied
+    return getattr(sample, "_make", tuple)(copies)
 
 
 def is_users_own(training: TrainingConfig) -> bool:
