@@ -528,9 +528,20 @@ def test_workers_told_to_end_while_the_layers_of_one_are_saved_leave_after_it_an
     assert isinstance(run.state.phase, EndedPhase) == (len(gone) == len(MEMBERS))
 
 
-def other(worker):
-    """One whose job file has another learning rate."""
-    return replace(ready(worker), identity=RunIdentity(training={"learning_rate": "0.002"}))
+def other(worker, **parts):
+    """One whose job file has another learning rate, or that is another one in other parts."""
+    return replace(ready(worker), identity=RunIdentity(**parts or {"training": {"learning_rate": "0.002"}}))
+
+
+@pytest.mark.parametrize(("parts", "line"), [
+    ({"data": {"training data": "1"}}, "the training data are not the same there and in the run"),
+    ({"code": {"my_model": "1"}}, "module my_model is used there only"),
+    ({"libraries": {"torch": "2.1"}}, "torch is 2.1 there and not given in the run")])
+def test_whatever_is_other_at_a_return_is_named(parts, line, run):
+    run.ran(0)
+    run.happens(other(BACK, **parts))
+    (noted,) = [event for event in run.events if isinstance(event, Noted)]
+    assert noted.text.endswith(line) and run.ran(1) == [False] * 3
 
 
 def test_one_that_would_train_something_else_is_refused_and_the_run_continues(run):
