@@ -21,6 +21,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     remove_newer,
 )
 from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.processes.restart_policy import CrashTimes
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.files import write_atomically
@@ -56,6 +57,9 @@ class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Name by which the workers on this machine are adopted (`runtime.processes.fork_server.adopt_fork_server`); None:
     they cannot be adopted."""
     crashes: CrashTimes = ()
+    identity: RunIdentity | None = None
+    """What the run trains; None in records of earlier versions. A node 0 that would train something else does not take
+    over."""
 
 
 _TAKEOVER_DECODER = msgspec.json.Decoder(TakeoverRecord)

@@ -20,6 +20,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     start_saving,
 )
 from slipstream.runtime.model.layers.sharing import Sharing
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Note
@@ -41,13 +42,15 @@ class Checkpointer:
     """
 
     def __init__(self, setup: WorkerSetup, settings: NodeSettings, layers: int, worker: Worker,
-                 tell: Callable[[Note | CheckpointSaved], None], sharing: Sharing) -> None:
+                 tell: Callable[[Note | CheckpointSaved], None], sharing: Sharing,
+                 run: RunIdentity | None = None) -> None:
         self._folder = Path(settings.out) / CHECKPOINTS
         self._resume = None if settings.resume is None else Path(settings.resume)
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
         self._read, self._samples = setup.read, settings.config.training.batch * sum(setup.microbatches)
         self._identity = identity_of(settings.config, layers)
+        self._run = run
         self._sharing = sharing
         self._worker = worker
         self._tell = tell
@@ -77,7 +80,8 @@ class Checkpointer:
         if own:
             self._saving = start_saving(self._folder, iteration, own, self._identity,
                                         self._read.count_before(iteration, self._samples),
-                                        partial(self._report_saved, iteration, time.monotonic() - began))
+                                        partial(self._report_saved, iteration, time.monotonic() - began),
+                                        self._run)
 
     def save_last(self, order: Finish, copied: CopyLayers) -> None:
         """Save the layers that `copied` returns, in the state with which `order` ends training, and wait until they are

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from slipstream.runtime.model.run_identity import combine_identities
 from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_HELD,
@@ -109,7 +110,8 @@ def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoor
         case Ready():
             reports = [one for one in by_rank if isinstance(one, Ready)]
             return replace(first, addresses=tuple(one for report in reports for one in report.addresses),
-                           known=_combine_known([report.known for report in reports]))
+                           known=_combine_known([report.known for report in reports]),
+                           identity=combine_identities(report.identity for report in reports))
         case IterationReport():
             return _combine_ran(first, [one for one in by_rank if isinstance(one, IterationReport)])
         case Paused():
@@ -141,6 +143,8 @@ def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> 
         sums[one.compared_elements] = (*sums.get(one.compared_elements, ()), *one.sums)
     return replace(first, window_seconds=max(one.window_seconds for one in reports),
                    checksums=tuple(Checksum(*what, mine) for what, mine in sums.items()),
+                   samples=tuple(sorted({sample for report in reports for sample in report.samples})),
+                   deal=" ".join(sorted({report.deal for report in reports})),
                    squares=None if None in squares else math.fsum(one for one in squares if one is not None))
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference, find_difference
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.decisions.sample_comparison import SampleDifference, find_sample_difference
 from slipstream.runtime.protocol.to_coordinator import Finished, IterationReport
 from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
@@ -66,9 +67,9 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     reports: Mapping[int, PersistentMap[Worker, IterationReport]] = {}
     """Reports of the current order on iterations that are not committed, by iteration."""
     factors: Mapping[int, float | None] = {}
-    difference: CopyDifference | None = None
-    """Difference found between copies of state in the current order, if any; no iteration that ran on them is
-    committed."""
+    difference: CopyDifference | SampleDifference | None = None
+    """Difference found between copies of state, or between samples, in the current order, if any; no iteration that
+    ran on them is committed."""
     nonfinite: int | None = None
     """First iteration of the current order whose loss is not finite, if any; it is not committed unless `skips`."""
     losses_of: PersistentMap[int, float] = PersistentMap()
@@ -154,7 +155,9 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                 else PersistentMap[Worker, IterationReport]()
             known[report.iteration] = iteration_reports.with_entry(report.worker, report)
             if len(known[report.iteration]) == self.members and difference is None:
-                difference = find_difference(report.iteration, (entry for _, entry in known[report.iteration].items()))
+                complete = [entry for _, entry in known[report.iteration].items()]
+                difference = find_difference(report.iteration, complete) \
+                    or find_sample_difference(report.iteration, complete)
         return replace(self, reports=known, difference=difference, nonfinite=nonfinite)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:

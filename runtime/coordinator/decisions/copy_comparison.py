@@ -30,6 +30,11 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
     """True if committed iterations may depend on a wrong copy. If only optimizer state differs and its wrong copies are
     known, no step has used them yet."""
 
+    @property
+    def fault(self) -> str:
+        """What each of `wrong` has done, as the rest of a sentence."""
+        return "held copies that differ from those of most holders"
+
     def __str__(self) -> str:
         several = "s" if len(self.layers) > 1 else ""
         who = f"worker{'s' if len(self.wrong) > 1 else ''} {_abbreviate_names(self.wrong)} disagreed with most of" \

@@ -23,6 +23,7 @@ from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedS
 from slipstream.runtime.coordinator.decisions.settling import MoveCost, SettlingPolicy
 from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, SpeedEvent, build_slow_workers
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
+from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.model.state.parts import OriginalMembers
 from slipstream.runtime.protocol.to_coordinator import HeldState, IterationReport
 from slipstream.runtime.protocol.to_worker import Addresses, LayerMove
@@ -56,6 +57,8 @@ class RunRules:
     """Failure domains: groups of workers that fail together."""
     whole_schedules: bool = True
     """True if each member is also sent the whole of each schedule, to deal samples or to evaluate by it."""
+    identity: RunIdentity = NO_IDENTITY
+    """What the run trains. Workers with another identity do not take part."""
 
     @property
     def placement(self) -> Placement:
@@ -136,6 +139,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     faulty: tuple[Worker, ...] = ()
     """Members whose copies are wrong. They are given up when all have paused: then the remaining members know about the
     difference and can report it to another coordinator."""
+    fault: str = ""
+    """What the members of `faulty` have done, as the rest of a sentence."""
+    newcomers: frozenset[Worker] = frozenset()
+    """Members of the current order that took no part in the order before."""
     doubted: int = -1
     """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
     data_end: int | None = None
@@ -147,9 +154,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     cut_for: OriginalMembers = {}
     """Ranges of layers that keep their former partition in the current order although some of its members are lost,
     each with these former members."""
-    corpus: tuple[str, Worker] | None = None
-    """Digest of the text and sample costs that all workers use, and the first worker that reported it; None before
-    that."""
     log: CommitLog
     joins: FetchState = FetchState()
     slow: SlowWorkers

@@ -30,10 +30,12 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     TrainingPhase,
     TransitionBuilder,
 )
+from slipstream.runtime.coordinator.decisions.sample_comparison import SampleDifference
 from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer
 from slipstream.runtime.coordinator.decisions.speed_planning import SpeedAnswer
-from slipstream.runtime.errors import RunError
+from slipstream.runtime.errors import OtherRunError, RunError
 from slipstream.runtime.events import CoordinatorRestarted, Noted, Resumed
+from slipstream.runtime.model.run_identity import describe_difference
 from slipstream.runtime.protocol.to_coordinator import (
     CheckpointSaved,
     FetchFailed,
@@ -224,17 +226,32 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order. Raises CommitLogError if its training data, or the times that it expects
-    samples to take, differ from those of the workers before it."""
+    """Add a worker that waits for an order, or refuse it if it would train something else than the run."""
     state, worker = step.state, report.worker
-    corpus = state.corpus or (report.corpus, worker)
-    if report.corpus != corpus[0]:
-        raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or use different sample costs; "
-                             "give every node the same [training] and data")
-    step.update_state(live=state.live.with_entry(worker, ConnectedWorker(report.addresses)), corpus=corpus,
+    difference = describe_difference(report.identity, step.rules.identity, "there")
+    if difference is not None:
+        _refuse_worker(step, report, difference)
+        return
+    step.update_state(live=state.live.with_entry(worker, ConnectedWorker(report.addresses)),
                       lost=state.lost.without_keys(worker))
     if isinstance(state.phase, RejoiningPhase):
         step.update_state(phase=state.phase.with_worker(worker, report.known, step.at))
+
+
+def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> None:
+    """Make a worker leave that would train something else than the run; `difference` is a clause that says what.
+
+    Raises CommitLogError before the first order, and OtherRunError if the worker has trained under a coordinator
+    before this one: then this coordinator is the one that is wrong.
+    """
+    phase, worker = step.state.phase, report.worker
+    if isinstance(phase, RejoiningPhase) and report.known is not None:
+        raise OtherRunError(f"worker {worker} is of a run that this job does not continue: {difference}")
+    if isinstance(phase, GatheringPhase):
+        raise CommitLogError(f"worker {worker} would not train what node 0 does: {difference}; start every node with "
+                             "the same job file, code and data")
+    step.add_effect(Noted(text=f"worker {worker} is refused, and the run continues without it: {difference}"))
+    step.send((worker,), Leave())
 
 
 def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport]) -> None:
@@ -290,18 +307,24 @@ def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Itera
                           empty=NO_EMPTY_ORDERS)
 
 
-def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> None:
-    """Handle copies of state that differ: give up the workers whose copies are known to be wrong, and go back to a
-    checkpoint if committed iterations may depend on them.
+def _handle_difference(step: TransitionBuilder, difference: CopyDifference | SampleDifference) -> None:
+    """Handle copies of state, or samples, that differ: give up the workers whose copies or samples are known to be
+    wrong, and go back to a checkpoint if committed iterations may depend on them.
 
-    Raises RunError if no copy is known to be wrong, and the run has already gone back for a difference at this
-    iteration or a later one.
+    Raises RunError if no sample is known to be wrong, or if no copy is and the run has already gone back for a
+    difference at this iteration or a later one.
     """
+    if isinstance(difference, SampleDifference):
+        difference = difference.with_suspects(step.state.newcomers)
+        if not difference.wrong:
+            raise RunError(f"{difference}; expected the same on every worker: data may depend on nothing but the name "
+                           "of the sample, and costs on nothing but the iteration")
     why = str(difference)
     if not difference.wrong and difference.iteration <= step.state.doubted:
         raise RunError(f"{why}, as before the run went back: their hardware or libraries compute different results")
     step.add_effect(Noted(text=why))
-    step.update_state(recovery=step.state.recovery.with_cause(why, step.at), faulty=difference.wrong)
+    step.update_state(recovery=step.state.recovery.with_cause(why, step.at), faulty=difference.wrong,
+                      fault=difference.fault)
     if difference.spread:
         step.update_state(doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration)
     orders.send_end_order(step, doubted=difference.spread)

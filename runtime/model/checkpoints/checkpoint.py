@@ -29,6 +29,7 @@ from torch import Tensor
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.checkpoints.parameters import DISK_FULL
 from slipstream.runtime.model.layers.hugging_face.configuration import read_config
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.model.tensor_codec import FileDigest, TensorError, read_tensors, verify_file, write_tensors
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import write_atomically
@@ -82,6 +83,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     layers: tuple[LayerFile, ...]
     samples: Annotated[int, Meta(ge=0, le=2**62)] | None = None
     """Number of samples that all iterations have read; None in checkpoints of earlier versions."""
+    run: RunIdentity | None = None
+    """What the run trained; None in checkpoints of earlier versions."""
 
 
 _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
@@ -142,11 +145,12 @@ class PendingSave:
     """Writing of this worker's layers to a checkpoint, in a thread of its own that starts at once."""
 
     def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
-                 identity: Mapping[str, Any], samples: int | None, ended: OnEnded) -> None:
+                 identity: Mapping[str, Any], samples: int | None, ended: OnEnded,
+                 run: RunIdentity | None = None) -> None:
         self._error: CheckpointError | None = None
         self._ended = ended
-        self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity, samples),
-                                        daemon=True)
+        content = Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples, run=run)
+        self._thread = threading.Thread(target=self._run, args=(folder, content, layers), daemon=True)
         self._thread.start()
 
     def is_done(self, seconds: float = 0.0) -> bool:
@@ -160,31 +164,30 @@ class PendingSave:
         if self._error is not None:
             raise self._error
 
-    def _run(self, folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
-             samples: int | None) -> None:
+    def _run(self, folder: Path, content: Manifest, layers: Mapping[int, LayerState]) -> None:
         try:
-            _write_layers(folder, Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples),
-                          layers)
+            _write_layers(folder, content, layers)
         except CheckpointError as error:
             self._error = error
         except OSError as error:
             place = folder if error.errno in DISK_FULL else error.filename or folder  # same message on all workers
-            self._error = CheckpointError(f"{place}: checkpoint of iteration {iteration} cannot be "
+            self._error = CheckpointError(f"{place}: checkpoint of iteration {content.iteration} cannot be "
                                           f"written: {error.strerror or error}; earlier ones are untouched")
         self._ended(self._error)
 
 
 def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
-                 samples: int | None = None, ended: OnEnded = lambda _: None) -> PendingSave:
+                 samples: int | None = None, ended: OnEnded = lambda _: None,
+                 run: RunIdentity | None = None) -> PendingSave:
     """Start to write this worker's layers of a checkpoint in the background, and return a handle to wait for the end.
 
     The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
     worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
-    samples that they have read (None: not recorded), `identity` the result of `identity_of`. Errors are raised by
-    `PendingSave.wait`. `ended` is called in the writing thread: with None when the layers are on the disk, or with the
-    error.
+    samples that they have read (None: not recorded), `identity` the result of `identity_of`, `run` what the run trains.
+    Errors are raised by `PendingSave.wait`. `ended` is called in the writing thread: with None when the layers are on
+    the disk, or with the error.
     """
-    return PendingSave(folder, iteration, layers, identity, samples, ended)
+    return PendingSave(folder, iteration, layers, identity, samples, ended, run)
 
 
 def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:

@@ -16,7 +16,7 @@ from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, LayerParamet
 from slipstream.runtime.model.layers.step_rules import require_stepped_by_rules, step_rules
 from slipstream.runtime.model.layers.uninitialized import building_uninitialized
 from slipstream.runtime.model.layers.worker_group import worker_group
-from slipstream.runtime.model.seeds import GENERATOR_LOCK
+from slipstream.runtime.model.seeds import restoring_generators
 from slipstream.runtime.model.state.clipping import sum_of_squares
 from slipstream.runtime.model.state.copy_gradients import CopyGradients
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
@@ -313,9 +313,9 @@ def build_on_device(model: LayeredModel, layer: int, *, filled: bool = True) -> 
     loaded after `move_uninitialized` has moved it to the device.
     """
     if not filled:
-        with building_uninitialized(), torch.no_grad():
+        with restoring_generators(), building_uninitialized(), torch.no_grad():
             return with_local_parameters(model.build(layer))
-    with GENERATOR_LOCK, torch.no_grad():
+    with restoring_generators(), torch.no_grad():
         module = with_local_parameters(model.build(layer))
         for name, first in sharing_of(model).copies_in(layer).items():
             other = with_local_parameters(model.build(first.layer))

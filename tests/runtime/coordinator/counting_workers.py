@@ -43,7 +43,7 @@ class Counting:
         self.losses: dict[int, float] = {}
 
     def ready(self, known):
-        return Ready(self.worker, "corpus", (("127.0.0.1", 1),), None, known)
+        return Ready(self.worker, (("127.0.0.1", 1),), None, known)
 
     def go_back(self, committed) -> None:
         """By one step at most."""

@@ -124,7 +124,7 @@ class Talker:
     def _answer(self, message):
         match message:
             case WorkerSetup():
-                self.say(Ready(self.worker, "corpus", (("127.0.0.1", 1),), self.folder))
+                self.say(Ready(self.worker, (("127.0.0.1", 1),), self.folder))
             case Train() if self.worker not in message.failed:
                 self.say(TrainingStarted(self.worker, message.order))
                 self._run(message.order, message.first_iteration)

@@ -241,7 +241,7 @@ class Process:
         return end
 
     def ready(self, known):
-        return Ready(self.worker, "corpus", (self.sender.address,), None, known)
+        return Ready(self.worker, (self.sender.address,), None, known)
 
     def say(self, message) -> None:
         if self.following and not self.killed:
