@@ -9,7 +9,7 @@ each step. Pieces of a part of which this worker is the buddy are copies, too, a
 here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -113,6 +113,8 @@ class PartOptimizer(UndoableSteps):
             {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(GRADIENT_BUFFERS)])
         self._factor: float | None = 1.0
         """Factor of the gradients in the last step; None if it was skipped."""
+        self._unused: Collection[nn.Parameter] = ()
+        """Parameters that the last step left as they were, because no worker had used them."""
         self.parameters = Version(-1, whole=False)
         """Version of all elements of the parameters, including those that come from other workers."""
 
@@ -190,15 +192,16 @@ class PartOptimizer(UndoableSteps):
             sum_of_layer[piece.layer] += value
         return sum_of_layer
 
-    def step(self, iteration: int, factor: float | None = 1.0) -> None:
+    def step(self, iteration: int, factor: float | None = 1.0, unused: Collection[nn.Parameter] = ()) -> None:
         """Make an iteration's step with the parameters' gradients times `factor`; it can be undone from now on.
 
-        If `factor` is None, parameters stay as they are, and the iteration counts as stepped.
+        The parameters in `unused` stay as they are. If `factor` is None, all do, and the iteration counts as stepped.
         """
         self.mark_gathering(iteration)
-        self._factor = factor
+        self._factor, self._unused = factor, unused
         super().step(iteration, factor)
-        self._late.register_step(iteration, factor)
+        self._late.register_step(iteration, factor,
+                                 [piece.stepped for piece in self._copies if piece.parameter in unused])
 
     def mark_gathering(self, iteration: int) -> None:
         """Mark the parameters as being received from other workers, to become those after an iteration."""
@@ -270,7 +273,7 @@ class PartOptimizer(UndoableSteps):
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
         """Return the gradients, flat and by parameter name, that the last step used for a part; empty if the step was
-        skipped.
+        skipped. Parameters that no worker had used are left out.
 
         Most are live tensors, which the next backward changes.
         """
@@ -279,7 +282,7 @@ class PartOptimizer(UndoableSteps):
         rules = step_rules(self._modules[layer])  # their gradients are never scaled
         return {piece.name: piece.scaled_gradient(1.0 if piece.name in rules else self._factor).view(-1)
                 for piece in self._pieces
-                if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
+                if (piece.layer, piece.part) == (layer, span) and self._is_stepped(piece)}
 
     def own_states(self, layer: int) -> list[PartState]:
         """Return the state of each part of a layer that this worker owns, as live tensors."""
@@ -368,11 +371,15 @@ class PartOptimizer(UndoableSteps):
         """Step the tensors of this worker's own parts with their parameters' gradients times `factor`; then update the
         parameters if the stepped tensors are master weights."""
         for piece in self._pieces:
-            piece.stepped.grad = piece.get_gradient()
+            piece.stepped.grad = piece.get_gradient() if self._is_stepped(piece) else None
         super()._make_step(factor)
         for piece in self._pieces:
             piece.stepped.grad = None
         self._round_parameters(self._pieces)
+
+    def _is_stepped(self, piece: _Piece) -> bool:
+        """Return whether the last step, if it was not skipped, changed a piece: some worker had used its parameter."""
+        return piece.parameter.grad is not None and piece.parameter not in self._unused
 
     def _optimizer_of(self, piece: _Piece) -> OptimizerSteps:
         """Return the optimizer that steps a piece (the elements of one parameter in one stored part) and has its state:
