@@ -12,12 +12,13 @@ from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.data.data import batch_form, load_data, load_validation_data, require_same_forms
+from slipstream.runtime.model.computing.trial import try_layers
+from slipstream.runtime.model.data.data import Data, batch_form, load_data, load_validation_data, require_same_forms
 from slipstream.runtime.model.layers.flops import counting_flops
 from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.model.microbatch import NOTHING_READ, Microbatch, SamplesRead
 from slipstream.runtime.model.state.held_layers import count_trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_all_patterns_match
 from slipstream.runtime.model.state.parts import ElementCounts
@@ -59,6 +60,8 @@ class RunFit:
     """Number of trained elements of each layer of the model, on each rank of a worker."""
     data: FormSpec | None = None
     """Shapes and dtypes of each micro-batch that the data provide; None: not checked."""
+    fused_layers: frozenset[int] = frozenset()
+    """Layers whose backward must not be divided into I and W (`runtime.model.computing.trial`)."""
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
@@ -97,6 +100,7 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     require_same_forms(corpus, config, schedule.grid.microbatches, data_form, read.iteration)
     check_costs(corpus, schedule, training, placement)
     load_validation_data(config, schedule.grid.microbatches)
+    fused = _try_layers(config, corpus, read, placement, flops.training_flops(1), options)
     shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
     gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
@@ -111,7 +115,14 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
                   tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                   training.evaluate_every is not None
                   or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
-                  elements, FormSpec.from_form(data_form))
+                  elements, FormSpec.from_form(data_form), fused)
+
+
+def _try_layers(config: RunConfig, corpus: Data, read: SamplesRead, placement: Placement, flops: float,
+                options: RunOptions) -> frozenset[int]:
+    """Try the layers of a user's model on the first micro-batch (`try_layers`)."""
+    batch = corpus.batch(Microbatch(read.iteration, 0, 0), config.training.batch, config.model.context)
+    return try_layers(config, batch, placement.cuts, flops, options.notify)
 
 
 def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,
@@ -127,5 +138,6 @@ def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rende
         forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
         microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
+        fused_layers=tuple(sorted(fit.fused_layers)),
         checkpoint_every=resilience.checkpoint_every, verify_every=resilience.verify_every,
         fetch_bytes_per_second=resilience.fetch_bytes_per_second)

@@ -127,6 +127,15 @@ def without_gpu_context() -> Iterator[None]:
         fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported = saved
 
 
+def current_function_mode() -> object:
+    """Return the active TorchFunctionMode; None if there is none.
+
+    Replaced by: no public call exists.
+    """
+    mode: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return mode
+
+
 @contextmanager
 def without_function_mode() -> Iterator[None]:
     """Leave the active TorchFunctionMode within the context.
@@ -135,7 +144,7 @@ def without_function_mode() -> Iterator[None]:
 
     Replaced by: leaving the mode, once torch has a public call for that.
     """
-    if _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
+    if current_function_mode() is None:
         yield
     else:
         with _pop_mode_temporarily():

@@ -12,7 +12,7 @@ stage_backward_weight keep the graph alive from I to W, and refuse outputs that 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from slipstream.runtime.torch_private import (
     GradientUse,
+    current_function_mode,
     find_gradient_use,
     has_gradient_hooks,
     is_transforming,
@@ -46,12 +47,23 @@ def deferring_weights(work: WeightWork) -> Iterator[None]:
 
     Parameters that carry hooks are not deferred, so that the hooks get the gradients that they expect.
     """
-    before = _CURRENT.set(work)
+    before, mode = _CURRENT.set(work), current_function_mode()
+    is_active = isinstance(mode, _DeferringMode) and mode.work is work
     try:
-        with _DeferringMode(work):
+        with nullcontext() if is_active else _DeferringMode(work):
             yield
     finally:
         _CURRENT.reset(before)
+
+
+@contextmanager
+def deferring_again(work: WeightWork | None) -> Iterator[None]:
+    """Defer weight gradients as in the forward whose queue was `work` (`weight_work`), for a part that is run again.
+
+    It may be run again within torch.autograd.grad, which suspends TorchFunctionModes.
+    """
+    with nullcontext() if work is None else deferring_weights(work):
+        yield
 
 
 def weight_work() -> WeightWork | None:
@@ -136,13 +148,13 @@ def register_deferred_op(op: Callable[..., Any], work: Callable[..., Callable[[]
 class _DeferringMode(TorchFunctionMode):
     def __init__(self, work: WeightWork) -> None:
         super().__init__()
-        self._work = work
+        self.work = work
 
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _DEFERRED_OPS and type(args[0]) is Tensor:  # otherwise it is being compiled
-            self._work.append(_DEFERRED_OPS[func](*args))
+            self.work.append(_DEFERRED_OPS[func](*args))
         elif func in PRODUCTS and torch.is_grad_enabled():
             try:
                 product = PRODUCTS[func](*args, **kwargs)
@@ -150,7 +162,7 @@ class _DeferringMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             if _is_deferrable(product) and not is_transforming():
                 return _DeferredProduct.apply(  # type: ignore[no-untyped-call]
-                    _cast_operand(product.value), product.weight, product.bias, product.transposed, self._work)
+                    _cast_operand(product.value), product.weight, product.bias, product.transposed, self.work)
         return func(*args, **kwargs)
 
 

@@ -138,7 +138,8 @@ class PartOptimizer(UndoableSteps):
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
     def compute_checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
-        """Yield a checksum of each layer's parameters, and one of each stored part with its optimizer state.
+        """Yield a checksum of each layer's parameters and stored buffers, and one of each stored part with its
+        optimizer state.
 
         Each comes as (layer, span, True if of a part with optimizer state, checksum). The state must be that after a
         committed iteration. Raises VersionError if it is not.
@@ -151,8 +152,10 @@ class PartOptimizer(UndoableSteps):
                 tensors = self.part_state(layer, span).tensors
                 if kept := [tensor for key, tensor in sorted(tensors.items()) if parameter_name(key) in trained_names]:
                     yield layer, span, True, compute_checksum(kept)
-            if parameters := list(module.parameters()):
-                yield layer, (0, count_elements(module).total), False, compute_checksum(parameters)
+            untrained = untrained_tensors(module)
+            if tensors := [*module.parameters(), *(untrained[name] for name, _ in module.named_buffers()
+                                                   if name in untrained)]:
+                yield layer, (0, count_elements(module).total), False, compute_checksum(tensors)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
         """Flip one random bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
