@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import checkpoint_rollback
-from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError
 from slipstream.runtime.coordinator.decisions.effects import SendMessage
 from slipstream.runtime.coordinator.decisions.layer_fetches import (
     FETCH_RETRY_SECONDS,
@@ -29,17 +29,28 @@ from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Event, NodeLost, WentBack
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.protocol.to_coordinator import (
+    Checksum,
     FetchFailed,
     FetchUpToDate,
     Finished,
     IterationReport,
     Leaving,
     Paused,
+    Published,
     ReadableCheckpoints,
     Ready,
     TrainingStarted,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
+from slipstream.runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    Publish,
+    ReportCheckpoints,
+    Train,
+)
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, NoScheduleError, Seat, Worker
 from tests.jobs import grid
@@ -519,6 +530,23 @@ def test_workers_told_to_end_while_the_layers_of_one_are_saved_leave_after_it_an
         run.happens(Leaving(worker))
     for worker in MEMBERS:
         run.happens(Finished(worker, finish.order, {}))
+    assert run.last(Leave, MEMBERS[-1]) is None and run.last(Publish) == Publish(finish.order)
+    for worker in MEMBERS:
+        run.happens(Published(worker, finish.order))
     gone = [worker for worker in MEMBERS if run.last(Leave, worker) is not None]
     assert gone == sorted({Worker(0, 1), *later})
     assert isinstance(run.state.phase, EndedPhase) == (len(gone) == len(MEMBERS))
+
+
+@pytest.mark.parametrize("wrong", [Finished(MEMBERS[2], 0, {"0.weight": "b"}),
+                                   Finished(MEMBERS[2], 0, {}, (Checksum(0, 0, 4, True, (2,)),))])
+def test_nothing_is_published_where_the_final_state_differs(run, wrong):
+    for iteration in run.rules.iterations:
+        run.ran(iteration)
+    run.paused()
+    order = run.last(Finish).order
+    for worker in MEMBERS[:2]:
+        run.happens(Finished(worker, order, {"0.weight": "a"}, (Checksum(0, 0, 4, True, (1,)),)))
+    with pytest.raises(CommitLogError, match=r"final parameter 0\.weight|copies of layer 0 differed"):
+        run.happens(replace(wrong, order=order))
+    assert run.last(Publish) is None
