@@ -43,7 +43,11 @@ from slipstream.runtime.model.run_identity import describe_difference
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.layer_sizes import estimate_layer_bytes
 from slipstream.runtime.model.tensor_codec import TensorError
-from slipstream.runtime.processes.file_descriptors import count_node_0_descriptors, raise_descriptor_limit
+from slipstream.runtime.processes.file_descriptors import (
+    count_communicator_ends,
+    count_node_0_descriptors,
+    raise_descriptor_limit,
+)
 from slipstream.runtime.processes.fork_server import ForkServer, adopt_fork_server
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager, find_complete_workers
 from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, handle_stop_signals
@@ -108,12 +112,13 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {SECRET_REMEDY} on "
                           f"each")
-    raise_descriptor_limit(count_node_0_descriptors(len(schedule.seats) * config.training.tensor_parallel,
-                                                    options.nodes))
     if resilience.resume is not None:
         resilience = dataclasses.replace(resilience, resume=reopen_or_latest(resilience.resume))
     read = count_samples_read(resilience.resume, config, schedule.grid.microbatches)
     fit = check_fit(schedule, config, options, read)
+    ranks = config.training.tensor_parallel
+    ends = count_communicator_ends(schedule, fit.placement, ranks) if fit.transport == "nccl" else 0
+    raise_descriptor_limit(count_node_0_descriptors(len(schedule.seats) * ranks, options.nodes, ends))
     if resilience.resume is not None:
         require_job(resilience.resume, identity_of(config, fit.model.layers))
         differences = compare_with_checkpoint(resilience.resume, fit, config)

@@ -13,7 +13,9 @@ from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.model.computing.forms import find_forms
+from slipstream.runtime.model.computing.trial import try_layers
 from slipstream.runtime.model.data.data import (
+    Data,
     batch_form,
     is_users_own,
     load_data,
@@ -26,7 +28,7 @@ from slipstream.runtime.model.layers.layered_model import LayeredModel, build_mo
 from slipstream.runtime.model.layers.repeatability import require_repeatable_layers
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.model.microbatch import NOTHING_READ, Microbatch, SamplesRead
 from slipstream.runtime.model.run_identity import (
     NO_IDENTITY,
     RunIdentity,
@@ -82,6 +84,8 @@ class RunFit:
     """What the run trains."""
     first_samples: Values = field(default_factory=dict)
     """Digest of the first samples, by the name that it has in the run's identity."""
+    fused_layers: frozenset[int] = frozenset()
+    """Layers whose backward must not be divided into I and W (`runtime.model.computing.trial`)."""
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
@@ -154,6 +158,7 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     identity = build_run_identity(config, data=digest_data(corpus, validation, training) | first_samples,
                                   microbatches=schedule.grid.microbatches,
                                   columns=find_layers_by_column(schedule.grid, placement))
+    fused = _try_layers(config, corpus, read, placement, flops.training_flops(1), options)
     shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
     gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
@@ -168,7 +173,14 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
                   tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                   training.evaluate_every is not None
                   or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
-                  elements, FormSpec.from_form(data_form), identity, first_samples)
+                  elements, FormSpec.from_form(data_form), identity, first_samples, fused)
+
+
+def _try_layers(config: RunConfig, corpus: Data, read: SamplesRead, placement: Placement, flops: float,
+                options: RunOptions) -> frozenset[int]:
+    """Try the layers of a user's model on the first micro-batch (`try_layers`)."""
+    batch = corpus.batch(Microbatch(read.iteration, 0, 0), config.training.batch, config.model.context)
+    return try_layers(config, batch, placement.cuts, flops, options.notify)
 
 
 def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,
@@ -184,6 +196,7 @@ def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rende
         forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
         microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
+        fused_layers=tuple(sorted(fit.fused_layers)),
         checkpoint_every=resilience.checkpoint_every, verify_every=resilience.verify_every,
         fetch_bytes_per_second=resilience.fetch_bytes_per_second, first_samples=fit.first_samples)
 

@@ -24,7 +24,7 @@ from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.processes.restart_policy import CrashTimes
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.schedules.files import write_atomically
+from slipstream.schedules.files import READABLE_BY_OWNER, write_atomically
 
 CHECKPOINTS = "checkpoints"
 LOCK_TIMEOUT_SECONDS = 0.2
@@ -89,7 +89,7 @@ def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
 
 def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
     """Write the record from which a new node 0 takes over the run; only this user can read it. Raises OSError."""
-    write_atomically(out / _TAKEOVER_RECORD, msgspec.json.encode(left))
+    write_atomically(out / _TAKEOVER_RECORD, msgspec.json.encode(left), READABLE_BY_OWNER)
 
 
 def read_takeover_record(out: Path) -> TakeoverRecord | None:

@@ -236,12 +236,23 @@ class FetchFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """Report that a worker has written what `Finish` asked for. When all members have, they may leave."""
+    """Report that a worker has written drafts of what `Finish` asked for. When all members have, and their state
+    agrees, they may publish it (`Publish`)."""
 
     worker: Worker
     order: int
     digests: dict[str, str]
     """Digest of each of the worker's parameters, by name. All holders of a parameter must report the same."""
+    checksums: tuple[Checksum, ...] = ()
+    """Checksums of all state that the worker holds."""
+
+
+class Published(msgspec.Struct, frozen=True, tag=True):
+    """Report that a worker has given their final names to the files that it wrote. When all members have, they may
+    leave."""
+
+    worker: Worker
+    order: int
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
@@ -319,7 +330,8 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | TrainingStarted | IterationReport | StepValidated | Paused
-              | FetchUpToDate | FetchFailed | Finished | CheckpointSaved | Note | Injected | Leaving | WorkerStatus
+              | FetchUpToDate | FetchFailed | Finished | Published
+              | CheckpointSaved | Note | Injected | Leaving | WorkerStatus
               | ReadableCheckpoints
               | WorkerFailed)
 FromNodeAgent = JoinNode | Leaving | WorkerEnded | GatheredReports

@@ -31,6 +31,7 @@ from slipstream.runtime.protocol.to_worker import (
     Fetch,
     Finish,
     Leave,
+    Publish,
     ReportCheckpoints,
     ReportStatus,
     ScheduleContent,
@@ -234,6 +235,8 @@ class MainThread:
             case Finish():
                 self._generation, self._finish_order = None, message
                 self._threads.start_finishing(self._context, message, generation)
+            case Publish() if self._finish_order is not None and self._finish_order.order == message.order:
+                self._threads.start_publishing(self._context, self._finish_order)
             case EndOrder() if generation is not None and generation.order_number == message.order:
                 self._doubted |= message.doubted
                 generation.end_order()
@@ -254,6 +257,7 @@ class MainThread:
     def _store_loss(self, message: Acknowledged) -> None:
         if message.committed is not None:
             iteration, loss = message.committed
+            self._context.checkpointer.allow_committed(iteration)
             if loss is not None:
                 self._losses[iteration] = loss
             self._losses.pop(iteration - MAX_STORED_LOSSES, None)

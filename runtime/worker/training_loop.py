@@ -73,7 +73,8 @@ class TrainingLoop:
         exchange = self._build_exchange(part.schedule, self._until_evaluation(first))
         weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
         slices = WorkerSlices(context.layer_store.holding, context.placement.slice_layers(part.schedule, part.worker),
-                              context.model, loss_scale=weights, config=context.config)
+                              context.model, loss_scale=weights, config=context.config,
+                              fused=setup.fused_layers)
         self._holds.add(slices)
         if self._session.ordered:
             self._rehearse_ops(slices, first)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference, find_difference
-from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap, PersistentSeries
 from slipstream.runtime.coordinator.decisions.sample_comparison import SampleDifference, find_sample_difference
 from slipstream.runtime.protocol.to_coordinator import Finished, IterationReport
 from slipstream.runtime.protocol.to_worker import StepFactor
@@ -72,7 +72,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     ran on them is committed."""
     nonfinite: int | None = None
     """First iteration of the current order whose loss is not finite, if any; it is not committed unless `skips`."""
-    losses_of: PersistentMap[int, float] = PersistentMap()
+    losses_of: PersistentSeries = PersistentSeries()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
     """Longest busy window of any member, in seconds, of each of the last committed iterations."""
@@ -121,13 +121,13 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     def with_losses(self, losses: Sequence[float], factor: StepFactor | None) -> "CommitLog":
         """Return the log with the losses of the iterations that an earlier coordinator committed, from the first
         iteration on, and the factor that scaled the gradients in the last of them (None: not known)."""
-        return replace(self, losses_of=PersistentMap(enumerate(losses, self.first_iteration)),
+        return replace(self, losses_of=PersistentSeries(losses, self.first_iteration),
                        factors={} if factor is None else {factor.iteration: factor.factor})
 
     def without_iterations_from(self, iteration: int) -> "CommitLog":
         """Return the log without the committed iterations from the given one on, which will be repeated."""
         return replace(
-            self, losses_of=_entries_before(iteration, self.losses_of),
+            self, losses_of=self.losses_of.before(iteration),
             windows=_entries_before(iteration, self.windows),
             traced=tuple(earlier for earlier in self.traced if earlier.iteration < iteration),
             factors={earlier: factor for earlier, factor in self.factors.items() if earlier < iteration})

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from slipstream.runtime.protocol.to_coordinator import IterationReport
+from slipstream.runtime.protocol.to_coordinator import Finished, IterationReport
 from slipstream.schedules.schedule import Worker
 
 MAX_NAMES = 8
@@ -45,10 +45,11 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
                 f"workers {_abbreviate_names(self.holders)}")
 
 
-def find_difference(iteration: int, reports: Iterable[IterationReport]) -> CopyDifference | None:
+def find_difference(iteration: int, reports: Iterable[IterationReport | Finished]) -> CopyDifference | None:
     """Compare the copies of the state on which an iteration ran; return the difference, or None if all are equal.
 
-    The copies are compared by the checksums in `reports`, which has each member's report on the iteration.
+    The copies are compared by the checksums in `reports`, which has each member's report on the iteration, or on the
+    state with which training has ended before it.
     """
     sums: dict[tuple[int, int, int, bool], dict[Worker, tuple[int, ...]]] = {}
     for report in reports:

@@ -25,7 +25,7 @@ from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, S
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
 from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.model.state.parts import OriginalMembers
-from slipstream.runtime.protocol.to_coordinator import HeldState, IterationReport
+from slipstream.runtime.protocol.to_coordinator import Finished, HeldState, IterationReport
 from slipstream.runtime.protocol.to_worker import Addresses, LayerMove
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.layers import layers_in
@@ -104,8 +104,10 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
 class FinishingPhase(msgspec.Struct, frozen=True):
     """Phase in which the current order is an order to write the final parameters or a checkpoint."""
 
-    finished: PersistentMap[Worker, None] = PersistentMap()
-    """Members that have reported `Finished`."""
+    finished: PersistentMap[Worker, Finished] = PersistentMap()
+    """Members that have written drafts, with their reports."""
+    published: PersistentMap[Worker, None] = PersistentMap()
+    """Members that have published what they wrote."""
     outdated: bool = False
     """True if a member that the order names was lost after it was sent."""
 
@@ -267,7 +269,8 @@ class TransitionBuilder(EffectCollector):
                           leaving=state.leaving - gone, asked=state.asked.without_keys(*gone),
                           readable=state.readable.without_keys(*gone), empty=state.empty.without_workers(gone))
         if isinstance(state.phase, FinishingPhase):
-            self.update_state(phase=replace(state.phase, finished=state.phase.finished.without_keys(*gone)))
+            self.update_state(phase=replace(state.phase, finished=state.phase.finished.without_keys(*gone),
+                                            published=state.phase.published.without_keys(*gone)))
         if isinstance(state.phase, RejoiningPhase):
             self.update_state(phase=state.phase.without_workers(gone))
         self.update_state(joins=state.joins.without_workers(gone, self.state.live, self))

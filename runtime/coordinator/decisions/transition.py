@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import iteration_boundary, next_order, orders
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
-from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference
+from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference, find_difference
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
 from slipstream.runtime.coordinator.decisions.empty_orders import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
@@ -44,13 +44,14 @@ from slipstream.runtime.protocol.to_coordinator import (
     IterationReport,
     Leaving,
     Paused,
+    Published,
     ReadableCheckpoints,
     Ready,
     StepValidated,
     ToCoordinator,
     TrainingStarted,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, Leave
+from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, Publish
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2
@@ -195,6 +196,8 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
             _handle_fetch_failed(step, event)
         case Finished():
             _handle_finished(step, event)
+        case Published():
+            _handle_published(step, event)
         case CheckpointSaved() if event.iteration < step.rules.iterations.stop:  # the final save holds up no training
             step.update_state(checkpoints=state.checkpoints.with_saved(event.iteration, event.seconds))
         case ReadableCheckpoints() if event.worker in state.asked:
@@ -417,14 +420,29 @@ def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:
 
 
 def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
-    """Handle a member that has written its final parameters, or its share of a checkpoint. After the last one, all
-    workers leave, or only those that were to leave after this checkpoint."""
+    """Handle a member that has written drafts of its final parameters, or of its share of a checkpoint. After the last
+    one, all may publish them, unless their state differs: then CommitLogError is raised, and nothing is published."""
     state = step.state
     if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
         return
-    finished = state.phase.finished.with_entry(report.worker, None)
+    finished = state.phase.finished.with_entry(report.worker, report)
     step.update_state(log=state.log.with_finished(report), phase=replace(state.phase, finished=finished))
-    if len(finished) == len(state.members) and not next_order.release_after_save(step):
+    if len(finished) == len(state.members):
+        difference = find_difference(state.log.next_iteration, (entry for _, entry in finished.items()))
+        if difference is not None:
+            raise CommitLogError(f"{difference}; the state is not saved")
+        step.send(sorted(state.members), Publish(state.order))
+
+
+def _handle_published(step: TransitionBuilder, report: Published) -> None:
+    """Handle a member that has published what it wrote. After the last one, all workers leave, or only those that were
+    to leave after this checkpoint."""
+    state = step.state
+    if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
+        return
+    published = state.phase.published.with_entry(report.worker, None)
+    step.update_state(phase=replace(state.phase, published=published))
+    if len(published) == len(state.members) and not next_order.release_after_save(step):
         orders.send_leave(step)
 
 

@@ -32,19 +32,30 @@ from slipstream.runtime.events import Event, NodeLost, Noted, WentBack
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.protocol.to_coordinator import (
+    Checksum,
     FetchFailed,
     FetchUpToDate,
     Finished,
     IterationReport,
     Leaving,
     Paused,
+    Published,
     ReadableCheckpoints,
     Ready,
     RecoveryReport,
     SampleDigest,
     TrainingStarted,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
+from slipstream.runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    Publish,
+    ReportCheckpoints,
+    Train,
+)
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, NoScheduleError, Seat, Worker
 from tests.jobs import grid
@@ -526,6 +537,9 @@ def test_workers_told_to_end_while_the_layers_of_one_are_saved_leave_after_it_an
         run.happens(Leaving(worker))
     for worker in MEMBERS:
         run.happens(Finished(worker, finish.order, {}))
+    assert run.last(Leave, MEMBERS[-1]) is None and run.last(Publish) == Publish(finish.order)
+    for worker in MEMBERS:
+        run.happens(Published(worker, finish.order))
     gone = [worker for worker in MEMBERS if run.last(Leave, worker) is not None]
     assert gone == sorted({Worker(0, 1), *later})
     assert isinstance(run.state.phase, EndedPhase) == (len(gone) == len(MEMBERS))
@@ -656,3 +670,17 @@ def test_members_that_come_back_are_the_newcomers_of_their_order(run):
     run.ran(2)
     run.paused()
     assert run.state.order == 2 and run.state.newcomers == {BACK}
+
+
+@pytest.mark.parametrize("wrong", [Finished(MEMBERS[2], 0, {"0.weight": "b"}),
+                                   Finished(MEMBERS[2], 0, {}, (Checksum(0, 0, 4, True, (2,)),))])
+def test_nothing_is_published_where_the_final_state_differs(run, wrong):
+    for iteration in run.rules.iterations:
+        run.ran(iteration)
+    run.paused()
+    order = run.last(Finish).order
+    for worker in MEMBERS[:2]:
+        run.happens(Finished(worker, order, {"0.weight": "a"}, (Checksum(0, 0, 4, True, (1,)),)))
+    with pytest.raises(CommitLogError, match=r"final parameter 0\.weight|copies of layer 0 differed"):
+        run.happens(replace(wrong, order=order))
+    assert run.last(Publish) is None
