@@ -87,7 +87,8 @@ class Counting:
                 self.said.append(ReadableCheckpoints(self.worker, tuple(
                     one for one in self.world.checkpoints if not one or self.world.rng.random() < 0.7)))
             case Finish():
-                self.go_back(message.first_iteration - 1)
+                if self.layers:  # none, if node 0 has died before this rank got its order
+                    self.go_back(message.first_iteration - 1)
                 self.world.saving = message.first_iteration
                 self.said.append(Finished(self.worker, message.order, {}))
             case Publish():

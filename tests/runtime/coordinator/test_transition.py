@@ -565,6 +565,8 @@ def test_where_the_data_end_all_that_have_samples_is_run_and_saved(run, ahead):
     assert finish.first_iteration == end and not finish.parameters
     for worker in MEMBERS:
         run.happens(Finished(worker, finish.order, {}))
+    for worker in MEMBERS:
+        run.happens(Published(worker, finish.order))
     assert isinstance(run.state.phase, EndedPhase)
 
 
