@@ -31,6 +31,8 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
     """Number of these orders that ended because all members waited for each other."""
     counts: Mapping[Worker, int] = {}
     """Number of times that each worker has been named in these orders."""
+    alone: frozenset[Worker] = frozenset()
+    """Workers that have failed in these orders without naming another one, as with a wrong network interface."""
     joined: frozenset[Worker] = frozenset()
     """Workers that have become members since the last commit."""
     named: tuple[Worker, ...] = ()
@@ -43,6 +45,7 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
     def with_report(self, named: Collection[Worker], reason: str, *, stalled: bool = False) -> "EmptyOrders":
         """Return the record after a report that the current order cannot continue because of the `named` workers."""
         return replace(self, named=(*self.named, *named), reason=self.reason or reason,
+                       alone=self.alone.union(named) if len(named) == 1 else self.alone,
                        has_stalled=self.has_stalled or stalled)
 
     def with_order(self, joined: Collection[Worker]) -> "EmptyOrders":
@@ -73,14 +76,15 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
         """Return the member to give up, if any: after too many orders, the one that has been named most often.
 
         It is given up earlier if it has joined since the last commit. The result is None if all members have been named
-        equally often, since none of them is then more likely at fault than the others.
+        equally often, or most have failed alone: then none of them is more likely at fault than the others.
         """
         counts = {worker: self.counts.get(worker, 0) for worker in sorted(members)}
         most = max(counts.values(), default=0)
         joined = [worker for worker, count in counts.items() if worker in self.joined and count == most > 0]
         if joined and (self.number >= MAX_ORDERS_OF_JOINING or self.stalled):
             return joined[-1]
-        if not self.has_ended_too_many or len(set(counts.values())) < 2:
+        if not self.has_ended_too_many or len(set(counts.values())) < 2 \
+                or 2 * len(self.alone.intersection(counts)) > len(counts):
             return None
         return max(worker for worker, count in counts.items() if count == most)
 
