@@ -1,4 +1,5 @@
-"""Orders that fail because workers cannot reach each other: each is reported, and who is at fault goes."""
+"""Orders that fail because workers cannot reach each other: each is reported, and who is at
+fault goes."""
 
 import pytest
 
@@ -46,7 +47,8 @@ class Failing(Run):
         return [event.text for event in self.events if isinstance(event, Noted)]
 
     def fails(self, named):
-        """The order ends: each worker in `named` could not reach another one; the others only stop."""
+        """The order ends: each worker in `named` could not reach another one; the others only
+        stop."""
         for worker in sorted(self.state.members, key=lambda worker: (worker not in named, worker)):
             held = holding((2 * worker.column, 2 * worker.column + 2))
             others = named.get(worker)
@@ -111,7 +113,8 @@ def test_the_member_that_most_others_cannot_reach_goes_after_many_orders():
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_where_nobody_stands_out_the_run_ends_with_the_reason(alone):
-    """Each names another one, or all fail by themselves, as with a wrong interface: not all of them in each order."""
+    """Each names another one, or all fail by themselves, as with a wrong interface: not all of
+    them in each order."""
     run = Failing()
     run.ran(0)
     ring = {worker: MEMBERS[place - 1] for place, worker in enumerate(MEMBERS)}
@@ -128,8 +131,8 @@ def test_where_nobody_stands_out_the_run_ends_with_the_reason(alone):
                 run.happens(TimePassed())
         assert not run.given_up
         return
-    with pytest.raises(RunError, match=rf"^{MAX_ORDERS_OF_MEMBERS} orders in a row .* no single worker is at fault; the "
-                                       r"last one: worker 0\.0: receiving from worker 1\.0 failed$"):
+    reason = r"no single worker is at fault; the last one: worker 0\.0: receiving from worker 1\.0 failed$"
+    with pytest.raises(RunError, match=rf"^{MAX_ORDERS_OF_MEMBERS} orders in a row .* {reason}"):
         for _ in range(MAX_ORDERS_OF_MEMBERS):
             run.fails(ring)
     assert len(run.notes) == MAX_ORDERS_OF_MEMBERS - 1 and not run.given_up

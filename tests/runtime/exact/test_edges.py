@@ -1,4 +1,5 @@
-"""Links that never work, receivers that take nothing, and losses that are not finite: in virtual time, by seeds."""
+"""Links that never work, receivers that take nothing, and losses that are not finite: in virtual
+time, by seeds."""
 
 import random
 
@@ -13,7 +14,8 @@ __all__ = ["_alone"]
 
 
 class EdgeWorld(ExactWorld):
-    """Nobody dies by chance, but `bad` in some iteration; when it is back, it does not work as it should."""
+    """Nobody dies by chance, but `bad` in some iteration; when it is back, it does not work as
+    it should."""
 
     def __init__(self, seed, folder, name, *, nccl, apart=False, slow=False, flips=None) -> None:
         rng = random.Random(seed)

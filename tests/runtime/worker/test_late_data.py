@@ -1,4 +1,5 @@
-"""A worker that comes back late in a run, with data that every worker reads in order from their beginning."""
+"""A worker that comes back late in a run, with data that every worker reads in order from their
+beginning."""
 
 import threading
 from types import SimpleNamespace
