@@ -53,6 +53,10 @@ class ConfigError(ValueError):
     """Error in the configuration. The message is one line."""
 
 
+BYTES = 256
+"""Number of different bytes, each a token where text is read as bytes."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the model: the job file's `[model]` table."""
 
@@ -67,8 +71,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of attention heads."""
     context: Count = 128
     """Number of tokens in a sequence."""
-    vocabulary: Annotated[int, Meta(ge=256, le=2**24, description="a whole number from 256 to 16777216")] = 256
-    """Number of different tokens. Text that is read as bytes needs 256."""
+    vocabulary: Annotated[int, Meta(ge=1, le=2**24, description="a whole number from 1 to 16777216")] = 256
+    """Number of different tokens. Text that is read as bytes needs 256, unless the model is your own."""
     mlp: Count = 4
     """Width of the MLP's hidden layer, in multiples of `width`."""
     dropout: Fraction = 0.0
@@ -394,8 +398,20 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
         if source == "hugging_face":
             model = _with_vocabulary_size(model)
     replaced = {key: value for key, value in overrides.items() if value is not None}
-    return RunConfig(model=_convert_table("model", model, ModelConfig),
-                     training=_convert_table("training", {**training, **replaced}, TrainingConfig))
+    config = RunConfig(model=_convert_table("model", model, ModelConfig),
+                       training=_convert_table("training", {**training, **replaced}, TrainingConfig))
+    _require_byte_vocabulary(config)
+    return config
+
+
+def _require_byte_vocabulary(config: RunConfig) -> None:
+    """Raise ConfigError if text is read as bytes for a model that has fewer tokens than there are bytes, and is not the
+    user's own."""
+    model, training = config.model, config.training
+    is_own = ":" in model.name and model.hugging_face is None and model.torchtitan is None
+    if model.vocabulary < BYTES and not is_own and not (training.data or training.tokens or training.tokenizer):
+        raise ConfigError(f"model.vocabulary is {model.vocabulary}, and text is read as bytes; expected a whole number "
+                          f"from {BYTES}, or training.tokens, training.tokenizer or training.data")
 
 
 def _with_vocabulary_size(model: Mapping[str, Any]) -> Mapping[str, object]:

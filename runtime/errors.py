@@ -12,6 +12,13 @@ class CoordinatorFailedError(RuntimeError):
     """
 
 
+class OtherRunError(CoordinatorFailedError):
+    """Error of a coordinator that has found the live workers of a run which its job does not continue.
+
+    The workers are left as they are, for another coordinator. The message is one line.
+    """
+
+
 class NoLiveWorkerError(RuntimeError):
     """Error of taking over a run of which no worker is alive. The message is one line."""
 

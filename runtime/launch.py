@@ -29,7 +29,7 @@ from slipstream.runtime.coordinator.records.run_log import ProgressCallback, Run
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.device import gpu_count
-from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, first_line
+from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, OtherRunError, first_line
 from slipstream.runtime.errors import RunError as RunError
 from slipstream.runtime.events import Started
 from slipstream.runtime.model.checkpoints.checkpoint import (
@@ -39,10 +39,15 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     verify_checkpoint,
 )
 from slipstream.runtime.model.checkpoints.parameters import load_layer
+from slipstream.runtime.model.run_identity import describe_difference
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.layer_sizes import estimate_layer_bytes
 from slipstream.runtime.model.tensor_codec import TensorError
-from slipstream.runtime.processes.file_descriptors import count_node_0_descriptors, raise_descriptor_limit
+from slipstream.runtime.processes.file_descriptors import (
+    count_communicator_ends,
+    count_node_0_descriptors,
+    raise_descriptor_limit,
+)
 from slipstream.runtime.processes.fork_server import ForkServer, adopt_fork_server
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager, find_complete_workers
 from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, handle_stop_signals
@@ -50,7 +55,7 @@ from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, create_secret
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, open_listener
 from slipstream.runtime.replay.group_store import delete_old_orders
-from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, count_samples_read
+from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, compare_with_checkpoint, count_samples_read
 from slipstream.runtime.run_folder import (
     TakeoverRecord,
     claim_folder,
@@ -107,14 +112,18 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {SECRET_REMEDY} on "
                           f"each")
-    raise_descriptor_limit(count_node_0_descriptors(len(schedule.seats) * config.training.tensor_parallel,
-                                                    options.nodes))
     if resilience.resume is not None:
         resilience = dataclasses.replace(resilience, resume=reopen_or_latest(resilience.resume))
     read = count_samples_read(resilience.resume, config, schedule.grid.microbatches)
     fit = check_fit(schedule, config, options, read)
+    ranks = config.training.tensor_parallel
+    ends = count_communicator_ends(schedule, fit.placement, ranks) if fit.transport == "nccl" else 0
+    raise_descriptor_limit(count_node_0_descriptors(len(schedule.seats) * ranks, options.nodes, ends))
     if resilience.resume is not None:
         require_job(resilience.resume, identity_of(config, fit.model.layers))
+        differences = compare_with_checkpoint(resilience.resume, fit, config)
+        if differences is not None:
+            options.notify(differences)
         if read_takeover_record(out) is None:
             verify_checkpoint(resilience.resume)
     with ExitStack() as stack:
@@ -131,6 +140,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 restarts_from_zero = resilience.resume is None and (options.force or options.again)
                 options.notify(f"{error}{'; starts with iteration 0' if restarts_from_zero else ''}")
                 predecessor, server_holder = None, _ForkServerHolder(fork_server, stack)
+            except OtherRunError as error:
+                raise ConfigError(str(error)) from None
             except CoordinatorFailedError as error:
                 predecessor, pause = read_takeover_record(out), restarts.count_failure()
                 if predecessor is None or server_holder.server is None or pause is None or stop.received is not None \
@@ -294,10 +305,20 @@ class _RunLeader:
             return None
         adopted = None if self.behind.fork_server is None else adopt_fork_server(self.behind.fork_server)
         if adopted is not None:
+            self._require_same_run(adopted, self.behind)
             stack.push(partial(_call_unless_coordinator_failed, adopted.close))
         elif self.options.nodes == 1:
             raise NoLiveWorkerError("no worker of the previous run in this folder is alive")
         return adopted
+
+    def _require_same_run(self, adopted: ForkServer, behind: TakeoverRecord) -> None:
+        """Raise OtherRunError if this job does not continue the run whose live workers `adopted` has. They are left to
+        another node 0."""
+        difference = None if behind.identity is None else describe_difference(self.fit.identity, behind.identity)
+        if difference is not None:
+            adopted.detach()
+            raise OtherRunError(f"{self.out}: the workers of a run wait there for node 0, and {difference}; start it "
+                                "with the job file, code and data of the run, or wait until its workers have ended")
 
     def _listen_for_workers(self) -> tuple[socket.socket, Rendezvous]:
         """Return a socket that listens for workers, and its address: that of the earlier coordinator, if there is one
@@ -341,7 +362,8 @@ class _RunLeader:
         return TakeoverRecord(
             epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
             read=read if behind is None else behind.read, crashes=() if behind is None else behind.crashes,
-            fork_server=fork_server.hold_for_adoption(seconds, settings.secret.hex()) if seconds else None)
+            fork_server=fork_server.hold_for_adoption(seconds, settings.secret.hex()) if seconds else None,
+            identity=self.fit.identity if behind is None else behind.identity)
 
     def _build_run(self, record: TakeoverRecord, settings: NodeSettings, store: Rendezvous,
                    losses: Sequence[float] | None, alive: Sequence[Worker]) -> RunSpec:
@@ -356,7 +378,7 @@ class _RunLeader:
                        shared_layers=fit.shared_layers, whole_schedules=fit.whole_schedules,
                        elements=fit.elements, behind=self.behind, losses=losses,
                        journal=EMPTY_JOURNAL if self.behind is None else read_journal(self.out),
-                       gone=[worker for worker in fit.shares[0] if worker not in alive])
+                       gone=[worker for worker in fit.shares[0] if worker not in alive], identity=fit.identity)
 
     def _build_process_manager(self, record: TakeoverRecord, settings: NodeSettings, fork_server: ForkServer,
                                alive: Sequence[Worker], writer: WriterThread) -> ProcessManager:

@@ -96,7 +96,7 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
             rendezvous, job.secret, hello, to_node_agent.decode, seconds))
         with closing(link), ExitStack() as stack:
             gpus = _find_own_gpus(setup, node, nodes, local, job.config.training.tensor_parallel)
-            settings = _build_own_settings(job, setup, out)
+            settings = _build_own_settings(job, setup, out, notify)
             stop = stack.enter_context(handle_stop_signals())
             stack.enter_context(hold_folder_lock(out, node))
             if not setup.restarted:
@@ -148,18 +148,24 @@ def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess,
     return gpus
 
 
-def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
-    """Return the settings that this node gives to its workers. Raises ConfigError if node 0 runs another job."""
+def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path, notify: Callable[[str], None]) -> NodeSettings:
+    """Return the settings that this node gives to its workers: those of node 0, except for paths. Tell users by
+    `notify` if node 0 trains for another number of iterations. Raises ConfigError if node 0 runs another job."""
     config = job.config
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
         config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
     for table in ("model", "training"):
         ours, theirs = getattr(config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
-            # Node 0 decides how long to train, like the other numbers of `WorkerSetup`.
             if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
                 raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
                                   "0; start every node with the same job file and options")
+    # Node 0 decides how long to train, like the other numbers of `WorkerSetup`. Learning rates depend on it.
+    iterations = setup.config.training.iterations
+    if config.training.iterations != iterations:
+        notify(f"training.iterations is {config.training.iterations} here and {iterations} at node 0; trains for "
+               f"{iterations}")
+        config = replace(config, training=replace(config.training, iterations=iterations))
     unknown = set(setup.workers) - set(job.workers)
     if unknown:
         raise ConfigError(f"node 0 has a worker {min(unknown)}, which is not in this job; start every node with the "

@@ -1,23 +1,41 @@
 """Check before a run that schedule, configuration and machine fit, and compute what follows from all three."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
-from slipstream.runtime.config import RunConfig
+from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.records.metrics import IterationWork
 from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.data.data import batch_form, load_data, load_validation_data, require_same_forms
+from slipstream.runtime.model.computing.trial import try_layers
+from slipstream.runtime.model.data.data import (
+    Data,
+    batch_form,
+    is_users_own,
+    load_data,
+    load_validation_data,
+    require_same_forms,
+)
+from slipstream.runtime.model.data.sample_digests import digest_first_samples, require_repeatable
 from slipstream.runtime.model.layers.flops import counting_flops
 from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
+from slipstream.runtime.model.layers.repeatability import require_repeatable_layers
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.model.microbatch import NOTHING_READ, Microbatch, SamplesRead
+from slipstream.runtime.model.run_identity import (
+    NO_IDENTITY,
+    RunIdentity,
+    Values,
+    build_run_identity,
+    list_differences,
+)
 from slipstream.runtime.model.state.held_layers import count_trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_all_patterns_match
 from slipstream.runtime.model.state.parts import ElementCounts
@@ -25,12 +43,15 @@ from slipstream.runtime.model.state.undoable_steps import optimizer_factory
 from slipstream.runtime.processes.launch_environment import GpuShare, compute_gpu_share
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
-from slipstream.runtime.replay.dealt_samples import check_costs, find_cost_function, layers_of_stages
+from slipstream.runtime.replay.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
 from slipstream.runtime.replay.placement import Placement, PlacementError, place_layers
 from slipstream.runtime.replay.transport import Transport, choose_transport
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import Grid, Schedule, Worker
+
+MAX_DIFFERENCES = 8
+"""Largest number of differences from the run of a checkpoint that a line names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +80,12 @@ class RunFit:
     """Number of trained elements of each layer of the model, on each rank of a worker."""
     data: FormSpec | None = None
     """Shapes and dtypes of each micro-batch that the data provide; None: not checked."""
+    identity: RunIdentity = NO_IDENTITY
+    """What the run trains."""
+    first_samples: Values = field(default_factory=dict)
+    """Digest of the first samples, by the name that it has in the run's identity."""
+    fused_layers: frozenset[int] = frozenset()
+    """Layers whose backward must not be divided into I and W (`runtime.model.computing.trial`)."""
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
@@ -72,6 +99,34 @@ def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatche
             None, resume.iteration * config.training.batch * sum(microbatches)):
         return NOTHING_READ
     return SamplesRead(resume.iteration, resume.manifest.samples)
+
+
+def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) -> str | None:
+    """Return a line on what differs between this run and the one that wrote the checkpoint `resume`; None if nothing
+    does, or if the checkpoint is of an earlier version.
+
+    Most may differ, such as the learning rate. Raises ConfigError if the user's own data give other samples on another
+    grid that reads as many: then their names depend on the grid.
+    """
+    written_by = resume.manifest.run
+    if written_by is None:
+        return None
+    ours = fit.identity
+    theirs = replace(written_by, training={**written_by.training, "iterations": ours.training["iterations"]})
+    if ours.libraries.get("slipstream") != theirs.libraries.get("slipstream"):  # one may lack keys of the other
+        theirs = replace(theirs, model=ours.model | theirs.model, training=ours.training | theirs.training)
+    differences = list_differences(ours, theirs, there="in its run")
+    if not differences:
+        return None
+    changed = [name for name, digest in fit.first_samples.items() if written_by.data.get(name, digest) != digest]
+    grids = [clause for clause in differences if clause.startswith("grid.")]
+    if changed and grids and is_users_own(config.training):
+        raise ConfigError(
+            f"{resume.path}: training.data is {config.training.data!r}, and its {changed[0]} are not those of the run "
+            f"that wrote the checkpoint, since {grids[-1]}; resume with the same micro-batches, or name samples by "
+            "their number in the iteration")
+    more = f"; and {len(differences) - MAX_DIFFERENCES} more" if differences[MAX_DIFFERENCES:] else ""
+    return f"{resume.path}: resumes with differences: {'; '.join(differences[:MAX_DIFFERENCES])}{more}"
 
 
 def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:
@@ -91,12 +146,19 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
         require_all_patterns_match(model, training)
         optimizer_factory(training)
         elements = count_trained_elements(model, training)
+        require_repeatable_layers(model, config, [counts.total for counts in elements])
     placement = place_layers(schedule.grid, model.layers)
     corpus = load_data(config, schedule.grid.microbatches, read)
     data_form = batch_form(config)
     require_same_forms(corpus, config, schedule.grid.microbatches, data_form, read.iteration)
     check_costs(corpus, schedule, training, placement)
-    load_validation_data(config, schedule.grid.microbatches)
+    validation = load_validation_data(config, schedule.grid.microbatches)
+    require_repeatable(corpus, config, schedule.grid.microbatches, read.iteration)
+    first_samples = digest_first_samples(corpus, config, schedule.grid.microbatches, read.iteration)
+    identity = build_run_identity(config, data=digest_data(corpus, validation, training) | first_samples,
+                                  microbatches=schedule.grid.microbatches,
+                                  columns=find_layers_by_column(schedule.grid, placement))
+    fused = _try_layers(config, corpus, read, placement, flops.training_flops(1), options)
     shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
     gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
@@ -111,7 +173,14 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
                   tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                   training.evaluate_every is not None
                   or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
-                  elements, FormSpec.from_form(data_form))
+                  elements, FormSpec.from_form(data_form), identity, first_samples, fused)
+
+
+def _try_layers(config: RunConfig, corpus: Data, read: SamplesRead, placement: Placement, flops: float,
+                options: RunOptions) -> frozenset[int]:
+    """Try the layers of a user's model on the first micro-batch (`try_layers`)."""
+    batch = corpus.batch(Microbatch(read.iteration, 0, 0), config.training.batch, config.model.context)
+    return try_layers(config, batch, placement.cuts, flops, options.notify)
 
 
 def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,
@@ -123,9 +192,15 @@ def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rende
         read=count_samples_read(resilience.resume, config, grid.microbatches),
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
         device=fit.device, store=store, cuts=fit.placement.cuts,
-        columns=tuple(tuple(sorted(fit.placement.layers_in_column(grid, column))) for column in range(grid.columns)),
+        columns=find_layers_by_column(grid, fit.placement),
         forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
         microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
+        fused_layers=tuple(sorted(fit.fused_layers)),
         checkpoint_every=resilience.checkpoint_every, verify_every=resilience.verify_every,
-        fetch_bytes_per_second=resilience.fetch_bytes_per_second)
+        fetch_bytes_per_second=resilience.fetch_bytes_per_second, first_samples=fit.first_samples)
+
+
+def find_layers_by_column(grid: Grid, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of the model that the stages of each column hold."""
+    return tuple(tuple(sorted(placement.layers_in_column(grid, column))) for column in range(grid.columns))

@@ -21,9 +21,10 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     remove_newer,
 )
 from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.processes.restart_policy import CrashTimes
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.schedules.files import write_atomically
+from slipstream.schedules.files import READABLE_BY_OWNER, write_atomically
 
 CHECKPOINTS = "checkpoints"
 LOCK_TIMEOUT_SECONDS = 0.2
@@ -56,6 +57,9 @@ class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Name by which the workers on this machine are adopted (`runtime.processes.fork_server.adopt_fork_server`); None:
     they cannot be adopted."""
     crashes: CrashTimes = ()
+    identity: RunIdentity | None = None
+    """What the run trains; None in records of earlier versions. A node 0 that would train something else does not take
+    over."""
 
 
 _TAKEOVER_DECODER = msgspec.json.Decoder(TakeoverRecord)
@@ -85,7 +89,7 @@ def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
 
 def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
     """Write the record from which a new node 0 takes over the run; only this user can read it. Raises OSError."""
-    write_atomically(out / _TAKEOVER_RECORD, msgspec.json.encode(left))
+    write_atomically(out / _TAKEOVER_RECORD, msgspec.json.encode(left), READABLE_BY_OWNER)
 
 
 def read_takeover_record(out: Path) -> TakeoverRecord | None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroupGloo, Work, distributed_c10d
 from torch.fx import GraphModule
@@ -125,6 +127,15 @@ def without_gpu_context() -> Iterator[None]:
         fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported = saved
 
 
+def current_function_mode() -> object:
+    """Return the active TorchFunctionMode; None if there is none.
+
+    Replaced by: no public call exists.
+    """
+    mode: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return mode
+
+
 @contextmanager
 def without_function_mode() -> Iterator[None]:
     """Leave the active TorchFunctionMode within the context.
@@ -133,7 +144,7 @@ def without_function_mode() -> Iterator[None]:
 
     Replaced by: leaving the mode, once torch has a public call for that.
     """
-    if _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
+    if current_function_mode() is None:
         yield
     else:
         with _pop_mode_temporarily():
@@ -312,12 +323,56 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
                          accumulate_grad=True)
 
 
+class GradientUse(Enum):
+    """What the backward that is running does with the gradient of one input of a function."""
+
+    NONE = "nothing; it need not be computed"
+    ADDED = "adds it to `.grad` of a parameter, or passes it on"
+    RETURNED = "returns it, as torch.autograd.grad"
+
+
+def find_gradient_use(node: Any) -> GradientUse:
+    """Return what the running backward does with the gradient that is passed to `node`, an entry of `next_functions`;
+    None is passed nothing.
+
+    To be called within the backward of a torch.autograd.Function, whose own `needs_input_grad` does not say for which
+    inputs torch.autograd.grad was called.
+
+    Replaced by: `needs_input_grad`, once it depends on the backward that is running.
+    """
+    if node is None:
+        return GradientUse.NONE
+    try:
+        return GradientUse.ADDED if torch._C._will_engine_execute_node(node) else GradientUse.NONE
+    except RuntimeError:  # it refuses to answer for leaves of which torch.autograd.grad returns the gradients
+        return GradientUse.RETURNED
+
+
+def is_transforming() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, ...) or forward-mode differentiation is active, under which
+    only some functions of one's own work.
+
+    Replaced by: no public call exists.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks that must see the gradient from autograd.
 
     Replaced by: no public call exists.
     """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def count_changes(tensor: Tensor) -> int:
+    """Return a number that is higher after each change of a tensor in place, such as a gradient that is added to it.
+
+    Views of one tensor share it; `.data` has a count of its own.
+
+    Replaced by: no public call exists; torch's notes on autograd name the attribute.
+    """
+    return tensor._version
 
 
 def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -122,10 +122,11 @@ WAITS = (
     Wait("model.checkpoints.checkpoint:PendingSave.is_done", "the thread that writes",
          Ender.CALLER),
     Wait("model.checkpoints.checkpoint:PendingSave.wait", "the thread that writes", Ender.DISK),
-    Wait("model.checkpoints.parameters:save_layer_with_retry", "room on a full disk", Ender.DISK),
+    Wait("model.checkpoints.parameters:draft_layer_with_retry", "room on a full disk", Ender.DISK),
     Wait("model.layers.torchtitan.trainer_state:save_trainer", "the thread that writes",
          Ender.DISK),
     Wait("worker.checkpointer:Checkpointer.save_last", "the thread that writes", Ender.DISK),
+    Wait("worker.checkpointer:Checkpointer.publish_last", "the thread that writes", Ender.DISK),
     # Workers and node agents wait for node 0.
     Wait("worker.iteration_reports:IterationReports._wait_for_answer", "node 0",
          "worker.iteration_reports:ANSWER_SECONDS"),

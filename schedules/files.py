@@ -2,8 +2,8 @@
 
 import contextlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,27 +26,33 @@ def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = 
     return data
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+READABLE_BY_ALL, READABLE_BY_OWNER = 0o666, 0o600
+"""Permissions of a file, from which the system takes those that the process's umask names."""
+_SUFFIX_BYTES = 4
+
+
+def write_atomically(path: Path, data: bytes, mode: int = READABLE_BY_ALL) -> None:
     """Write a file atomically: write a temporary file next to `path`, fsync it, rename it.
 
-    A link is followed, and a pipe or device is written to directly; neither is replaced by a file. Raises OSError, in
-    which case the old file remains.
+    The file has the permissions `mode`, but for those that the process's umask takes away. A link is followed, and a
+    pipe or device is written to directly; neither is replaced by a file. Raises OSError, in which case the old file
+    remains.
     """
     if path.exists() and not path.is_file():  # resolve() would give no path: "pipe:[1234]" for /dev/stdout
         path.write_bytes(data)
         return
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # The system applies the umask; to read it, it would have to be changed for a moment, also for other threads.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(_SUFFIX_BYTES)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_current_umask())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -71,10 +77,3 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _current_umask() -> int:
-    """Return the umask of this process."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

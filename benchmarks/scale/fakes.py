@@ -154,7 +154,7 @@ class FakeWorker(Fake):
         match message:
             case WorkerSetup():
                 self.epoch = message.epoch
-                self.say(Ready(self.worker, "text", ((f"10.0.{self.worker.pipeline}.{self.worker.column}", 20000),),
+                self.say(Ready(self.worker, ((f"10.0.{self.worker.pipeline}.{self.worker.column}", 20000),),
                                "folder", self.known))
                 self._cluster.prepared(self)
             case Train():

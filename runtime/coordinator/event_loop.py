@@ -55,6 +55,7 @@ from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.errors import (
     CoordinatorFailedError,
     NoLiveWorkerError,
+    OtherRunError,
     RunError,
     describe_data_end,
     first_line,
@@ -185,6 +186,9 @@ class EventLoop:
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = f"{reason}; {self.news.describe_progress(self.state.log.next_iteration)}"
             raise RunError(error) from None
+        except OtherRunError:
+            failed = True
+            raise
         except Exception as unexpected:
             failed = True
             raise CoordinatorFailedError(f"{type(unexpected).__name__}: {first_line(unexpected)}") from unexpected

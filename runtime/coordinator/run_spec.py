@@ -12,6 +12,7 @@ from slipstream.runtime.coordinator.decisions.run_state import RunRules
 from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.failure_domains import FailureDomains
+from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.setup import WorkerSetup
@@ -56,6 +57,8 @@ class RunSpec:
     """Summary of the events that the coordinator before this one wrote."""
     gone: Sequence[Worker] = ()
     """Workers that died together with the coordinator before this one."""
+    identity: RunIdentity = NO_IDENTITY
+    """What the run trains. Workers with another identity are refused."""
 
     @property
     def failure_domains(self) -> FailureDomains:
@@ -78,7 +81,7 @@ class RunSpec:
             domains=self.failure_domains,
             partition=PartitionPlanner(self.elements, Placement(setup.cuts), setup.failure_domains,
                                        self.config.training.shard_optimizer),
-            whole_schedules=self.whole_schedules)
+            whole_schedules=self.whole_schedules, identity=self.identity)
 
     def build_rejoining_phase(self, at: float) -> RejoiningPhase | None:
         """Return the phase in which a dead coordinator's workers are looked for, beginning at time `at`

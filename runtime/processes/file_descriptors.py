@@ -3,15 +3,38 @@
 import resource
 
 from slipstream.runtime.config import ConfigError
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.graph import pipeline_groups
+from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.worker_programs import crossings_by_worker
 
 LAUNCHER_DESCRIPTORS = 256
 """Number of files, pipes and libraries that a launcher opens, whatever the number of workers."""
+SPARE_CONNECTIONS = 2
+"""Factor for the connections of communicators: a generation opens new ones before those of the last are closed, and
+after failures workers meet others than at the start."""
 
 
-def count_node_0_descriptors(processes: int, nodes: int) -> int:
-    """Return the number of file descriptors that node 0 needs. Each process of a worker connects to the coordinator and
-    to torch's key-value store; each node's agent connects once."""
-    return 2 * processes + nodes + LAUNCHER_DESCRIPTORS
+def count_node_0_descriptors(processes: int, nodes: int, communicators: int = 0) -> int:
+    """Return the number of file descriptors that node 0 needs.
+
+    Each process of a worker connects to the coordinator and to torch's key-value store; each node's agent connects
+    once. The argument `communicators` is the result of `count_communicator_ends`: each end connects to the store.
+    """
+    return 2 * processes + nodes + SPARE_CONNECTIONS * communicators + LAUNCHER_DESCRIPTORS
+
+
+def count_communicator_ends(schedule: Schedule, placement: Placement, ranks: int) -> int:
+    """Return the number of ends of all NCCL communicators by which workers of `ranks` ranks follow a schedule.
+
+    There is one communicator for each two workers and direction, one for each set of workers that sum gradients, and
+    one for the ranks of each worker; ranks of equal number have their own.
+    """
+    pairs = {(crossing.source, crossing.target) for group in pipeline_groups(schedule)
+             for crossings in crossings_by_worker(schedule, group).values() for crossing in crossings}
+    members = {tuple(workers) for workers in placement.all_reductions(schedule).values() if len(workers) > 1}
+    between = 2 * len(pairs) + sum(map(len, members))
+    return ranks * (between + (len(schedule.seats) if ranks > 1 else 0))
 
 
 def raise_descriptor_limit(number: int) -> None:

@@ -200,6 +200,11 @@ class ForkServer:
             self._process.kill()
             self._process.wait(KILL_SECONDS)
 
+    def detach(self) -> None:
+        """Leave the server and its processes to another launcher, as if this process had died."""
+        self._selector.close()
+        self._connection.close()
+
     def __enter__(self) -> Self:
         return self
 

@@ -97,6 +97,10 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Slowdowns of this worker's ops on purpose."""
+    first_samples: dict[str, str] = {}
+    """Digest of the first samples that node 0 has read, by the name that it has in the run's identity."""
+    fused_layers: tuple[int, ...] = ()
+    """Layers whose backward must not be divided into I and W: their gradients would not be autograd's own."""
 
 
 def _parse_dtype(name: str) -> torch.dtype:

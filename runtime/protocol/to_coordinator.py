@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.runtime.replay.recorder import OpTime
@@ -97,8 +98,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     it in the first order, or has it fetch layers while the others train."""
 
     worker: Worker
-    corpus: str
-    """Digest of the data that the worker will read. It must be the same at all workers, or the run ends."""
     addresses: tuple[tuple[str, int], ...]
     """Host and port at which each rank of this worker sends layers to others, by rank. A rank of another worker uses
     the address of its own number."""
@@ -107,6 +106,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     folder."""
     known: RecoveryReport | None = None
     """Report for a new coordinator, if the worker has followed a previous one."""
+    identity: RunIdentity = NO_IDENTITY
+    """What the worker would train. A worker whose identity is not that of the run does not take part."""
 
 
 class TrainingStarted(msgspec.Struct, frozen=True, tag=True):
@@ -136,6 +137,15 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True):
         return self.layer, self.start, self.stop, self.state
 
 
+class SampleDigest(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Digest of a sample that a worker has read in an iteration. The sample is named by the micro-batch that would have
+    it without dealing."""
+
+    pipeline: int
+    index: int
+    digest: str
+
+
 class IterationReport(msgspec.Struct, frozen=True, tag=True):
     """Report that a worker has stepped its optimizer in an iteration, and waits for `Acknowledged`. The coordinator
     commits the iteration when all members have sent it."""
@@ -159,6 +169,10 @@ class IterationReport(msgspec.Struct, frozen=True, tag=True):
     finite."""
     checksums: tuple[Checksum, ...] = ()
     """Checksums of all that the worker held before its step, if copies are compared in this iteration."""
+    samples: tuple[SampleDigest, ...] = ()
+    """Digests of the samples that the worker has read, if they are compared in this iteration."""
+    deal: str = ""
+    """Digest of the assignment of samples to micro-batches; empty if samples are not dealt."""
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
@@ -222,12 +236,23 @@ class FetchFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """Report that a worker has written what `Finish` asked for. When all members have, they may leave."""
+    """Report that a worker has written drafts of what `Finish` asked for. When all members have, and their state
+    agrees, they may publish it (`Publish`)."""
 
     worker: Worker
     order: int
     digests: dict[str, str]
     """Digest of each of the worker's parameters, by name. All holders of a parameter must report the same."""
+    checksums: tuple[Checksum, ...] = ()
+    """Checksums of all state that the worker holds."""
+
+
+class Published(msgspec.Struct, frozen=True, tag=True):
+    """Report that a worker has given their final names to the files that it wrote. When all members have, they may
+    leave."""
+
+    worker: Worker
+    order: int
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
@@ -305,7 +330,8 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | TrainingStarted | IterationReport | StepValidated | Paused
-              | FetchUpToDate | FetchFailed | Finished | CheckpointSaved | Note | Injected | Leaving | WorkerStatus
+              | FetchUpToDate | FetchFailed | Finished | Published
+              | CheckpointSaved | Note | Injected | Leaving | WorkerStatus
               | ReadableCheckpoints
               | WorkerFailed)
 FromNodeAgent = JoinNode | Leaving | WorkerEnded | GatheredReports

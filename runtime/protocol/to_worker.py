@@ -115,6 +115,13 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Addresses from which the sources of `moves` send layers."""
 
 
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Message that all members hold the same final state: what was written for the `Finish` of this order may be given
+    its final names."""
+
+    order: int
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """Message that the run is over or continues without this worker: the worker ends."""
 
@@ -167,7 +174,8 @@ class ReportCheckpoints(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Train | Finish
-ToWorker = (WorkerSetup | ScheduleContent | AssignedShare | Train | Finish | Leave | EndOrder | Acknowledged | Fetch
+ToWorker = (WorkerSetup | ScheduleContent | AssignedShare | Train | Finish | Publish
+            | Leave | EndOrder | Acknowledged | Fetch
             | ReportStatus
             | ReportCheckpoints)
 

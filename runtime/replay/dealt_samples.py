@@ -86,6 +86,15 @@ def digest_costs(data: Data, training: TrainingConfig) -> str:
     return digest.hexdigest()
 
 
+def digest_data(corpus: Data, validation: Data | None, training: TrainingConfig) -> dict[str, str]:
+    """Return digests, by name, of the data that a run reads (`corpus`, and `validation` if it evaluates), and of all
+    that decides how samples are dealt. They are part of the run's identity."""
+    digests = {"training data": corpus.digest, "sample costs": digest_costs(corpus, training)}
+    if validation is not None:
+        digests["validation data"] = validation.digest
+    return {name: hashlib.sha256(digest.encode()).hexdigest()[:16] for name, digest in digests.items()}
+
+
 def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
     """Raise ConfigError if the costs of samples (relative times of F, I and W) or the token counts in the data's first
     iteration are unusable.
@@ -182,6 +191,13 @@ class DealtSamples:
         """Start to assign samples to the micro-batches of an iteration in the background."""
         if self._pool is not None and (self._next_dealing is None or self._next_dealing[0] != iteration):
             self._next_dealing = iteration, self._pool.submit(self._deal_iteration, iteration)
+
+    def digest_deal(self, iteration: int) -> str:
+        """Return a digest of the sample of each micro-batch in an iteration; empty if samples are not dealt."""
+        if self._pool is None:
+            return ""
+        samples = self._get_dealt_iteration(iteration).sample
+        return hashlib.blake2b(msgspec.json.encode(samples), digest_size=8).hexdigest()
 
     def close(self) -> None:
         """Stop dealing, and release the thread."""

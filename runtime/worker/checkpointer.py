@@ -1,5 +1,6 @@
 """Decide when a worker writes checkpoints, write them, and read the checkpoints that it can restore."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -14,12 +15,14 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     PendingSave,
     find_complete,
     identity_of,
+    is_complete,
     load_layers,
     open_checkpoint,
     remove_newer,
     start_saving,
 )
 from slipstream.runtime.model.layers.sharing import Sharing
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Note
@@ -41,18 +44,43 @@ class Checkpointer:
     """
 
     def __init__(self, setup: WorkerSetup, settings: NodeSettings, layers: int, worker: Worker,
-                 tell: Callable[[Note | CheckpointSaved], None], sharing: Sharing) -> None:
+                 tell: Callable[[Note | CheckpointSaved], None], sharing: Sharing,
+                 run: RunIdentity | None = None) -> None:
         self._folder = Path(settings.out) / CHECKPOINTS
         self._resume = None if settings.resume is None else Path(settings.resume)
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
         self._read, self._samples = setup.read, settings.config.training.batch * sum(setup.microbatches)
         self._identity = identity_of(settings.config, layers)
+        self._run = run
         self._sharing = sharing
         self._worker = worker
         self._tell = tell
         self._saving: PendingSave | None = None
+        """Save that was started last."""
+        self._drafts: list[PendingSave] = []
+        """Saves of iterations that were not known to be committed when they were started."""
+        self._lock = threading.Lock()
+        """Lock for the drafts: messages and orders are handled in different threads."""
+        self._order = 0
         self._damaged: set[int] = set()
+
+    def begin_order(self, order: int, first_iteration: int) -> None:
+        """Begin an order, which trains or ends before `first_iteration`: all iterations before it are committed, so
+        that their drafts may become checkpoints; other drafts are dropped."""
+        self.allow_committed(first_iteration - 1)
+        with self._lock:
+            drafts, self._drafts, self._order = self._drafts, [], order
+        for draft in drafts:
+            draft.drop()
+
+    def allow_committed(self, iteration: int) -> None:
+        """Let the drafts of all iterations up to `iteration`, which is committed, become checkpoints."""
+        with self._lock:
+            committed = [draft for draft in self._drafts if draft.iteration <= iteration]
+            self._drafts = [draft for draft in self._drafts if draft.iteration > iteration]
+        for draft in committed:
+            draft.allow()
 
     def is_due(self, iteration: int, asked: int | None) -> bool:
         """Return whether to save the state before an iteration, by the configured interval.
@@ -77,12 +105,23 @@ class Checkpointer:
         if own:
             self._saving = start_saving(self._folder, iteration, own, self._identity,
                                         self._read.count_before(iteration, self._samples),
-                                        partial(self._report_saved, iteration, time.monotonic() - began))
+                                        partial(self._report_saved, iteration, time.monotonic() - began),
+                                        self._run, order=self._order, allowed=False)
+            with self._lock:
+                self._drafts = [*self._drafts, self._saving]
 
     def save_last(self, order: Finish, copied: CopyLayers) -> None:
         """Save the layers that `copied` returns, in the state with which `order` ends training, and wait until they are
-        written."""
+        written to the draft of the checkpoint."""
         self.save(order.first_iteration, copied)
+        if self._saving is not None:
+            with suppress(CheckpointError):  # the error has already been reported
+                self._saving.wait()
+
+    def publish_last(self, iteration: int) -> None:
+        """Let the draft of the state before `iteration`, with which training has ended, become a checkpoint, and wait
+        for that."""
+        self.allow_committed(iteration)
         if self._saving is not None:
             with suppress(CheckpointError):  # the error has already been reported
                 self._saving.wait()
@@ -130,7 +169,8 @@ class Checkpointer:
         return checkpoint if checkpoint.iteration == self._first else None
 
     def _report_saved(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
-        """Report to the coordinator that saving has succeeded, or failed with `error`. Called in the thread that wrote.
+        """Report to the coordinator that saving has succeeded, or failed with `error`. Called in the thread that wrote,
+        and once more when the draft may have become the checkpoint.
 
         The reported seconds are the most that training can have lost: the wait of `held_up` seconds, and the CPU time
         of that thread.
@@ -138,4 +178,4 @@ class Checkpointer:
         if error is not None:
             self._tell(Note(self._worker, str(error)))
         self._tell(CheckpointSaved(self._worker, iteration, held_up + time.thread_time(),
-                                   (self._folder / f"iteration-{iteration}").is_dir()))
+                                   is_complete(self._folder / f"iteration-{iteration}")))

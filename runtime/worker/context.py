@@ -12,6 +12,7 @@ from slipstream.runtime.model.layer_values import Form
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.failure_injection import Injector
 from slipstream.runtime.protocol.node_reports import ReportSender
@@ -59,6 +60,8 @@ class WorkerContext:
     placement: Placement
     corpus: Data
     validation: Data | None
+    identity: RunIdentity = NO_IDENTITY
+    """What this worker trains, as it was when the worker was started."""
     forms: Sequence[Form]
     """Forms (shapes and dtypes), on this rank, of the input of each layer of the schedules, then of the last one's
     output."""

@@ -13,6 +13,7 @@ from slipstream.runtime.model.data.data import load_data, load_validation_data, 
 from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import enter_group
+from slipstream.runtime.model.run_identity import build_run_identity
 from slipstream.runtime.model.state.held_layers import build_holding, build_layer
 from slipstream.runtime.model.state.received_part import SteppedPart
 from slipstream.runtime.processes.worker_start import WorkerSpec
@@ -22,6 +23,7 @@ from slipstream.runtime.protocol.node_reports import ReportSender
 from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
 from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.runtime.replay.dealt_samples import digest_data
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.torch_private import TCPStore
@@ -46,20 +48,22 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
     group = enter_group(spec.rank, training.tensor_parallel)
     model = build_model(config.model, training.seed, parameter_dtype(training), device)
     sharing = sharing_of(model)
-    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing)
+    corpus, validation = load_data(config, setup.microbatches, setup.read), load_validation_data(config,
+                                                                                                setup.microbatches)
+    identity = build_run_identity(config, data=digest_data(corpus, validation, training) | setup.first_samples,
+                                  microbatches=setup.microbatches, columns=setup.columns)
+    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing, identity)
     layer_store = LayerStore(partial(build_layer, model, config=training), checkpointer.load,
                              build_holding(model, (), training), model.device)
     store = _connect_to_store(spec, channel)  # which may replace the setup by that of another coordinator
     injector = Injector(channel.setup.injections,
                         lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
-    corpus = load_data(config, setup.microbatches, setup.read)
     return WorkerContext(
         worker=spec.worker, group=group, channel=channel, store=store,
         reporter=ReportSender(spec.rank, channel.send, settings.reports),
         links=GroupCache(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
-        corpus=corpus,
-        validation=load_validation_data(config, setup.microbatches),
+        corpus=corpus, validation=validation, identity=identity,
         forms=[one.to_form() for one in setup.forms], layer_store=layer_store, injector=injector,
         memory=DeviceMemory(spec.worker, device),
         checkpointer=checkpointer,

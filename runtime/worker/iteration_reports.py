@@ -6,7 +6,7 @@ import queue
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.protocol.node_reports import AGENT_ANSWER_SECONDS
-from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport, StepValidated
+from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport, SampleDigest, StepValidated
 from slipstream.runtime.protocol.to_worker import Acknowledged, StepFactor
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.recorder import Recorder
@@ -46,9 +46,11 @@ class IterationReports:
         self._acknowledged.put(None)
 
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
-                    evaluation: float | None, checksums: tuple[Checksum, ...]) -> None:
+                    evaluation: float | None, checksums: tuple[Checksum, ...],
+                    samples: tuple[SampleDigest, ...] = ()) -> None:
         """Report to the coordinator that this worker has stepped an iteration, with its op times (`recorder`), sum of
-        squared gradients (`steps`), and the `checksums` of held state that were computed for it, if any.
+        squared gradients (`steps`), the `checksums` of held state that were computed for it, if any, and the digests
+        of the samples that it has read, if they are compared.
 
         The values `loss` and `evaluation` are this worker's parts of the losses; `evaluation` is None without an
         evaluation. The first member also reports the factor by which all members scaled the gradients, as soon as it is
@@ -58,7 +60,8 @@ class IterationReports:
         self.reached = iteration
         self._open = IterationReport(context.worker, number, iteration, finite_or_none(loss), recorder.window_seconds(),
                                      recorder.op_times(), recorder.traced_ops(), finite_or_none(steps.squares),
-                                     None if evaluation is None else finite_or_none(evaluation), checksums)
+                                     None if evaluation is None else finite_or_none(evaluation), checksums, samples,
+                                     self._part.samples.digest_deal(iteration))
         context.reporter.send(self._open)
         if context.worker == self._part.schedule.members[0] and needs_gradient_norm(context.config.training):
             steps.when_validated(lambda: self._send_validated(steps))

@@ -31,13 +31,13 @@ from slipstream.runtime.protocol.to_worker import (
     Fetch,
     Finish,
     Leave,
+    Publish,
     ReportCheckpoints,
     ReportStatus,
     ScheduleContent,
     ToWorker,
     Train,
 )
-from slipstream.runtime.replay.dealt_samples import digest_costs
 from slipstream.runtime.run_folder import read_lock_holder
 from slipstream.runtime.worker.context import WorkerLink
 from slipstream.runtime.worker.context_builder import STORE_TIMEOUT, build_worker_context
@@ -108,21 +108,14 @@ class MainThread:
             self._context.layer_store.prebuild_layers(self._context.setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._compute_data_digest(),
-                                     (self._context.layer_sender.address,),
-                                     read_lock_holder(Path(self._spec.settings.out)), known))
+            self._channel.send(Ready(self._worker, (self._context.layer_sender.address,),
+                                     read_lock_holder(Path(self._spec.settings.out)), known, self._context.identity))
             try:
                 return self._follow_coordinator()
             except CoordinatorGoneError as gone:
                 if not self._find_new_coordinator(str(gone)):
                     return 0
                 known = self._build_recovery_report()
-
-    def _compute_data_digest(self) -> str:
-        """Return a digest of all data that this worker reads, and of the way in which it deals samples."""
-        context, validation = self._context, self._context.validation
-        dealt = digest_costs(context.corpus, context.config.training)
-        return f"{context.corpus.digest} {dealt}" + ("" if validation is None else f" {validation.digest}")
 
     def _follow_coordinator(self) -> int:
         """Handle the messages of one coordinator, and return the exit status. Raises CoordinatorGoneError."""
@@ -242,6 +235,8 @@ class MainThread:
             case Finish():
                 self._generation, self._finish_order = None, message
                 self._threads.start_finishing(self._context, message, generation)
+            case Publish() if self._finish_order is not None and self._finish_order.order == message.order:
+                self._threads.start_publishing(self._context, self._finish_order)
             case EndOrder() if generation is not None and generation.order_number == message.order:
                 self._doubted |= message.doubted
                 generation.end_order()
@@ -262,6 +257,7 @@ class MainThread:
     def _store_loss(self, message: Acknowledged) -> None:
         if message.committed is not None:
             iteration, loss = message.committed
+            self._context.checkpointer.allow_committed(iteration)
             if loss is not None:
                 self._losses[iteration] = loss
             self._losses.pop(iteration - MAX_STORED_LOSSES, None)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from slipstream.runtime.model.checkpoints.parameters import save_layer_with_retry
+from slipstream.runtime.model.checkpoints.parameters import draft_layer_with_retry, publish_layer
 from slipstream.runtime.model.layers.shards import gather_layer
 from slipstream.runtime.model.state.digest import tensor_digest
 from slipstream.runtime.model.state.part_state import PartState
 from slipstream.runtime.model.state.version import VersionError
-from slipstream.runtime.protocol.to_coordinator import Finished, Note, Paused
+from slipstream.runtime.protocol.to_coordinator import Checksum, Finished, Note, Paused, Published
 from slipstream.runtime.protocol.to_worker import Finish, Order, Train
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
@@ -55,6 +55,7 @@ class OrderThreads:
 
         def work() -> None:
             with self._finishing:
+                context.checkpointer.begin_order(order.order, order.first_iteration)
                 leave_generation(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
                     self._between_ranks.close()  # all ranks have met for another order, so none uses it
@@ -75,6 +76,7 @@ class OrderThreads:
         over = self._begin_order()
 
         def work() -> None:
+            context.checkpointer.begin_order(order.order, order.first_iteration)
             leave_generation(context, previous, order)
             if any(move.source == context.worker for move in order.moves):
                 with suppress(CommunicationError):  # the order is over, or the receivers report the failure
@@ -97,6 +99,7 @@ class OrderThreads:
 
         def work() -> None:
             with self._finishing:
+                context.checkpointer.begin_order(order.order, order.first_iteration)
                 leave_generation(context, previous, order)
                 try:
                     received = move_layers(context, order, partial(_raise_if_over, over))
@@ -110,6 +113,19 @@ class OrderThreads:
                 _write_layers(context, order, received)
 
         self.start_thread(context.device, "finish", work)
+
+    def start_publishing(self, context: WorkerContext, order: Finish) -> None:
+        """Start a thread that publishes what this worker has written for `order`, and reports that: the coordinator has
+        found that all members hold the same state."""
+        def work() -> None:
+            with self._finishing:
+                for layer, worker in order.writers if order.parameters and context.rank == 0 else ():
+                    if worker == context.worker:
+                        publish_layer(Path(context.out), layer, order.order)
+                context.checkpointer.publish_last(order.first_iteration)
+                context.channel.send(Published(context.worker, order.order))
+
+        self.start_thread(context.device, "publish", work)
 
     def drop_layers(self, context: WorkerContext) -> None:
         """Drop all layers, after any writing has ended."""
@@ -173,15 +189,15 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession |
 
 
 def _write_layers(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
-    """Write the layers that an order assigns to this worker, and report digests of all parameters that it holds.
-    `received` are the parts of these layers that other workers keep."""
+    """Write drafts of the layers that an order assigns to this worker, and report digests of all parameters that it
+    holds, and checksums of all its state. `received` are the parts of these layers that other workers keep."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:
             copies, module = context.sharing.copies_in(layer), holding.modules[layer]
             full_state = gather_layer(module, context.group)
             if context.rank == 0:
-                save_layer_with_retry(Path(context.out), layer, {
+                draft_layer_with_retry(Path(context.out), layer, order.order, {
                     name: tensor for name, tensor in full_state.items() if name not in copies},
                     lambda text: context.channel.send(Note(context.worker, text)))
     store = context.layer_store
@@ -189,6 +205,9 @@ def _write_layers(context: WorkerContext, order: Finish, received: Sequence[Part
     context.checkpointer.save_last(order,
                                    partial(store.gather_whole_layers, own_layers, received, order.first_iteration - 1))
     kept = store.list_held_state()
-    digests = {} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
-        name: tensor_digest(name, parameter) for name, parameter in holding.parameters_by_name().items()}
-    context.channel.send(Finished(context.worker, order.order, digests))
+    digests, checksums = dict[str, str](), tuple[Checksum, ...]()
+    if kept is None or kept.whole_after == order.first_iteration - 1:
+        digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters_by_name().items()}
+        with suppress(VersionError):  # it keeps parts that it could not bring up to date, and which no writer takes
+            checksums = store.start_checksums(order.first_iteration - 1)()
+    context.channel.send(Finished(context.worker, order.order, digests, checksums))

@@ -18,12 +18,13 @@ from slipstream.runtime.model.data.data import (
     require_form,
 )
 from slipstream.runtime.model.data.loss_weights import LossWeights
+from slipstream.runtime.model.data.sample_digests import digest_sample
 from slipstream.runtime.model.data.token_data import BadSampleError, DataEndedError
 from slipstream.runtime.model.layers.calling import Batch, move_batch
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.model.state.steps import StepController, StepState
-from slipstream.runtime.protocol.to_coordinator import Checksum, Note, TrainingStarted
+from slipstream.runtime.protocol.to_coordinator import Checksum, Note, SampleDigest, TrainingStarted
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
@@ -53,6 +54,8 @@ class TrainingLoop:
         """Objects that hold tensors of micro-batches."""
         self._checksums: Callable[[], tuple[Checksum, ...]] = _no_checksums
         """Function that returns the checksums of the state before the iteration's step, if copies are compared."""
+        self._samples: set[SampleDigest] | None = None
+        """Digests of the samples that this worker has read in the iteration; None if they are not compared."""
         self._writers = context.placement.choose_writers(schedule, part.worker)
         self.steps = StepController(
             context.layer_store.holding, training, layers=context.model.layers,
@@ -70,7 +73,8 @@ class TrainingLoop:
         exchange = self._build_exchange(part.schedule, self._until_evaluation(first))
         weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
         slices = WorkerSlices(context.layer_store.holding, context.placement.slice_layers(part.schedule, part.worker),
-                              context.model, loss_scale=weights, config=context.config)
+                              context.model, loss_scale=weights, config=context.config,
+                              fused=setup.fused_layers)
         self._holds.add(slices)
         if self._session.ordered:
             self._rehearse_ops(slices, first)
@@ -91,13 +95,15 @@ class TrainingLoop:
                     part.activity.set_activity("compares clocks")
                     recorder.offset_seconds = self._session.measure_clock_offset()
                 recorder.start_iteration(iteration, traced=iteration >= first_traced)
+                self._samples = set() if self._are_copies_compared(iteration) else None
                 loss = executor.run(iteration)
                 context.injector.fail_if_due(iteration, "stepped")
                 evaluation = None
                 if is_evaluated(context.config.training, iteration):
                     evaluation = evaluate(iteration)
                     exchange.add_iterations(len(self._until_evaluation(iteration + 1)))
-                self._reports.send_report(iteration, loss, steps, recorder, evaluation, self._checksums())
+                self._reports.send_report(iteration, loss, steps, recorder, evaluation, self._checksums(),
+                                          tuple(sorted(self._samples or ())))
                 self._checksums = _no_checksums
             self._reports.wait_until_acknowledged()
         part.activity.set_activity("ends its last iteration")
@@ -254,6 +260,8 @@ class TrainingLoop:
                                                          f"micro-batch {microbatch.index} of pipeline "
                                                          f"{microbatch.pipeline} in iteration {microbatch.iteration}: "
                                                          "they count nothing"))
+        if self._samples is not None and data is context.corpus:
+            self._samples.add(SampleDigest(microbatch.pipeline, microbatch.index, digest_sample(batch)))
         return move_batch(batch, context.device)
 
 

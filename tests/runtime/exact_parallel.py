@@ -73,3 +73,30 @@ class Frozen(Exact):
 
     def build(self, layer):
         return super().build(layer).requires_grad_(layer != 1)
+
+
+class SeldomBlock(Block):
+    """A block with a matrix that no micro-batch uses, and one that only some use."""
+
+    shards: ClassVar = {}
+
+    def __init__(self, config, dtype):
+        super().__init__(config, dtype)
+        self.never = nn.Linear(config.width, config.width, bias=False, dtype=dtype)
+        self.seldom = nn.Linear(config.width, config.width, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        x = super().forward(x)
+        if type(x) is torch.Tensor and x.detach().sum() > 3:  # not while shapes are found
+            x = x + torch.tanh(x @ self.seldom.weight.double().T)
+        return x
+
+
+class Seldom(Exact):
+    """Not all of it gets a gradient in each iteration."""
+
+    def build(self, layer):
+        if layer in (0, self.layers - 1):
+            return super().build(layer)
+        with seeded(derive_seed("parameters", self.seed, layer)):
+            return SeldomBlock(self.config, self.dtype)

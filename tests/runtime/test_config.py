@@ -34,6 +34,7 @@ def test_an_integer_is_a_number() -> None:
     ({"width": 2**70}, {}, ["model.width is 11805"]),
     ({"width": 130, "heads": 4}, {}, ["model.width is 130", "multiple of model.heads, 4"]),
     ({"vocabulary": 255}, {}, ["model.vocabulary is 255", "from 256"]),
+    ({"vocabulary": 0, "name": "my:Model"}, {}, ["model.vocabulary is 0", "from 1"]),
     ({"dropout": 1}, {}, ["model.dropout is 1", "below 1"]),
     ({"bloks": 2}, {}, ["unknown key model.bloks", "did you mean model.blocks?"]),
     ({"xyzzy": 2}, {}, ["unknown key model.xyzzy", "known: name, blocks"]),
@@ -86,3 +87,10 @@ def test_broken_json_is_refused_in_one_line() -> None:
 def test_a_width_that_does_not_fit_the_heads_is_refused_wherever_it_is_read() -> None:
     with pytest.raises(ConfigError, match=r"model\.width is 130; expected a multiple of model\.heads, 4"):
         RunConfig.from_json('{"model": {"width": 130, "heads": 4}}')
+
+
+@pytest.mark.parametrize(("model", "training"), [
+    ({"name": "my_model:Model"}, {}), ({}, {"tokens": "tokens.bin"}), ({}, {"data": "my_data:Data"}),
+    ({}, {"text": "text.txt", "tokenizer": "tokenizer.json"})])
+def test_own_models_and_data_may_have_few_tokens(model, training) -> None:
+    assert parse_run_config({"vocabulary": 4, **model}, training).model.vocabulary == 4

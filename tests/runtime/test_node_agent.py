@@ -2,14 +2,20 @@
 
 import os
 
-from slipstream.runtime.node_agent import _NodeAgent
+import pytest
+
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.node_agent import _build_own_settings, _NodeAgent
 from slipstream.runtime.processes.start_limit import StartLimit
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.to_coordinator import WorkerEnded
-from slipstream.runtime.protocol.to_node_agent import RunEnded
+from slipstream.runtime.protocol.to_node_agent import NodeSetup, RunEnded
 from slipstream.schedules.schedule import Worker
+from tests.jobs import grid
 from tests.runtime.coordinator.talking import SETUP
+from tests.runtime.running import tiny
+from tests.runtime.speaking import own_job
 
 LOST, WHOLE = WorkerEnded(Worker(1, 0), -9), Worker(1, 1)
 
@@ -63,3 +69,24 @@ def test_the_next_node_0_is_told_who_has_ended_meanwhile():
                        grace_seconds=1.0, coordinator_timeout_seconds=60.0)
     assert agent.serve() is None
     assert link.told == [WHOLE] and link.sent == [LOST]
+
+
+def own_settings(tmp_path, notes, **training):
+    """Those of a node that is told to train by `training`, where node 0 trains along a cosine of 20 iterations."""
+    at_node_0 = tiny(learning_rate_schedule="cosine")
+    here = tiny(**{"learning_rate_schedule": "cosine", **training})
+    setup = NodeSetup((1, 1), "cpu", "gloo", (Worker(0, 1),), at_node_0, 0)
+    return _build_own_settings(own_job(grid(2, 2, 2), here), setup, tmp_path, notes.append)
+
+
+def test_a_node_trains_for_the_iterations_of_node_0(tmp_path):
+    """Its learning rates depend on them."""
+    notes: list[str] = []
+    assert own_settings(tmp_path, notes, iterations=8).config == tiny(learning_rate_schedule="cosine")
+    assert notes == ["training.iterations is 8 here and 20 at node 0; trains for 20"]
+    assert own_settings(tmp_path, notes).config.training.iterations == 20 and len(notes) == 1
+
+
+def test_a_node_with_another_job_file_does_not_take_part(tmp_path):
+    with pytest.raises(ConfigError, match=r"^training\.learning_rate is 0\.002 here and 0\.001 at node 0"):
+        own_settings(tmp_path, [], learning_rate=0.002)

@@ -22,7 +22,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     open_latest,
     start_saving,
 )
-from slipstream.runtime.model.checkpoints.parameters import save_layer
+from slipstream.runtime.model.checkpoints.parameters import draft_layer, publish_layer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import FolderError, claim_folder, clean_up_folder, hold_folder_lock
 from slipstream.schedules.files import write_atomically
@@ -186,7 +186,8 @@ def killed(folder: Path, number: int, work) -> bool:
 def writing(folder: Path, out: Path) -> None:
     """All that workers and node 0 write: a checkpoint that makes an older one go, a layer, and a file of node 0."""
     start_saving(folder, 30, share(states(3), 1, 2, 3), IDENTITY).wait()
-    save_layer(out, 0, states()[0])
+    draft_layer(out, 0, 1, states()[0])
+    publish_layer(out, 0, 1)
     write_atomically(out / "schedule.json", b"{}")
     RunLog(out, 1)
 

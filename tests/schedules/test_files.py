@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from slipstream.schedules.files import read_at_most, replace_folder, write_atomically
+from slipstream.schedules.files import READABLE_BY_OWNER, read_at_most, replace_folder, write_atomically
 from tests.patience import SECONDS
 
 
@@ -108,3 +108,19 @@ def test_the_old_folder_is_removed_only_when_the_new_one_is_in_its_place(tmp_pat
     with replace_folder(folder) as draft:
         (draft / "new").touch()
     assert here == [["old"], ["new"]], "before, and after"
+
+
+@pytest.mark.parametrize(("mask", "mode", "expected"), [(0o022, None, 0o644), (0o077, None, 0o600),
+                                                        (0o002, READABLE_BY_OWNER, 0o600)])
+def test_files_have_the_permissions_that_the_umask_leaves_which_is_not_changed(mask, mode, expected, tmp_path,
+                                                                               monkeypatch) -> None:
+    """Other threads create files meanwhile."""
+    change, changes = os.umask, []
+    before = change(mask)
+    monkeypatch.setattr(os, "umask", lambda given: changes.append(given) or change(given))
+    try:
+        write_atomically(tmp_path / "file", b"x", *([] if mode is None else [mode]))
+    finally:
+        change(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == expected and not changes
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
     FetchFailed,
+    Finished,
     HeldState,
     Injected,
     IterationReport,
@@ -61,7 +62,7 @@ class MessageBounds:
             case IterationReport(squares=float()) if message.squares is not None \
                 and not 0 <= message.squares < math.inf:
                 return "it reports a squared gradient norm that is negative or not finite"
-            case IterationReport() \
+            case IterationReport() | Finished() \
                 if not all(checksum.layer in range(self.setup.cuts[-1]) for checksum in message.checksums):
                 return "it reports checksums of layers that the model does not have"
             case IterationReport():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from slipstream.runtime.model.run_identity import combine_identities
 from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_HELD,
@@ -18,6 +19,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Finished,
     IterationReport,
     Paused,
+    Published,
     ReadableCheckpoints,
     Ready,
     RecoveryReport,
@@ -92,7 +94,7 @@ def _find_message_key(message: ToCoordinator) -> MessageKey | None:
     match message:
         case IterationReport():
             return IterationReport, message.order, message.iteration
-        case TrainingStarted() | Paused() | Finished():
+        case TrainingStarted() | Paused() | Finished() | Published():
             return type(message), message.order, 0
         case FetchUpToDate():
             return FetchUpToDate, message.fetch, 0
@@ -109,14 +111,16 @@ def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoor
         case Ready():
             reports = [one for one in by_rank if isinstance(one, Ready)]
             return replace(first, addresses=tuple(one for report in reports for one in report.addresses),
-                           known=_combine_known([report.known for report in reports]))
+                           known=_combine_known([report.known for report in reports]),
+                           identity=combine_identities(report.identity for report in reports))
         case IterationReport():
             return _combine_ran(first, [one for one in by_rank if isinstance(one, IterationReport)])
         case Paused():
             return _combine_paused(first, [one for one in in_time if isinstance(one, Paused)])
         case Finished():
-            digests = [report.digests for report in by_rank if isinstance(report, Finished)]
-            return replace(first, digests=_combine_digests(digests))
+            finished = [one for one in by_rank if isinstance(one, Finished)]
+            return replace(first, digests=_combine_digests([one.digests for one in finished]),
+                           checksums=_combine_checksums([one.checksums for one in finished]))
         case ReadableCheckpoints():
             readable = [set(one.iterations) for one in by_rank if isinstance(one, ReadableCheckpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*readable))))
@@ -136,12 +140,19 @@ def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> 
     window, from the first op to the end of the step, is the longest of any rank.
     """
     squares = [one.squares for one in reports]
-    sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
-    for one in (one for report in reports for one in report.checksums):
-        sums[one.compared_elements] = (*sums.get(one.compared_elements, ()), *one.sums)
     return replace(first, window_seconds=max(one.window_seconds for one in reports),
-                   checksums=tuple(Checksum(*what, mine) for what, mine in sums.items()),
+                   checksums=_combine_checksums([one.checksums for one in reports]),
+                   samples=tuple(sorted({sample for report in reports for sample in report.samples})),
+                   deal=" ".join(sorted({report.deal for report in reports})),
                    squares=None if None in squares else math.fsum(one for one in squares if one is not None))
+
+
+def _combine_checksums(by_rank: Sequence[Sequence[Checksum]]) -> tuple[Checksum, ...]:
+    """Return one checksum for the same elements of a layer, made of those of the ranks."""
+    sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
+    for one in (one for checksums in by_rank for one in checksums):
+        sums[one.compared_elements] = (*sums.get(one.compared_elements, ()), *one.sums)
+    return tuple(Checksum(*what, mine) for what, mine in sums.items())
 
 
 def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:

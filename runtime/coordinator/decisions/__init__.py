@@ -16,6 +16,7 @@ Nothing here waits, opens a connection, or reads a clock. Only `journal` reads a
     empty_orders         finds the worker at fault for orders in which nothing is committed
 
     copy_comparison      compares the copies of equal state by their checksums
+    sample_comparison    compares the samples that workers have read, and how they have dealt them
     checkpoint_rollback  goes back to a checkpoint if no worker holds some layer, or if copies differ
     failover             finds the workers of a dead coordinator and what they know
     journal              reads what a restarted coordinator knows from the events of the one before it

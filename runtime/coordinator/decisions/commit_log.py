@@ -14,7 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference, find_difference
-from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap, PersistentSeries
+from slipstream.runtime.coordinator.decisions.sample_comparison import SampleDifference, find_sample_difference
 from slipstream.runtime.protocol.to_coordinator import Finished, IterationReport
 from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
@@ -66,12 +67,12 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     reports: Mapping[int, PersistentMap[Worker, IterationReport]] = {}
     """Reports of the current order on iterations that are not committed, by iteration."""
     factors: Mapping[int, float | None] = {}
-    difference: CopyDifference | None = None
-    """Difference found between copies of state in the current order, if any; no iteration that ran on them is
-    committed."""
+    difference: CopyDifference | SampleDifference | None = None
+    """Difference found between copies of state, or between samples, in the current order, if any; no iteration that
+    ran on them is committed."""
     nonfinite: int | None = None
     """First iteration of the current order whose loss is not finite, if any; it is not committed unless `skips`."""
-    losses_of: PersistentMap[int, float] = PersistentMap()
+    losses_of: PersistentSeries = PersistentSeries()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
     """Longest busy window of any member, in seconds, of each of the last committed iterations."""
@@ -120,13 +121,13 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     def with_losses(self, losses: Sequence[float], factor: StepFactor | None) -> "CommitLog":
         """Return the log with the losses of the iterations that an earlier coordinator committed, from the first
         iteration on, and the factor that scaled the gradients in the last of them (None: not known)."""
-        return replace(self, losses_of=PersistentMap(enumerate(losses, self.first_iteration)),
+        return replace(self, losses_of=PersistentSeries(losses, self.first_iteration),
                        factors={} if factor is None else {factor.iteration: factor.factor})
 
     def without_iterations_from(self, iteration: int) -> "CommitLog":
         """Return the log without the committed iterations from the given one on, which will be repeated."""
         return replace(
-            self, losses_of=_entries_before(iteration, self.losses_of),
+            self, losses_of=self.losses_of.before(iteration),
             windows=_entries_before(iteration, self.windows),
             traced=tuple(earlier for earlier in self.traced if earlier.iteration < iteration),
             factors={earlier: factor for earlier, factor in self.factors.items() if earlier < iteration})
@@ -154,7 +155,9 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                 else PersistentMap[Worker, IterationReport]()
             known[report.iteration] = iteration_reports.with_entry(report.worker, report)
             if len(known[report.iteration]) == self.members and difference is None:
-                difference = find_difference(report.iteration, (entry for _, entry in known[report.iteration].items()))
+                complete = [entry for _, entry in known[report.iteration].items()]
+                difference = find_difference(report.iteration, complete) \
+                    or find_sample_difference(report.iteration, complete)
         return replace(self, reports=known, difference=difference, nonfinite=nonfinite)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from slipstream.runtime.protocol.to_coordinator import IterationReport
+from slipstream.runtime.protocol.to_coordinator import Finished, IterationReport
 from slipstream.schedules.schedule import Worker
 
 MAX_NAMES = 8
@@ -30,6 +30,11 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
     """True if committed iterations may depend on a wrong copy. If only optimizer state differs and its wrong copies are
     known, no step has used them yet."""
 
+    @property
+    def fault(self) -> str:
+        """What each of `wrong` has done, as the rest of a sentence."""
+        return "held copies that differ from those of most holders"
+
     def __str__(self) -> str:
         several = "s" if len(self.layers) > 1 else ""
         who = f"worker{'s' if len(self.wrong) > 1 else ''} {_abbreviate_names(self.wrong)} disagreed with most of" \
@@ -40,10 +45,11 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
                 f"workers {_abbreviate_names(self.holders)}")
 
 
-def find_difference(iteration: int, reports: Iterable[IterationReport]) -> CopyDifference | None:
+def find_difference(iteration: int, reports: Iterable[IterationReport | Finished]) -> CopyDifference | None:
     """Compare the copies of the state on which an iteration ran; return the difference, or None if all are equal.
 
-    The copies are compared by the checksums in `reports`, which has each member's report on the iteration.
+    The copies are compared by the checksums in `reports`, which has each member's report on the iteration, or on the
+    state with which training has ended before it.
     """
     sums: dict[tuple[int, int, int, bool], dict[Worker, tuple[int, ...]]] = {}
     for report in reports:

@@ -61,7 +61,7 @@ def _give_up_faulty(step: TransitionBuilder) -> bool:
     faulty = [worker for worker in step.state.faulty if worker in step.state.members]
     step.update_state(faulty=(), paused=step.state.paused.without_keys(*faulty))
     for worker in faulty:
-        step.add_effect(GiveUpWorker(worker, f"worker {worker} held copies that differ from those of most holders"))
+        step.add_effect(GiveUpWorker(worker, f"worker {worker} {step.state.fault}"))
     return bool(faulty)
 
 

@@ -82,7 +82,7 @@ def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | 
         settler = replace(settler, closed=(order, join.speeds))
     step.update_state(
         current=schedule, members=members, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
-        vain=before.vain + 1 if nobody_started else 0,
+        vain=before.vain + 1 if nobody_started else 0, newcomers=members - before.members,
         phase=TrainingPhase(began=first, stop_before=before.data_end, restores=restores,
                             without_microbatches=_find_idle_members(schedule)),
         empty=before.empty.with_order(members - before.members if before.order else ()),

@@ -1,5 +1,6 @@
-"""Persistent map: an immutable map whose next version shares the entries of the former one."""
+"""Persistent maps: immutable maps whose next version shares the entries of the former one."""
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Self, TypeVar
@@ -47,3 +48,43 @@ class PersistentMap(Mapping[K, V]):
 
     def __iter__(self) -> Iterator[K]:
         return iter(tuple(islice(self._entries, self._size)))
+
+
+class PersistentSeries(Mapping[int, float]):
+    """Immutable mapping of consecutive numbers to floats, which takes 8 bytes an entry.
+
+    Adding the next entry to the newest version takes constant time; all versions share one array, which only grows.
+    """
+
+    __slots__ = ("_first", "_size", "_values")
+
+    def __init__(self, values: Iterable[float] = (), first: int = 0) -> None:
+        self._values, self._first = array("d", values), first
+        self._size = len(self._values)
+
+    def with_entry(self, key: int, value: float) -> "PersistentSeries":
+        """Return a version with one more entry. The first key may be any number, each other one must be the next."""
+        if not self._size:
+            return PersistentSeries([value], key)
+        assert key == self._first + self._size, "keys are consecutive"
+        if len(self._values) != self._size:  # another version has gone on
+            return PersistentSeries([*self.values(), value], self._first)
+        new = PersistentSeries.__new__(PersistentSeries)
+        self._values.append(value)
+        new._values, new._first, new._size = self._values, self._first, self._size + 1
+        return new
+
+    def before(self, end: int) -> "PersistentSeries":
+        """Return a version without the entries from `end` on."""
+        return PersistentSeries(self._values[:min(self._size, max(0, end - self._first))], self._first)
+
+    def __getitem__(self, key: int) -> float:
+        if not self._first <= key < self._first + self._size:
+            raise KeyError(key)
+        return self._values[key - self._first]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._first, self._first + self._size))

@@ -23,8 +23,9 @@ from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedS
 from slipstream.runtime.coordinator.decisions.settling import MoveCost, SettlingPolicy
 from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, SpeedEvent, build_slow_workers
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
+from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.model.state.parts import OriginalMembers
-from slipstream.runtime.protocol.to_coordinator import HeldState, IterationReport
+from slipstream.runtime.protocol.to_coordinator import Finished, HeldState, IterationReport
 from slipstream.runtime.protocol.to_worker import Addresses, LayerMove
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.layers import layers_in
@@ -56,6 +57,8 @@ class RunRules:
     """Failure domains: groups of workers that fail together."""
     whole_schedules: bool = True
     """True if each member is also sent the whole of each schedule, to deal samples or to evaluate by it."""
+    identity: RunIdentity = NO_IDENTITY
+    """What the run trains. Workers with another identity do not take part."""
 
     @property
     def placement(self) -> Placement:
@@ -101,8 +104,10 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
 class FinishingPhase(msgspec.Struct, frozen=True):
     """Phase in which the current order is an order to write the final parameters or a checkpoint."""
 
-    finished: PersistentMap[Worker, None] = PersistentMap()
-    """Members that have reported `Finished`."""
+    finished: PersistentMap[Worker, Finished] = PersistentMap()
+    """Members that have written drafts, with their reports."""
+    published: PersistentMap[Worker, None] = PersistentMap()
+    """Members that have published what they wrote."""
     outdated: bool = False
     """True if a member that the order names was lost after it was sent, or could not get what it is to write."""
     ordered_at: float = 0.0
@@ -138,6 +143,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     faulty: tuple[Worker, ...] = ()
     """Members whose copies are wrong. They are given up when all have paused: then the remaining members know about the
     difference and can report it to another coordinator."""
+    fault: str = ""
+    """What the members of `faulty` have done, as the rest of a sentence."""
+    newcomers: frozenset[Worker] = frozenset()
+    """Members of the current order that took no part in the order before."""
     doubted: int = -1
     """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
     data_end: int | None = None
@@ -149,9 +158,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     cut_for: OriginalMembers = {}
     """Ranges of layers that keep their former partition in the current order although some of its members are lost,
     each with these former members."""
-    corpus: tuple[str, Worker] | None = None
-    """Digest of the text and sample costs that all workers use, and the first worker that reported it; None before
-    that."""
     log: CommitLog
     joins: FetchState = FetchState()
     slow: SlowWorkers
@@ -265,7 +271,8 @@ class TransitionBuilder(EffectCollector):
                           leaving=state.leaving - gone, asked=state.asked.without_keys(*gone),
                           readable=state.readable.without_keys(*gone), empty=state.empty.without_workers(gone))
         if isinstance(state.phase, FinishingPhase):
-            self.update_state(phase=replace(state.phase, finished=state.phase.finished.without_keys(*gone)))
+            self.update_state(phase=replace(state.phase, finished=state.phase.finished.without_keys(*gone),
+                                            published=state.phase.published.without_keys(*gone)))
         if isinstance(state.phase, RejoiningPhase):
             self.update_state(phase=state.phase.without_workers(gone))
         self.update_state(joins=state.joins.without_workers(gone, self.state.live, self))

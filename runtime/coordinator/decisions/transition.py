@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import iteration_boundary, next_order, orders
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
-from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference
+from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference, find_difference
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
 from slipstream.runtime.coordinator.decisions.empty_orders import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
@@ -30,10 +30,12 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     TrainingPhase,
     TransitionBuilder,
 )
+from slipstream.runtime.coordinator.decisions.sample_comparison import SampleDifference
 from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer
 from slipstream.runtime.coordinator.decisions.speed_planning import SpeedAnswer
-from slipstream.runtime.errors import RunError
+from slipstream.runtime.errors import OtherRunError, RunError
 from slipstream.runtime.events import CoordinatorRestarted, Noted, Resumed
+from slipstream.runtime.model.run_identity import describe_difference
 from slipstream.runtime.protocol.to_coordinator import (
     CheckpointSaved,
     FetchFailed,
@@ -42,13 +44,14 @@ from slipstream.runtime.protocol.to_coordinator import (
     IterationReport,
     Leaving,
     Paused,
+    Published,
     ReadableCheckpoints,
     Ready,
     StepValidated,
     ToCoordinator,
     TrainingStarted,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, Leave
+from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, Publish
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2
@@ -204,6 +207,8 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
             _handle_fetch_failed(step, event)
         case Finished():
             _handle_finished(step, event)
+        case Published():
+            _handle_published(step, event)
         case CheckpointSaved() if event.iteration < step.rules.iterations.stop:  # the final save holds up no training
             step.update_state(checkpoints=state.checkpoints.with_saved(event.iteration, event.seconds))
         case ReadableCheckpoints() if event.worker in state.asked:
@@ -235,17 +240,32 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order. Raises CommitLogError if its training data, or the times that it expects
-    samples to take, differ from those of the workers before it."""
+    """Add a worker that waits for an order, or refuse it if it would train something else than the run."""
     state, worker = step.state, report.worker
-    corpus = state.corpus or (report.corpus, worker)
-    if report.corpus != corpus[0]:
-        raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or use different sample costs; "
-                             "give every node the same [training] and data")
-    step.update_state(live=state.live.with_entry(worker, ConnectedWorker(report.addresses)), corpus=corpus,
+    difference = describe_difference(report.identity, step.rules.identity, "there")
+    if difference is not None:
+        _refuse_worker(step, report, difference)
+        return
+    step.update_state(live=state.live.with_entry(worker, ConnectedWorker(report.addresses)),
                       lost=state.lost.without_keys(worker))
     if isinstance(state.phase, RejoiningPhase):
         step.update_state(phase=state.phase.with_worker(worker, report.known, step.at))
+
+
+def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> None:
+    """Make a worker leave that would train something else than the run; `difference` is a clause that says what.
+
+    Raises CommitLogError before the first order, and OtherRunError if the worker has trained under a coordinator
+    before this one: then this coordinator is the one that is wrong.
+    """
+    phase, worker = step.state.phase, report.worker
+    if isinstance(phase, RejoiningPhase) and report.known is not None:
+        raise OtherRunError(f"worker {worker} is of a run that this job does not continue: {difference}")
+    if isinstance(phase, GatheringPhase):
+        raise CommitLogError(f"worker {worker} would not train what node 0 does: {difference}; start every node with "
+                             "the same job file, code and data")
+    step.add_effect(Noted(text=f"worker {worker} is refused, and the run continues without it: {difference}"))
+    step.send((worker,), Leave())
 
 
 def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport]) -> None:
@@ -301,18 +321,24 @@ def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Itera
                           empty=NO_EMPTY_ORDERS)
 
 
-def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> None:
-    """Handle copies of state that differ: give up the workers whose copies are known to be wrong, and go back to a
-    checkpoint if committed iterations may depend on them.
+def _handle_difference(step: TransitionBuilder, difference: CopyDifference | SampleDifference) -> None:
+    """Handle copies of state, or samples, that differ: give up the workers whose copies or samples are known to be
+    wrong, and go back to a checkpoint if committed iterations may depend on them.
 
-    Raises RunError if no copy is known to be wrong, and the run has already gone back for a difference at this
-    iteration or a later one.
+    Raises RunError if no sample is known to be wrong, or if no copy is and the run has already gone back for a
+    difference at this iteration or a later one.
     """
+    if isinstance(difference, SampleDifference):
+        difference = difference.with_suspects(step.state.newcomers)
+        if not difference.wrong:
+            raise RunError(f"{difference}; expected the same on every worker: data may depend on nothing but the name "
+                           "of the sample, and costs on nothing but the iteration")
     why = str(difference)
     if not difference.wrong and difference.iteration <= step.state.doubted:
         raise RunError(f"{why}, as before the run went back: their hardware or libraries compute different results")
     step.add_effect(Noted(text=why))
-    step.update_state(recovery=step.state.recovery.with_cause(why, step.at), faulty=difference.wrong)
+    step.update_state(recovery=step.state.recovery.with_cause(why, step.at), faulty=difference.wrong,
+                      fault=difference.fault)
     if difference.spread:
         step.update_state(doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration)
     orders.send_end_order(step, doubted=difference.spread)
@@ -410,14 +436,29 @@ def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:
 
 
 def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
-    """Handle a member that has written its final parameters, or its share of a checkpoint. After the last one, all
-    workers leave, or only those that were to leave after this checkpoint."""
+    """Handle a member that has written drafts of its final parameters, or of its share of a checkpoint. After the last
+    one, all may publish them, unless their state differs: then CommitLogError is raised, and nothing is published."""
     state = step.state
     if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
         return
-    finished = state.phase.finished.with_entry(report.worker, None)
+    finished = state.phase.finished.with_entry(report.worker, report)
     step.update_state(log=state.log.with_finished(report), phase=replace(state.phase, finished=finished))
-    if len(finished) == len(state.members) and not next_order.release_after_save(step):
+    if len(finished) == len(state.members):
+        difference = find_difference(state.log.next_iteration, (entry for _, entry in finished.items()))
+        if difference is not None:
+            raise CommitLogError(f"{difference}; the state is not saved")
+        step.send(sorted(state.members), Publish(state.order))
+
+
+def _handle_published(step: TransitionBuilder, report: Published) -> None:
+    """Handle a member that has published what it wrote. After the last one, all workers leave, or only those that were
+    to leave after this checkpoint."""
+    state = step.state
+    if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
+        return
+    published = state.phase.published.with_entry(report.worker, None)
+    step.update_state(phase=replace(state.phase, published=published))
+    if len(published) == len(state.members) and not next_order.release_after_save(step):
         orders.send_leave(step)
 
 

@@ -1,11 +1,12 @@
 """Checkpoints: one file a layer, with the layer's optimizer state, written by one of the workers that hold the layer.
 
 A checkpoint is a folder `iteration-N` with a manifest that lists all layers and the digests of their files. Files are
-per layer so that a run on any grid can resume from it. The folder appears completely or not at all: workers write into
-`.saving-N`, and each adds a note for a layer when the layer's bytes are on the disk. The worker that finds the notes of
-all layers renames the folder. No worker waits for another, and none is in charge. A worker that dies while it saves
-leaves a `.saving-N` behind, which is removed when the next checkpoint is complete. All workers must see the same
-folder.
+per layer so that a run on any grid can resume from it. The folder appears completely or not at all, and only if it is
+right: workers write a draft, `.saving-N-ORDER`, and each adds a note for a layer when the layer's bytes are on the
+disk. A worker that has heard that the coordinator has committed iteration N, for which copies of this state were
+compared, and that finds the notes of all layers, renames the folder. No worker waits for another, and none is in
+charge. Drafts of different orders never mix. A worker that dies while it saves leaves a draft behind, which is removed
+when the next checkpoint is complete. All workers must see the same folder.
 """
 
 import contextlib
@@ -29,19 +30,22 @@ from torch import Tensor
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.checkpoints.parameters import DISK_FULL
 from slipstream.runtime.model.layers.hugging_face.configuration import read_config
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.model.tensor_codec import FileDigest, TensorError, read_tensors, verify_file, write_tensors
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import write_atomically
 
 MANIFEST = "manifest.json"
 KEPT_CHECKPOINTS = 2
-"""Number of complete checkpoints, and of unfinished ones, that are kept."""
+"""Number of complete checkpoints that are kept."""
+KEPT_DRAFTS = 3
+"""Number of drafts that are kept: one that is being written, and those of iterations that may not be committed yet."""
 READER_THREADS = 8
 """Number of files that are verified concurrently: SHA-256 of one file occupies one core."""
 _NEWER_KEYS = {"hugging_face", "options", "torchtitan"}
 """Keys of [model] that checkpoints of earlier versions lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
-_SAVING = re.compile(r"\.saving-(\d{1,18})")
+_DRAFT = re.compile(r"\.saving-(\d{1,18})(?:-(\d{1,18}))?")
 _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 T = TypeVar("T")
@@ -82,6 +86,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     layers: tuple[LayerFile, ...]
     samples: Annotated[int, Meta(ge=0, le=2**62)] | None = None
     """Number of samples that all iterations have read; None in checkpoints of earlier versions."""
+    run: RunIdentity | None = None
+    """What the run trained; None in checkpoints of earlier versions."""
 
 
 _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
@@ -139,14 +145,23 @@ def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> s
 
 
 class PendingSave:
-    """Writing of this worker's layers to a checkpoint, in a thread of its own that starts at once."""
+    """Writing of this worker's layers to the draft of a checkpoint, in a thread of its own that starts at once.
 
-    def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
-                 identity: Mapping[str, Any], samples: int | None, ended: OnEnded) -> None:
+
+    The draft becomes the checkpoint when it is `allow`ed, and all workers have written their layers.
+    """
+
+    def __init__(self, folder: Path, draft: Path, layers: Mapping[int, LayerState], manifest: Manifest, ended: OnEnded,
+                 *, allowed: bool) -> None:
+        self.iteration = manifest.iteration
+        """Number of completed iterations."""
+        self._folder, self._draft, self._manifest = folder, draft, manifest
         self._error: CheckpointError | None = None
         self._ended = ended
-        self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity, samples),
-                                        daemon=True)
+        self._allowed, self._written, self._dropped = allowed, False, False
+        self._state_lock = threading.Lock()
+        """Lock held while the draft becomes the checkpoint, and while that is allowed or ruled out."""
+        self._thread = threading.Thread(target=self._run, args=(self._write, layers), daemon=True)
         self._thread.start()
 
     def is_done(self, seconds: float = 0.0) -> bool:
@@ -155,36 +170,71 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until this worker's layers are on the disk. Raises CheckpointError if they cannot be written."""
+        """Wait until this worker's layers are on the disk, and the checkpoint is complete if it may be and if they were
+        the last. Raises CheckpointError if they cannot be written."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
-    def _run(self, folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
-             samples: int | None) -> None:
+    def allow(self) -> None:
+        """Let the draft become the checkpoint: the coordinator has committed the iteration, and copies agreed."""
+        with self._state_lock:
+            if self._allowed or self._dropped:
+                return
+            self._allowed = True
+            if self._written and self._error is None:
+                self._thread = threading.Thread(target=self._run, args=(self._complete,), daemon=True)
+                self._thread.start()
+
+    def drop(self) -> None:
+        """Remove the draft, unless it has become the checkpoint: the iteration is discarded or will be run again."""
+        with self._state_lock:
+            self._dropped = True
+        shutil.rmtree(self._draft, ignore_errors=True)
+
+    def _write(self, layers: Mapping[int, LayerState]) -> None:
+        _write_layers(self._folder, self._draft, self._manifest, layers, lambda: self._dropped)
+        with self._state_lock:
+            self._written = True
+            allowed = self._allowed
+        if allowed:
+            self._complete()
+
+    def _complete(self) -> None:
+        with self._state_lock:
+            if not self._dropped:
+                _complete_if_all_saved(self._folder, self._draft, self._manifest)
+
+    def _run(self, work: Callable[..., None], *given: object) -> None:
         try:
-            _write_layers(folder, Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples),
-                          layers)
+            work(*given)
         except CheckpointError as error:
             self._error = error
         except OSError as error:
-            place = folder if error.errno in DISK_FULL else error.filename or folder  # same message on all workers
-            self._error = CheckpointError(f"{place}: checkpoint of iteration {iteration} cannot be "
+            # The place is the same on all workers if the disk is full.
+            place = self._folder if error.errno in DISK_FULL else error.filename or self._folder
+            self._error = CheckpointError(f"{place}: checkpoint of iteration {self.iteration} cannot be "
                                           f"written: {error.strerror or error}; earlier ones are untouched")
-        self._ended(self._error)
+        if not self._dropped:
+            self._ended(self._error)
 
 
 def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
-                 samples: int | None = None, ended: OnEnded = lambda _: None) -> PendingSave:
+                 samples: int | None = None, ended: OnEnded = lambda _: None, run: RunIdentity | None = None,
+                 *, order: int = 0, allowed: bool = True) -> PendingSave:
     """Start to write this worker's layers of a checkpoint in the background, and return a handle to wait for the end.
+
+    The draft bears the number of the `order` in which it is written. Unless `allowed`, it stays a draft until
+    `PendingSave.allow`.
 
     The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
     worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
-    samples that they have read (None: not recorded), `identity` the result of `identity_of`. Errors are raised by
-    `PendingSave.wait`. `ended` is called in the writing thread: with None when the layers are on the disk, or with the
-    error.
+    samples that they have read (None: not recorded), `identity` the result of `identity_of`, `run` what the run trains.
+    Errors are raised by `PendingSave.wait`. `ended` is called in a thread: with None when the layers are on the disk,
+    or with the error; and again when a draft that was allowed later may have become the checkpoint.
     """
-    return PendingSave(folder, iteration, layers, identity, samples, ended)
+    manifest = Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples, run=run)
+    return PendingSave(folder, folder / f".saving-{iteration}-{order}", layers, manifest, ended, allowed=allowed)
 
 
 def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -206,7 +256,7 @@ def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Chec
 def find_complete(folder: Path) -> dict[int, Path]:
     """Return a dictionary from numbers of completed iterations to the folders of the complete checkpoints in
     `folder`."""
-    return _list_folders(folder, _COMPLETE)
+    return {number: path for number, path in _list_matching(folder, _COMPLETE).items() if is_complete(path)}
 
 
 def is_complete(path: Path) -> bool:
@@ -311,17 +361,18 @@ def remove_leftovers(folder: Path) -> None:
 
     To be called only while no process writes a checkpoint there.
     """
-    for pattern in (_SAVING, _COMPLETE):
-        for path in _list_matching(folder, pattern).values():
-            if pattern is _SAVING or not is_complete(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                _remove_unlisted_files(path)
+    for _, path in _list_drafts(folder):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in _list_matching(folder, _COMPLETE).values():
+        if is_complete(path):
+            _remove_unlisted_files(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_newer(folder: Path, iteration: int) -> None:
     """Remove the complete checkpoints in `folder` that have more than `iteration` completed iterations."""
-    for number, path in _list_folders(folder, _COMPLETE).items():
+    for number, path in find_complete(folder).items():
         if number > iteration:
             _remove_checkpoint(path)
 
@@ -347,73 +398,79 @@ def _read_file(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Fi
         raise kind(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -> None:
-    """Write the given layers to the folder of an unfinished checkpoint, and complete it if no layer of the model is
-    missing then.
+def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping[int, LayerState],
+                  is_dropped: Callable[[], bool]) -> None:
+    """Write the given layers to the draft of a checkpoint, until `is_dropped`.
 
     Next to the file of each layer, a JSON file is written, with the content of `manifest` and this layer as its only
     one. Does nothing if the checkpoint is already complete.
     """
-    iteration, identity = manifest.iteration, manifest.identity
-    if (folder / f"iteration-{iteration}").exists():
-        open_checkpoint(folder / f"iteration-{iteration}", identity)
+    complete = folder / f"iteration-{manifest.iteration}"
+    if is_complete(complete):
+        open_checkpoint(complete, manifest.identity)
         return
-    saving = folder / f".saving-{iteration}"
-    saving.mkdir(parents=True, exist_ok=True)
-    unfinished = _list_folders(folder, _SAVING)
-    for number in sorted(unfinished)[:-KEPT_CHECKPOINTS]:  # none is ever completed if nodes do not share the folder
-        shutil.rmtree(unfinished[number], ignore_errors=True)
+    draft.mkdir(parents=True, exist_ok=True)
+    for _, path in _list_drafts(folder)[:-KEPT_DRAFTS]:  # none is ever completed if nodes do not share the folder
+        if path != draft:
+            shutil.rmtree(path, ignore_errors=True)
     written: list[Path] = []
     try:
         for layer, state in layers.items():
-            note = saving / f"layer-{layer:04d}.json"
-            draft = saving / f".layer-{layer:04d}-{os.getpid()}"
-            file = write_tensors(draft, state)
+            if is_dropped():
+                return
+            note = draft / f"layer-{layer:04d}.json"
+            temporary = draft / f".layer-{layer:04d}-{os.getpid()}"
+            file = write_tensors(temporary, state)
             # With the digest in its name, a layer saved again after a failure never changes a file that a note lists.
-            path = saving / f"layer-{layer:04d}-{file.sha256[:16]}.safetensors"
-            draft.replace(path)
-            _sync_folder(saving)
+            path = draft / f"layer-{layer:04d}-{file.sha256[:16]}.safetensors"
+            temporary.replace(path)
+            _sync_folder(draft)
             written += [path, note]
             note_content = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *file),))
             write_atomically(note, msgspec.json.encode(note_content))
-        _complete_if_all_saved(folder, saving, manifest)
     except BaseException:
         # Free the space on a full disk, unless another worker has just completed this checkpoint.
         for path in written:
             path.unlink(missing_ok=True)
-        if not (folder / f"iteration-{iteration}").exists():
+        if not is_dropped() and not is_complete(complete):
             raise
 
 
-def _complete_if_all_saved(folder: Path, saving: Path, manifest: Manifest) -> None:
-    """Complete the unfinished checkpoint in the folder `saving` if all layers of the model are saved in it: write its
-    manifest and rename the folder. Otherwise do nothing.
+def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> None:
+    """Complete a checkpoint if all layers of the model are saved in its draft: write its manifest and rename the
+    folder. Otherwise do nothing.
 
     Several workers may try concurrently.
     """
-    files: list[LayerFile] = []
-    for layer in range(manifest.identity["layers"]):
-        note = saving / f"layer-{layer:04d}.json"
-        if not note.exists():
-            return
-        note_content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
-        _require_same_job(note, note_content.identity, manifest.identity)
-        files += note_content.layers
-    whole = msgspec.structs.replace(manifest, layers=tuple(files))
-    write_atomically(saving / MANIFEST, msgspec.json.encode(whole))
-    _sync_folder(saving)
     complete = folder / f"iteration-{manifest.iteration}"
-    saving.rename(complete)
+    try:
+        files: list[LayerFile] = []
+        for layer in range(manifest.identity["layers"]):
+            note = draft / f"layer-{layer:04d}.json"
+            if not note.exists():
+                return
+            note_content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
+            _require_same_job(note, note_content.identity, manifest.identity)
+            files += note_content.layers
+        whole = msgspec.structs.replace(manifest, layers=tuple(files))
+        write_atomically(draft / MANIFEST, msgspec.json.encode(whole))
+        _sync_folder(draft)
+        if not is_complete(complete):  # a folder without a manifest is what a killed process was removing
+            shutil.rmtree(complete, ignore_errors=True)
+        draft.rename(complete)
+    except (CheckpointError, OSError):
+        if not is_complete(complete):
+            raise
+        return  # another worker has just completed it
     _sync_folder(folder)
     _remove_unlisted_files(complete)
     _remove_outdated(folder, manifest.iteration)
 
 
 def _remove_outdated(folder: Path, iteration: int) -> None:
-    """Remove unfinished checkpoints up to this iteration, and all complete checkpoints but the newest
-    `KEPT_CHECKPOINTS`."""
-    complete = _list_folders(folder, _COMPLETE)
-    old = [path for number, path in _list_folders(folder, _SAVING).items() if number <= iteration]
+    """Remove drafts up to this iteration, and all complete checkpoints but the newest `KEPT_CHECKPOINTS`."""
+    complete = find_complete(folder)
+    old = [path for number, path in _list_drafts(folder) if number <= iteration]
     for path in (*old, *(complete[number] for number in sorted(complete)[:-KEPT_CHECKPOINTS])):
         _remove_checkpoint(path)
 
@@ -436,13 +493,15 @@ def _remove_unlisted_files(path: Path) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _list_folders(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the folders in `folder` whose names match a pattern, in a dictionary by the iteration in the name.
-
-    Unless the pattern is that of unfinished checkpoints, only complete checkpoints are included.
-    """
-    return {number: path for number, path in _list_matching(folder, pattern).items()
-            if pattern is _SAVING or is_complete(path)}
+def _list_drafts(folder: Path) -> list[tuple[int, Path]]:
+    """Return the drafts of checkpoints in `folder`, each with its iteration, in the order in which they were begun."""
+    drafts = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            match = _DRAFT.fullmatch(path.name)
+            if match:
+                drafts.append((int(match[2] or 0), int(match[1]), path))
+    return [(iteration, path) for _, iteration, path in sorted(drafts)]
 
 
 def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:

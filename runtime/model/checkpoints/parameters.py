@@ -1,7 +1,9 @@
-"""Final parameters of a run: one safetensors file a layer, `parameters/layer-NNNN.safetensors`."""
+"""Final parameters of a run: one safetensors file a layer, `parameters/layer-NNNN.safetensors`.
+
+A worker writes a draft, and renames it when the coordinator has compared the digests of all holders.
+"""
 
 import errno
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,18 +24,23 @@ def layer_path(out: Path, layer: int) -> Path:
     return out / "parameters" / f"layer-{layer:04d}{_SUFFIX}"
 
 
-def save_layer(out: Path, layer: int, state: Mapping[str, Tensor]) -> None:
-    """Write a layer's parameters and buffers to its file, completely or not at all. Raises OSError if that fails."""
-    path = layer_path(out, layer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.stem}-{os.getpid()}")
+def draft_layer(out: Path, layer: int, order: int, state: Mapping[str, Tensor]) -> None:
+    """Write a layer's parameters and buffers to a draft of its file, which bears the number of an order. Raises OSError
+    if that fails."""
+    draft = _draft_path(out, layer, order)
+    draft.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(draft, state)
-    draft.replace(path)
 
 
-def save_layer_with_retry(out: Path, layer: int, state: Mapping[str, Tensor], say: Callable[[str], None],
-                          look_seconds: float = RETRY_SECONDS) -> None:
-    """Write a layer as `save_layer` does, and retry every `look_seconds` while the disk is full.
+def publish_layer(out: Path, layer: int, order: int) -> None:
+    """Rename the draft of a layer to its file: the coordinator has found that all holders have the same parameters.
+    Raises OSError."""
+    _draft_path(out, layer, order).replace(layer_path(out, layer))
+
+
+def draft_layer_with_retry(out: Path, layer: int, order: int, state: Mapping[str, Tensor], say: Callable[[str], None],
+                           look_seconds: float = RETRY_SECONDS) -> None:
+    """Write a layer as `draft_layer` does, and retry every `look_seconds` while the disk is full.
 
     The callback `say` gets one message, when the first attempt fails because the disk is full. Retries never end,
     because no other process has the final parameters. Raises OSError for any reason other than a full disk.
@@ -41,7 +48,7 @@ def save_layer_with_retry(out: Path, layer: int, state: Mapping[str, Tensor], sa
     is_reported = False
     while True:
         try:
-            return save_layer(out, layer, state)
+            return draft_layer(out, layer, order, state)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -49,6 +56,11 @@ def save_layer_with_retry(out: Path, layer: int, state: Mapping[str, Tensor], sa
                 say(f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait for free space")
             is_reported = True
             time.sleep(look_seconds)
+
+
+def _draft_path(out: Path, layer: int, order: int) -> Path:
+    path = layer_path(out, layer)
+    return path.with_name(f".{path.stem}-{order}")
 
 
 def load_layer(out: Path, layer: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Slices of a model's layers that a worker runs, and the micro-batches in flight in each of them."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +23,9 @@ from slipstream.runtime.model.layers.split_backward import (
     WeightWork,
     backward_input,
     backward_weight,
+    deferring_again,
     deferring_weights,
+    weight_work,
 )
 from slipstream.runtime.model.seeds import restoring_generators
 from slipstream.runtime.model.state.held_layers import HeldLayers
@@ -65,11 +67,14 @@ class SliceRunner:
     loss_scale
         Factor of each micro-batch's loss, or a function that returns it for a micro-batch. In training, the factors
         sum to 1 over an iteration, so that the sums of losses and of gradients, each times its factor, are means.
+    fused
+        Layers whose backward must not be divided into I and W; that of a slice with one of them is not.
     """
 
     def __init__(self, layers: LayerRange, modules: Mapping[int, nn.Module], model: LayeredModel, *,
-                 loss_scale: float | LossScale, config: RunConfig) -> None:
+                 loss_scale: float | LossScale, config: RunConfig, fused: Collection[int] = ()) -> None:
         self.layers = layers
+        self._may_split = not any(layer in fused for layer in range(*layers))
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
         self.modules = [modules[layer] for layer in range(*layers)]
@@ -105,7 +110,8 @@ class SliceRunner:
             value = map_tensors(value, _as_leaf)
         # I computes nothing without an input gradient: the first slice leaves the whole backward to W. Compiled code
         # is always split: otherwise it would be compiled twice.
-        work: WeightWork | None = deque() if self._config.training.compile or (split and not self.first) else None
+        work: WeightWork | None = deque() if self._config.training.compile or (
+            split and self._may_split and not self.first) else None
         with nullcontext() if work is None else deferring_weights(work), collecting_losses() as losses:
             output = self._run_layers(microbatch, value, target, batch)
         added = sum(losses[1:], losses[0]) if losses else None
@@ -197,9 +203,10 @@ class SliceRunner:
     def _run_recomputed(self, microbatch: Microbatch, layer: int, value: Value, batch: Batch | None) -> Value:
         """Run a layer of which only the input is stored: its forward is run again before its backward."""
         form, call, seed, device = form_of(value), self._calls[layer], self._config.training.seed, self._model.device
+        work = weight_work()
 
         def forward(*tensors: Tensor) -> Value:
-            with seeded_for_layer(seed, *microbatch, layer, device):
+            with seeded_for_layer(seed, *microbatch, layer, device), deferring_again(work):
                 return call(build_value(form, tensors), batch)
 
         result: Value = checkpoint(forward, *tensors_of(value), use_reentrant=False, preserve_rng_state=False)
@@ -211,11 +218,12 @@ class WorkerSlices:
     holds."""
 
     def __init__(self, holding: HeldLayers, layers: Mapping[int, LayerRange], model: LayeredModel, *,
-                 loss_scale: float | LossScale, config: RunConfig) -> None:
+                 loss_scale: float | LossScale, config: RunConfig, fused: Collection[int] = ()) -> None:
         self.holding = holding
         self.layers = layers
         """Half-open range of the model's layers of each slice, by the slice's number."""
-        self.runners = {number: SliceRunner(layer_range, holding.modules, model, loss_scale=loss_scale, config=config)
+        self.runners = {number: SliceRunner(layer_range, holding.modules, model, loss_scale=loss_scale, config=config,
+                                            fused=fused)
                         for number, layer_range in layers.items()}
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:

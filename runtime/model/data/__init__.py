@@ -1,6 +1,7 @@
 """Data that a run trains on.
 
     data             text, cut into micro-batches; the protocols that data implement
+    sample_digests   digests of samples, and the check that reads repeat
     loss_weights     the weight of each micro-batch in the loss
     torchtitan_data  torchtitan's tokenizers and data sets
     token_data       tokens, read one pass over the file (epoch) after another

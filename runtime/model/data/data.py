@@ -115,6 +115,11 @@ class _IterationAdapter:
             if hasattr(data, by_iteration):
                 setattr(self, by_iteration, partial(self._read_alone, getattr(data, by_iteration)))
 
+    def forget(self) -> None:
+        """Forget the stored samples, so that the data are asked for them again."""
+        with self._lock:
+            self._kept = {}
+
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Return a micro-batch as `Data.batch` does. `batch` and `context` are ignored: the data know them from their
         configuration."""
@@ -140,7 +145,7 @@ class _IterationAdapter:
                     raise BadSampleError(f"the data give {len(read)} samples for iteration {iteration}; expected "
                                          f"{self._first[-1]}, one for each micro-batch of all pipelines")
                 self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
-                self._kept[iteration] = read
+                self._kept[iteration] = [copy_sample(sample) for sample in read]
             return self._kept[iteration]
 
 
@@ -167,6 +172,38 @@ def move_data_to(data: Data, iteration: int) -> None:
     if isinstance(data, _IterationAdapter):
         with suppress(Exception):
             data.move_to(iteration)
+
+
+class _CopiedData:
+    """User's own `Data` whose micro-batches are copied, since a call may overwrite what the call before returned."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self.digest = data.digest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
+        """Return a copy of the micro-batch that the data return."""
+        copied: tuple[Tensor, ...] = copy_sample(self._data.batch(microbatch, batch, context))
+        return copied
+
+
+def copy_sample(sample: Any) -> Any:
+    """Return a copy of a tuple of tensors, of the same class.
+
+    Anything else is returned as it is, to be refused.
+    """
+    if not isinstance(sample, tuple):
+        return sample
+    copies = [item.clone() if isinstance(item, Tensor) else item for item in sample]
+    return getattr(sample, "_make", tuple)(copies)
+
+
+def is_users_own(training: TrainingConfig) -> bool:
+    """Return whether the training data come from the user's own code."""
+    return training.data is not None and training.data != "torchtitan"
 
 
 def has_costs(data: Data) -> bool:
@@ -239,8 +276,7 @@ def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], r
                           ) from error
     if not isinstance(digest, str):
         raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a str")
-    loaded: Data = _IterationAdapter(data, microbatches) if hasattr(data, "samples") else data
-    return loaded
+    return _IterationAdapter(data, microbatches) if hasattr(data, "samples") else _CopiedData(data)
 
 
 def load_validation_data(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:

@@ -1,6 +1,7 @@
 """Models as lists of layers.
 
     layered_model        the interface of a model
+    repeatability        the check that a user's layers are the same whenever they are built
     uninitialized        layers built without initial values, to be filled with received or stored state
     calling              the arguments of a layer's forward, and losses that a layer adds
     split_backward       the backward in two: I and W

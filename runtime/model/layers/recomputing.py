@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.model.layers.split_backward import deferring_again, weight_work
 from slipstream.runtime.model.seeds import get_generator_states, with_generator_states
 
 Part = Literal["attention", "mlp"]
@@ -96,13 +97,14 @@ def recomputable(name: Part, function: Callable[..., Result], *args: Any, **kwar
     if chosen is None or name not in chosen.parts or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     device, states, again = chosen.device, get_generator_states(chosen.device), False
+    work = weight_work()
 
     def run(*args: Any, **kwargs: Any) -> Result:
         nonlocal again
         if not again:
             again = True
             return function(*args, **kwargs)
-        with with_generator_states(states, device):
+        with with_generator_states(states, device), deferring_again(work):
             return function(*args, **kwargs)
 
     result: Result = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -12,7 +12,7 @@ stage_backward_weight keep the graph alive from I to W, and refuse outputs that 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -21,13 +21,23 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from slipstream.runtime.torch_private import has_gradient_hooks, run_backward
+from slipstream.runtime.torch_private import (
+    GradientUse,
+    current_function_mode,
+    find_gradient_use,
+    has_gradient_hooks,
+    is_transforming,
+    run_backward,
+)
 
 WeightWork = deque[Callable[[], None]]
 """Queue of the calls that W has to run, in the order in which I left them."""
 
 
 _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
+_IN_BACKWARD = set[int]()
+"""Identities of the queues whose I is running, in whichever thread of autograd's engine. A backward that a layer runs
+in its forward is none: what it adds to `.grad` must be there when it returns."""
 
 
 @contextmanager
@@ -37,12 +47,23 @@ def deferring_weights(work: WeightWork) -> Iterator[None]:
 
     Parameters that carry hooks are not deferred, so that the hooks get the gradients that they expect.
     """
-    before = _CURRENT.set(work)
+    before, mode = _CURRENT.set(work), current_function_mode()
+    is_active = isinstance(mode, _DeferringMode) and mode.work is work
     try:
-        with _DeferringMode(work):
+        with nullcontext() if is_active else _DeferringMode(work):
             yield
     finally:
         _CURRENT.reset(before)
+
+
+@contextmanager
+def deferring_again(work: WeightWork | None) -> Iterator[None]:
+    """Defer weight gradients as in the forward whose queue was `work` (`weight_work`), for a part that is run again.
+
+    It may be run again within torch.autograd.grad, which suspends TorchFunctionModes.
+    """
+    with nullcontext() if work is None else deferring_weights(work):
+        yield
 
 
 def weight_work() -> WeightWork | None:
@@ -63,8 +84,12 @@ def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work:
     `deferring_weights` is active within the backward, too. torch.autograd.backward would suspend the mode of
     `deferring_weights`, so autograd's engine is called directly.
     """
-    with deferring_weights(work):
-        run_backward(outputs, gradients)
+    _IN_BACKWARD.add(id(work))
+    try:
+        with deferring_weights(work):
+            run_backward(outputs, gradients)
+    finally:
+        _IN_BACKWARD.discard(id(work))
 
 
 def backward_weight(work: WeightWork) -> None:
@@ -123,21 +148,21 @@ def register_deferred_op(op: Callable[..., Any], work: Callable[..., Callable[[]
 class _DeferringMode(TorchFunctionMode):
     def __init__(self, work: WeightWork) -> None:
         super().__init__()
-        self._work = work
+        self.work = work
 
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _DEFERRED_OPS and type(args[0]) is Tensor:  # otherwise it is being compiled
-            self._work.append(_DEFERRED_OPS[func](*args))
+            self.work.append(_DEFERRED_OPS[func](*args))
         elif func in PRODUCTS and torch.is_grad_enabled():
             try:
                 product = PRODUCTS[func](*args, **kwargs)
             except TypeError:  # a less usual argument (out, alpha, ...)
                 return func(*args, **kwargs)
-            if _is_deferrable(product):
+            if _is_deferrable(product) and not is_transforming():
                 return _DeferredProduct.apply(  # type: ignore[no-untyped-call]
-                    _cast_operand(product.value), product.weight, product.bias, product.transposed, self._work)
+                    _cast_operand(product.value), product.weight, product.bias, product.transposed, self.work)
         return func(*args, **kwargs)
 
 
@@ -163,10 +188,17 @@ def _cast_operand(tensor: Tensor) -> Tensor:
 
 
 class _DeferredProduct(torch.autograd.Function):
+    """Product whose backward leaves to W what I would add to the parameters' `.grad`, and nothing else.
+
+    A gradient that is asked for by torch.autograd.grad is returned at once, and one that nobody asks for is not
+    computed. The backward can itself be differentiated.
+    """
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool,
                 work: WeightWork) -> Tensor:
         used = _cast_operand(weight)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(value, used)
         ctx.weight, ctx.bias, ctx.transposed, ctx.work = weight, bias, transposed, work
         product = multiply(value, used, bias, transposed)
@@ -175,13 +207,22 @@ class _DeferredProduct(torch.autograd.Function):
         return product.data
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        value, used = ctx.saved_tensors
-        work = ProductWork(value, gradient, ctx.weight, ctx.bias, ctx.transposed)
-        ctx.work.append(work.add_gradients)
-        if not ctx.needs_input_grad[0]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if gradient is None:
             return None, None, None, None, None
-        return gradient @ (used.t() if ctx.transposed else used), None, None, None, None
+        value, used = ctx.saved_tensors
+        of_value, of_weight, of_bias = (find_gradient_use(edge[0]) for edge in (*ctx.next_functions, (None, 0))[:3])
+        work = ProductWork(value, gradient, ctx.weight, ctx.bias, ctx.transposed)
+        if torch.is_grad_enabled():  # this backward is to be differentiated itself, also by the weight
+            used = ctx.weight.to(used.dtype)
+        elif id(ctx.work) in _IN_BACKWARD and {of_weight, of_bias} <= {GradientUse.ADDED, GradientUse.NONE}:
+            if GradientUse.ADDED in (of_weight, of_bias):
+                ctx.work.append(work.without(
+                    weight=of_weight is GradientUse.NONE, bias=of_bias is GradientUse.NONE).add_gradients)
+            of_weight = of_bias = GradientUse.NONE
+        return (None if of_value is GradientUse.NONE else gradient @ (used.t() if ctx.transposed else used),
+                None if of_weight is GradientUse.NONE else work.weight_gradient(),
+                None if of_bias is GradientUse.NONE else work.bias_gradient(), None, None)
 
 
 def multiply(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -196,23 +237,37 @@ class ProductWork(NamedTuple):
 
     value: Tensor
     gradient: Tensor
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     transposed: bool
+
+    def without(self, *, weight: bool, bias: bool) -> "ProductWork":
+        """Return the work without the gradient of the weight, or without that of the bias."""
+        return self._replace(weight=None if weight else self.weight, bias=None if bias else self.bias)
+
+    def weight_gradient(self) -> Tensor:
+        """Return the gradient of the weight, in its dtype."""
+        assert self.weight is not None
+        value = self.value.reshape(-1, self.value.shape[-1])
+        gradient = self.gradient.reshape(-1, self.gradient.shape[-1])
+        return (value.t() @ gradient if self.transposed else gradient.t() @ value).to(self.weight.dtype)
+
+    def bias_gradient(self) -> Tensor:
+        """Return the gradient of the bias, in its dtype."""
+        assert self.bias is not None
+        return self.gradient.reshape(-1, self.gradient.shape[-1]).sum(0).to(self.bias.dtype)
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Compute the gradients of the weight and the bias, and add them to `.grad`."""
-        value = self.value.reshape(-1, self.value.shape[-1])
-        gradient = self.gradient.reshape(-1, self.gradient.shape[-1])
-        _add_gradient(self.weight, value.t() @ gradient if self.transposed else gradient.t() @ value)
+        if self.weight is not None:
+            _add_gradient(self.weight, self.weight_gradient())
         if self.bias is not None:
-            _add_gradient(self.bias, gradient.sum(0))
+            _add_gradient(self.bias, self.bias_gradient())
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to `.grad` as autograd would: rounded before it is added, so the sums are equal bit for bit."""
-    gradient = gradient.to(parameter.dtype)
+    """Add a gradient to `.grad` as autograd would; it is rounded before, so the sums are equal bit for bit."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -4,7 +4,7 @@ Nothing here depends on stages: the layers are those that a schedule assigns to 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, LayerParamet
 from slipstream.runtime.model.layers.step_rules import require_stepped_by_rules, step_rules
 from slipstream.runtime.model.layers.uninitialized import building_uninitialized
 from slipstream.runtime.model.layers.worker_group import worker_group
-from slipstream.runtime.model.seeds import GENERATOR_LOCK
+from slipstream.runtime.model.seeds import restoring_generators
 from slipstream.runtime.model.state.clipping import sum_of_squares
 from slipstream.runtime.model.state.copy_gradients import CopyGradients
+from slipstream.runtime.model.state.gradients import GradientBuffer, allocate_gradients, find_unused
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import (
     PartState,
@@ -58,12 +59,14 @@ class HeldLayers:
         self._flat_parameters: dict[LayerRange, Tensor] = {}
         self._sums = CopyGradients()
         self.optimizer = self._build_full_optimizer(self.modules)
-        self._gradients: dict[LayerRange, list[Tensor]] = {}
-        self.shared_gradients: dict[str, list[Tensor]] = {}
+        self._gradients: dict[LayerRange, list[GradientBuffer]] = {}
+        self.shared_gradients: dict[str, list[GradientBuffer]] = {}
         """Gradients of each parameter that layers share, to be summed in place over all holders of a copy.
 
         Keys are `LAYER.NAME` of the first layer that has the parameter.
         """
+        self._unused: frozenset[nn.Parameter] | None = None
+        """Parameters that no worker has used in this iteration; None before its step."""
         self.set_reduced_ranges(merge_ranges((layer, layer + 1) for layer in self.modules))
 
     def clear(self) -> None:
@@ -159,9 +162,12 @@ class HeldLayers:
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
         """Make the optimizer's step of all held layers for an iteration, with gradients times `factor`.
 
-        If `factor` is None, parameters stay as they are, and the iteration counts as stepped.
+        If `factor` is None, parameters stay as they are, and the iteration counts as stepped. So do parameters that no
+        worker has used. All sums of gradients must have arrived.
         """
-        self.optimizer.step(iteration, factor)
+        if self._unused is None:  # a step that is made again, with another factor, is one of the same parameters
+            self._unused = find_unused(self._buffers())
+        self.optimizer.step(iteration, factor, self._unused)
 
     def undo(self) -> None:
         """Undo the last optimizer step, which must not be permanent (`return_to`): restore parameters and optimizer
@@ -225,40 +231,46 @@ class HeldLayers:
         if ranges == list(self._gradients):
             return
         assert [layer for one in ranges for layer in range(*one)] == list(self.modules), "ranges tile the layers"
-        self._gradients = {}
+        self._gradients, self._unused = {}, None
         for parameter in self.parameters_by_name().values():
             parameter.grad = None  # the memory is freed before new memory is allocated
         self._gradients = {one: self._zero_gradients(one) for one in ranges}
         self.shared_gradients = {str(first): self._zero_shared_gradients(places[0])
                                  for first, places in self.sharing.groups_in(self.modules)}
 
-    def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
-        """Give zero gradients to the trained parameters of a range of layers, except shared ones; return the flat
-        tensors that hold the gradients."""
+    def _zero_gradients(self, layers: LayerRange) -> list[GradientBuffer]:
+        """Give zero gradients to the trained parameters of a range of layers, except shared ones; return the buffers
+        that hold the gradients."""
         kind = gradient_dtype(self._config)
         ruled = [self.modules[layer].get_parameter(name) for layer in range(*layers)
                  for name in trained_parameters(self.modules[layer]) if name in step_rules(self.modules[layer])]
-        return [*_flatten_gradients(self._reduced_parameters(layers, whole=False), kind, self.cuts.get(layers)),
-                *_flatten_gradients(self._reduced_parameters(layers, whole=True), kind), *_flatten_gradients(ruled)]
+        return [*allocate_gradients(self._reduced_parameters(layers, whole=False), kind, self.cuts.get(layers)),
+                *allocate_gradients(self._reduced_parameters(layers, whole=True), kind), *allocate_gradients(ruled)]
 
-    def _zero_shared_gradients(self, mine: LayerParameter) -> list[Tensor]:
-        """Give a zero gradient to the shared parameter of which `mine` is a held copy; return a list with the flat
-        tensor that holds the gradient."""
-        return _flatten_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
+    def _zero_shared_gradients(self, mine: LayerParameter) -> list[GradientBuffer]:
+        """Give a zero gradient to the shared parameter of which `mine` is a held copy; return a list with the buffer
+        that holds the gradient."""
+        return allocate_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
+
+    def _buffers(self) -> Iterator[GradientBuffer]:
+        """Yield the buffers of all gradients, including those of shared parameters."""
+        for buffers in (*self._gradients.values(), *self.shared_gradients.values()):
+            yield from buffers
 
     def flat_gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
         """Return the gradients of a range of `set_reduced_ranges`, without shared parameters: one flat tensor a dtype.
 
         Without an argument, all gradients are returned, including those of shared parameters.
         """
-        if layers is not None:
-            return self._gradients[layers]
-        return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
+        return [buffer.values for buffer in (self._buffers() if layers is None else self._gradients[layers])]
 
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
-        """Return the flat gradients, one tensor a dtype, of `what`: a range of layers, or `LAYER.NAME` of a shared
-        parameter. They are to be summed over workers in place."""
-        return self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
+        """Return the flat gradients of `what`, a range of layers or `LAYER.NAME` of a shared parameter, with the marks
+        of the parameters that this worker has used. They are to be summed over workers in place."""
+        buffers = self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
+        for buffer in buffers:
+            buffer.mark_touched()
+        return [tensor for buffer in buffers for tensor in buffer.sums]
 
     def layer_squares(self) -> dict[int, float]:
         """Return, by layer number, the sum of squares of the gradients of the parts that this worker owns, computed in
@@ -273,9 +285,10 @@ class HeldLayers:
                 map(step_rules, self.modules.values())):
             return math.fsum(self.layer_squares().values())
         layers = {layer for layer, spans in self.optimizer.own.items() if spans}
-        found = [flat for one, flats in self._gradients.items() if not layers.isdisjoint(range(*one)) for flat in flats]
-        found += [flat for first, _ in self.sharing.groups_in(self.modules) if first.layer in layers
-                  for flat in self.shared_gradients[str(first)]]
+        found = [flat for one in self._gradients if not layers.isdisjoint(range(*one))
+                 for flat in self.flat_gradients(one)]
+        found += [buffer.values for first, _ in self.sharing.groups_in(self.modules) if first.layer in layers
+                  for buffer in self.shared_gradients[str(first)]]
         return float(torch.stack([sum_of_squares(flat) for flat in found]).sum().item()) if found else 0.0
 
     def _build_full_optimizer(self, modules: Mapping[int, nn.Module]) -> PartOptimizer:
@@ -296,8 +309,9 @@ class HeldLayers:
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, after the optimizer's step."""
-        for flat in self.flat_gradients():
-            flat.zero_()
+        self._unused = None
+        for buffer in self._buffers():
+            buffer.set_to_zero()
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return all held parameters by `LAYER.NAME`. A parameter that layers share has the name of the first of its
@@ -313,9 +327,9 @@ def build_on_device(model: LayeredModel, layer: int, *, filled: bool = True) -> 
     loaded after `move_uninitialized` has moved it to the device.
     """
     if not filled:
-        with building_uninitialized(), torch.no_grad():
+        with restoring_generators(), building_uninitialized(), torch.no_grad():
             return with_local_parameters(model.build(layer))
-    with GENERATOR_LOCK, torch.no_grad():
+    with restoring_generators(), torch.no_grad():
         module = with_local_parameters(model.build(layer))
         for name, first in sharing_of(model).copies_in(layer).items():
             other = with_local_parameters(model.build(first.layer))
@@ -365,30 +379,6 @@ def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple
         _mark_uncut(layer, module, config, sharing)
         elements.append(count_elements(module))
     return tuple(elements)
-
-
-def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None,
-                       cut: StatePartition | None = None) -> list[Tensor]:
-    """Give parameters zero gradients that are views of one flat tensor for each dtype, and return the flat tensors.
-
-    The gradients have the given dtype; with None, each has that of its parameter. With `cut`, the flat tensors are
-    padded to its `padded_length`.
-    """
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            by_dtype.setdefault(dtype or parameter.dtype, []).append(parameter)
-    flats = []
-    for kind, group in by_dtype.items():
-        sizes = [parameter.numel() for parameter in group]
-        length = sum(sizes) if cut is None else max(sum(sizes), cut.padded_length)
-        flat = torch.zeros(length, dtype=kind, device=group[0].device)
-        for parameter, view in zip(group, torch.split(flat[:sum(sizes)], sizes), strict=True):
-            if kind != parameter.dtype:
-                parameter.grad_dtype = kind
-            parameter.grad = view.view_as(parameter)
-        flats.append(flat)
-    return flats
 
 
 def _flat_lengths(cuts: Mapping[LayerRange, StatePartition]) -> dict[LayerRange, tuple[int, bool]]:

@@ -6,7 +6,7 @@ thread, concurrently with computation, and on a GPU on a stream of its own. Two 
 steps are undone; the copies themselves are always the state after a committed iteration.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,11 +26,12 @@ makes."""
 
 class _DueStep(NamedTuple):
     """Registered step of copies of other workers' parts that is still to be made: its iteration, the factor of its
-    gradients, and the index of its gradient buffer."""
+    gradients, the index of its gradient buffer, and the copies that stay as they are."""
 
     iteration: int
     factor: float | None
     buffer: int
+    unused: Collection[nn.Parameter]
 
 
 class LateSteps(OptimizerSteps):
@@ -61,14 +62,15 @@ class LateSteps(OptimizerSteps):
         self._wait_for_step()
         return self._buffer
 
-    def register_step(self, iteration: int, factor: float | None) -> None:
+    def register_step(self, iteration: int, factor: float | None, unused: Collection[nn.Parameter] = ()) -> None:
         """Register a step with the gradients in the free buffer times `factor`; a step with `factor` None changes no
-        parameter.
+        parameter, and any other all but those in `unused`.
 
         The iteration of the step registered before counts as committed from now on.
         """
         self._wait_for_step()
-        self._committed_step, self._last_step = self._last_step, _DueStep(iteration, factor, self._buffer)
+        self._committed_step, self._last_step = self._last_step, _DueStep(
+            iteration, factor, self._buffer, frozenset(unused))
         self._buffer = (self._buffer + 1) % GRADIENT_BUFFERS
 
     def start_committed(self) -> None:
@@ -113,7 +115,7 @@ class LateSteps(OptimizerSteps):
             self.version = Version(due.iteration)
             return
         self.version = Version(due.iteration, whole=False)
-        gradients = list(self._gradients[due.buffer].items())
+        gradients = [pair for pair in self._gradients[due.buffer].items() if pair[0] not in due.unused]
         self._set_rates(due.iteration)
         # Gradients of fewer bits are converted one by one, so that there is no second buffer of them.
         same_dtype = all(stepped.dtype == gradient.dtype for stepped, gradient in gradients)

@@ -9,7 +9,7 @@ each step. Pieces of a part of which this worker is the buddy are copies, too, a
 here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -113,6 +113,8 @@ class PartOptimizer(UndoableSteps):
             {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(GRADIENT_BUFFERS)])
         self._factor: float | None = 1.0
         """Factor of the gradients in the last step; None if it was skipped."""
+        self._unused: Collection[nn.Parameter] = ()
+        """Parameters that the last step left as they were, because no worker had used them."""
         self.parameters = Version(-1, whole=False)
         """Version of all elements of the parameters, including those that come from other workers."""
 
@@ -136,7 +138,8 @@ class PartOptimizer(UndoableSteps):
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
     def compute_checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
-        """Yield a checksum of each layer's parameters, and one of each stored part with its optimizer state.
+        """Yield a checksum of each layer's parameters and stored buffers, and one of each stored part with its
+        optimizer state.
 
         Each comes as (layer, span, True if of a part with optimizer state, checksum). The state must be that after a
         committed iteration. Raises VersionError if it is not.
@@ -149,8 +152,10 @@ class PartOptimizer(UndoableSteps):
                 tensors = self.part_state(layer, span).tensors
                 if kept := [tensor for key, tensor in sorted(tensors.items()) if parameter_name(key) in trained_names]:
                     yield layer, span, True, compute_checksum(kept)
-            if parameters := list(module.parameters()):
-                yield layer, (0, count_elements(module).total), False, compute_checksum(parameters)
+            untrained = untrained_tensors(module)
+            stored = [untrained[name] for name, _ in module.named_buffers() if name in untrained]
+            if compared := [*module.parameters(), *stored]:
+                yield layer, (0, count_elements(module).total), False, compute_checksum(compared)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
         """Flip one random bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
@@ -190,15 +195,16 @@ class PartOptimizer(UndoableSteps):
             sum_of_layer[piece.layer] += value
         return sum_of_layer
 
-    def step(self, iteration: int, factor: float | None = 1.0) -> None:
+    def step(self, iteration: int, factor: float | None = 1.0, unused: Collection[nn.Parameter] = ()) -> None:
         """Make an iteration's step with the parameters' gradients times `factor`; it can be undone from now on.
 
-        If `factor` is None, parameters stay as they are, and the iteration counts as stepped.
+        The parameters in `unused` stay as they are. If `factor` is None, all do, and the iteration counts as stepped.
         """
         self.mark_gathering(iteration)
-        self._factor = factor
+        self._factor, self._unused = factor, unused
         super().step(iteration, factor)
-        self._late.register_step(iteration, factor)
+        self._late.register_step(iteration, factor,
+                                 [piece.stepped for piece in self._copies if piece.parameter in unused])
 
     def mark_gathering(self, iteration: int) -> None:
         """Mark the parameters as being received from other workers, to become those after an iteration."""
@@ -270,7 +276,7 @@ class PartOptimizer(UndoableSteps):
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
         """Return the gradients, flat and by parameter name, that the last step used for a part; empty if the step was
-        skipped.
+        skipped. Parameters that no worker had used are left out.
 
         Most are live tensors, which the next backward changes.
         """
@@ -279,7 +285,7 @@ class PartOptimizer(UndoableSteps):
         rules = step_rules(self._modules[layer])  # their gradients are never scaled
         return {piece.name: piece.scaled_gradient(1.0 if piece.name in rules else self._factor).view(-1)
                 for piece in self._pieces
-                if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
+                if (piece.layer, piece.part) == (layer, span) and self._is_stepped(piece)}
 
     def own_states(self, layer: int) -> list[PartState]:
         """Return the state of each part of a layer that this worker owns, as live tensors."""
@@ -368,11 +374,15 @@ class PartOptimizer(UndoableSteps):
         """Step the tensors of this worker's own parts with their parameters' gradients times `factor`; then update the
         parameters if the stepped tensors are master weights."""
         for piece in self._pieces:
-            piece.stepped.grad = piece.get_gradient()
+            piece.stepped.grad = piece.get_gradient() if self._is_stepped(piece) else None
         super()._make_step(factor)
         for piece in self._pieces:
             piece.stepped.grad = None
         self._round_parameters(self._pieces)
+
+    def _is_stepped(self, piece: _Piece) -> bool:
+        """Return whether the last step, if it was not skipped, changed a piece: some worker had used its parameter."""
+        return piece.parameter.grad is not None and piece.parameter not in self._unused
 
     def _optimizer_of(self, piece: _Piece) -> OptimizerSteps:
         """Return the optimizer that steps a piece (the elements of one parameter in one stored part) and has its state:

@@ -55,18 +55,19 @@ class SteppedPart(UndoableSteps):
 
     def follow_step(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
         """Make the sender's step of an iteration with its gradients `tensors`, by parameter; empty if the sender
-        skipped it.
+        skipped it. Parameters that it left as they were, because no worker had used them, are not among them.
 
         Raises ValueError if the gradients do not fit, and VersionError if they are not those of the next step.
         """
         if not tensors:
             self.step(iteration, None)
             return
-        if {name: tensor.numel() for name, tensor in tensors.items()} != {
-                name: tensor.numel() for name, tensor in self._pieces.items()}:
+        if any(name not in self._pieces or tensor.numel() != self._pieces[name].numel()
+               for name, tensor in tensors.items()):
             raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
-        for name, piece in self._pieces.items():
-            piece.grad = tensors[name].to(HOST, piece.dtype).view(piece.shape)
+        for name, tensor in tensors.items():
+            piece = self._pieces[name]
+            piece.grad = tensor.to(HOST, piece.dtype).view(piece.shape)
         self.step(iteration)
         for piece in self._pieces.values():
             piece.grad = None

@@ -8,12 +8,22 @@ from slipstream.runtime.protocol.to_coordinator import (
     Finished,
     IterationReport,
     Paused,
+    Published,
     ReadableCheckpoints,
     Ready,
     RecoveryReport,
     TrainingStarted,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
+from slipstream.runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    Publish,
+    ReportCheckpoints,
+    Train,
+)
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.holding import holding, partition
@@ -43,7 +53,7 @@ class Counting:
         self.losses: dict[int, float] = {}
 
     def ready(self, known):
-        return Ready(self.worker, "corpus", (("127.0.0.1", 1),), None, known)
+        return Ready(self.worker, (("127.0.0.1", 1),), None, known)
 
     def go_back(self, committed) -> None:
         """By one step at most."""
@@ -80,6 +90,8 @@ class Counting:
                 self.go_back(message.first_iteration - 1)
                 self.world.saving = message.first_iteration
                 self.said.append(Finished(self.worker, message.order, {}))
+            case Publish():
+                self.said.append(Published(self.worker, message.order))
             case Leave():
                 self.leave()
 

@@ -20,7 +20,7 @@ from slipstream.runtime.coordinator.planning.schedule_finder import (
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import Writer
 from slipstream.runtime.events import Noted, WentBack
-from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Finished, Leaving, Ready
+from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Leaving, Published, Ready
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Apart, Counting, Rank
@@ -104,8 +104,8 @@ class World:
 
     def happens(self, event) -> None:
         answers, given_up = [], []
-        if isinstance(event, Finished) and event.order == self.state.order \
-                and self.state.members.difference(self.state.phase.finished) == {event.worker}:
+        if isinstance(event, Published) and event.order == self.state.order \
+                and self.state.members.difference(self.state.phase.published) == {event.worker}:
             self.checkpoints.append(self.saving)
         self.state, effects = apply_event(self.rules, self.state, event, self.now)
         for effect in effects:

@@ -20,12 +20,13 @@ from slipstream.runtime.protocol.to_coordinator import (
     JoinNode,
     JoinWorker,
     Paused,
+    Published,
     Ready,
     TrainingStarted,
     WorkerEnded,
     WorkerStatus,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, Publish, ReportStatus, Train
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -124,7 +125,7 @@ class Talker:
     def _answer(self, message):
         match message:
             case WorkerSetup():
-                self.say(Ready(self.worker, "corpus", (("127.0.0.1", 1),), self.folder))
+                self.say(Ready(self.worker, (("127.0.0.1", 1),), self.folder))
             case Train() if self.worker not in message.failed:
                 self.say(TrainingStarted(self.worker, message.order))
                 self._run(message.order, message.first_iteration)
@@ -136,6 +137,8 @@ class Talker:
                 self.say(self.status)
             case Finish():
                 self.say(Finished(self.worker, message.order, {"weight": "a"}))
+            case Publish():
+                self.say(Published(self.worker, message.order))
 
     def _run(self, order, iteration):
         if iteration == self._stops_before:

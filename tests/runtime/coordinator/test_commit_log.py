@@ -1,3 +1,5 @@
+import gc
+import tracemalloc
 from itertools import permutations
 
 import pytest
@@ -53,6 +55,39 @@ def test_a_long_run_keeps_the_last_windows_alone(monkeypatch):
             log.ran(IterationReport(worker, 1, iteration, 1.0, float(iteration)))
         kept.append(len(log.log.windows))
     assert max(kept) <= 9 and min(kept[8:]) >= 4 and log.log.measured_period_seconds(36) == 38.0
+
+
+def test_a_long_run_grows_by_few_bytes_an_iteration(monkeypatch):
+    monkeypatch.setattr(commit_log, "MIN_KEPT_WINDOWS", 4)
+    log = Log()
+
+    def run(first: int, count: int) -> int:
+        for iteration in range(first, first + count):
+            for worker in WORKERS:
+                log.ran(IterationReport(worker, 1, iteration, 1.0, 0.1))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = run(0, 3000)
+        grown = run(3000, 6000) - before
+    finally:
+        tracemalloc.stop()
+    assert len(log.log.losses) == 9000 and log.log.last_committed == (8999, 3.0)
+    assert grown < 24 * 6000, "a loss, and room for the next ones"
+
+
+def test_losses_before_a_return_are_kept_and_later_ones_replaced():
+    log = Log(first_iteration=5)
+    for iteration in range(5, 9):
+        for worker in WORKERS:
+            log.ran(IterationReport(worker, 1, iteration, float(iteration), 0.1))
+    log.log, ahead = log.log.without_iterations_from(7).with_order(1, WORKERS), log.log
+    assert log.log.losses == [15.0, 18.0] and log.log.next_iteration == 7
+    for worker in WORKERS:
+        log.ran(IterationReport(worker, 1, 7, 1.0, 0.1))
+    assert log.log.losses == [15.0, 18.0, 3.0] and ahead.losses == [15.0, 18.0, 21.0, 24.0]
 
 
 def test_peers_must_end_with_the_same_parameters():

@@ -171,7 +171,7 @@ def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tm
         world.agent.writer.close()
         await until(lambda: len(workers.incomplete_workers) == 2)
         world.kept = [await talk(world.address, JoinNode(1)), await talk(
-            world.address, JoinWorker(WORKERS[1], rank=1), Ready(WORKERS[1], "corpus", (("127.0.0.1", 2),)))]
+            world.address, JoinWorker(WORKERS[1], rank=1), Ready(WORKERS[1], (("127.0.0.1", 2),)))]
         await until(lambda: len(workers.incomplete_workers) == 3)
         world.events._enqueue(world.events._require_all_connected)
 

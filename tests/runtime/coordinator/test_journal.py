@@ -88,7 +88,7 @@ def test_it_goes_on_as_the_one_before_would_have(journal):
     for worker in WORKERS[:3]:
         known = RecoveryReport(4, (FOURTH,), 7, holding((2 * worker.column, 2 * worker.column + 2)), None,
                                pending=False)
-        state, _ = apply_event(rules, state, Ready(worker, "corpus", (("127.0.0.1", 1),), known=known), at)
+        state, _ = apply_event(rules, state, Ready(worker, (("127.0.0.1", 1),), known=known), at)
     state, effects = apply_event(rules, state, TimePassed(), at)
     asked = [effect for effect in effects if isinstance(effect, ScheduleRequest)]
     assert [(one.down, one.speeds) for one in asked] == [((FOURTH,), ((ONE, 2.0),))]

@@ -83,14 +83,14 @@ def test_digests_of_parameters_that_some_rank_does_not_hold_are_left_out(reports
 
 
 def test_each_rank_says_where_it_gives_layers(reports):
-    ready = reports.add_message(WORKER, 1, Ready(WORKER, "corpus", (("b", 2),))), reports.add_message(
-        WORKER, 0, Ready(WORKER, "corpus", (("a", 1),)))
-    assert ready == (None, Ready(WORKER, "corpus", (("a", 1), ("b", 2))))
+    ready = reports.add_message(WORKER, 1, Ready(WORKER, (("b", 2),))), reports.add_message(
+        WORKER, 0, Ready(WORKER, (("a", 1),)))
+    assert ready == (None, Ready(WORKER, (("a", 1), ("b", 2))))
 
 
 def test_what_all_ranks_know_of_a_run_whose_node_0_has_died(reports):
     def known(order, iteration, layers, **more):
-        return Ready(WORKER, "corpus", (("a", 1),),
+        return Ready(WORKER, (("a", 1),),
                      known=RecoveryReport(order, (WORKER,), iteration, holding(layers), None, **more))
 
     ahead, behind = known(3, 8, (0, 3), pending=True), known(3, 7, (0, 3), pending=False, losses={7: 1.5})
@@ -98,7 +98,7 @@ def test_what_all_ranks_know_of_a_run_whose_node_0_has_died(reports):
                                                                losses={7: 1.5}, behind=True)
     assert reports.both(known(4, 7, (0, 3), pending=False), behind).known.kept == holding()  # one has not got the order
     assert reports.add_message(WORKER, 0, ahead) is None and reports.incomplete_workers == [WORKER]
-    assert reports.add_message(WORKER, 1, Ready(WORKER, "corpus", (("a", 1),))).known is None \
+    assert reports.add_message(WORKER, 1, Ready(WORKER, (("a", 1),))).known is None \
         and not reports.incomplete_workers
 
 

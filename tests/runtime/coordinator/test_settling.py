@@ -53,7 +53,7 @@ class World:
         self.state = build_initial_state(self.rules, CommitLog(), 0.0)
         self.acknowledged: dict[Worker, Acknowledged] = {}
         for worker in FIRST.seat_of:
-            self.happens(Ready(worker, "corpus", (("", 1),)))
+            self.happens(Ready(worker, (("", 1),)))
 
     def happens(self, event) -> None:
         self.state, effects = apply_event(self.rules, self.state, event, 0.0)

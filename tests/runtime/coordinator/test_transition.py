@@ -7,9 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import checkpoint_rollback
-from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.effects import SendMessage
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, SendMessage
 from slipstream.runtime.coordinator.decisions.empty_orders import MAX_ORDERS_OF_MEMBERS
+from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.layer_fetches import (
     FETCH_RETRY_SECONDS,
     FETCHES_PER_ORDER,
@@ -26,21 +27,35 @@ from slipstream.runtime.coordinator.decisions.transition import (
     WorkerLost,
     apply_event,
 )
-from slipstream.runtime.errors import RunError
+from slipstream.runtime.errors import OtherRunError, RunError
 from slipstream.runtime.events import Event, NodeLost, Noted, WentBack
 from slipstream.runtime.failure_domains import FailureDomains
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.protocol.to_coordinator import (
+    Checksum,
     FetchFailed,
     FetchUpToDate,
     Finished,
     IterationReport,
     Leaving,
     Paused,
+    Published,
     ReadableCheckpoints,
     Ready,
+    RecoveryReport,
+    SampleDigest,
     TrainingStarted,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
+from slipstream.runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    Publish,
+    ReportCheckpoints,
+    Train,
+)
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, NoScheduleError, Seat, Worker
 from tests.jobs import grid
@@ -163,7 +178,7 @@ def run():
 
 
 def ready(worker):
-    return Ready(worker, "corpus", (("127.0.0.1", 1 + 10 * worker.pipeline + worker.column),))
+    return Ready(worker, (("127.0.0.1", 1 + 10 * worker.pipeline + worker.column),))
 
 
 def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
@@ -522,6 +537,9 @@ def test_workers_told_to_end_while_the_layers_of_one_are_saved_leave_after_it_an
         run.happens(Leaving(worker))
     for worker in MEMBERS:
         run.happens(Finished(worker, finish.order, {}))
+    assert run.last(Leave, MEMBERS[-1]) is None and run.last(Publish) == Publish(finish.order)
+    for worker in MEMBERS:
+        run.happens(Published(worker, finish.order))
     gone = [worker for worker in MEMBERS if run.last(Leave, worker) is not None]
     assert gone == sorted({Worker(0, 1), *later})
     assert isinstance(run.state.phase, EndedPhase) == (len(gone) == len(MEMBERS))
@@ -548,3 +566,121 @@ def test_where_the_data_end_all_that_have_samples_is_run_and_saved(run, ahead):
     for worker in MEMBERS:
         run.happens(Finished(worker, finish.order, {}))
     assert isinstance(run.state.phase, EndedPhase)
+
+
+def other(worker, **parts):
+    """One whose job file has another learning rate, or that is another one in other parts."""
+    return replace(ready(worker), identity=RunIdentity(**parts or {"training": {"learning_rate": "0.002"}}))
+
+
+@pytest.mark.parametrize(("parts", "line"), [
+    ({"data": {"training data": "1"}}, "the training data are not the same there and in the run"),
+    ({"code": {"my_model": "1"}}, "module my_model is used there only"),
+    ({"libraries": {"torch": "2.1"}}, "torch is 2.1 there and not given in the run")])
+def test_whatever_is_other_at_a_return_is_named(parts, line, run):
+    run.ran(0)
+    run.happens(other(BACK, **parts))
+    (noted,) = [event for event in run.events if isinstance(event, Noted)]
+    assert noted.text.endswith(line) and run.ran(1) == [False] * 3
+
+
+def test_one_that_would_train_something_else_is_refused_and_the_run_continues(run):
+    run.ran(0)
+    run.happens(other(BACK))
+    assert run.last(Leave, BACK) is not None and run.last(Fetch) is None and BACK not in run.state.live
+    (noted,) = [event for event in run.events if isinstance(event, Noted)]
+    assert noted.text == ("worker 1.1 is refused, and the run continues without it: training.learning_rate is 0.002 "
+                          "there and not given in the run")
+    assert run.ran(1) == [False] * 3
+    run.ready(BACK)  # with the right job file
+    assert run.last(Fetch, BACK) is not None
+
+
+def test_no_run_begins_with_one_that_would_train_something_else(run):
+    state = build_initial_state(run.rules, CommitLog(), run.now)
+    with pytest.raises(CommitLogError, match=r"^worker 0\.0 would not train what node 0 does: training\.learning_rate"):
+        apply_event(run.rules, state, other(MEMBERS[0]), run.now)
+
+
+def test_a_new_node_0_that_would_train_something_else_leaves_the_workers_to_another_one(run):
+    phase = RejoiningPhase(losses=(1.0,), first=0, expected=frozenset(MEMBERS), grid=frozenset(MEMBERS), began=0.0)
+    state = build_initial_state(run.rules, CommitLog(), run.now, phase)
+    known = RecoveryReport(1, (BACK,), 0, holding((0, 2)), None, pending=False)
+    with pytest.raises(OtherRunError, match=r"^worker 0\.0 is of a run that this job does not continue: training\."):
+        apply_event(run.rules, state, replace(other(MEMBERS[0]), known=known), run.now)
+    _, effects = apply_event(run.rules, state, other(MEMBERS[0]), run.now)  # just started: only itself is wrong
+    assert [effect.message for effect in effects if isinstance(effect, SendMessage)] == [Leave()]
+
+
+def read(worker, iteration, digest="a", deal=""):
+    """A report that compares samples; the two workers of a pipeline read its micro-batch."""
+    return IterationReport(worker, 1, iteration, 0.0, 1.0, samples=(SampleDigest(worker.pipeline, 0, digest),),
+                           deal=deal)
+
+
+def gave_up(effects):
+    return [(effect.worker, effect.reason) for effect in effects if isinstance(effect, GiveUpWorker)]
+
+
+def test_a_run_whose_workers_read_different_samples_ends_with_one_line(run):
+    run.happens(read(MEMBERS[0], 0), read(MEMBERS[2], 0))
+    with pytest.raises(RunError, match=r"^workers 0\.0, 0\.1 have different samples for micro-batch 0 of pipeline 0 in "
+                                       r"iteration 0; expected the same on every worker"):
+        run.happens(read(MEMBERS[1], 0, "b"))
+
+
+def test_workers_that_read_the_same_samples_go_on(run):
+    run.happens(*(read(worker, 0) for worker in MEMBERS))
+    assert run.log.next_iteration == 1
+
+
+@pytest.mark.parametrize("what", ["digest", "deal"])
+def test_one_that_has_just_joined_and_reads_otherwise_is_given_up(what, run):
+    """The iteration is run again without it."""
+    run.state = replace(run.state, newcomers=frozenset({MEMBERS[1]}))
+    run.happens(read(MEMBERS[0], 0), read(MEMBERS[2], 0), read(MEMBERS[1], 0, **{what: "b"}))
+    assert run.log.next_iteration == 0 and run.last(EndOrder) == EndOrder(1)
+    for worker in MEMBERS[:2]:
+        run.paused([worker])
+    held = Paused(MEMBERS[2], 1, holding((0, 2)), None, None)
+    run.state, effects = apply_event(run.rules, run.state, held, run.now)
+    ((given_up, reason),) = gave_up(effects)
+    assert given_up == MEMBERS[1] and "than its peers in iteration 0" in reason
+
+
+def test_one_that_deals_otherwise_than_most_is_given_up(run):
+    """Costs may be equal in iteration 0, and different later."""
+    run.happens(*(read(worker, 0, deal="x") for worker in MEMBERS))
+    run.happens(*(IterationReport(worker, 1, 1, 0.0, 1.0, deal="y" if worker == MEMBERS[2] else "x")
+                  for worker in MEMBERS))
+    assert run.log.next_iteration == 1 and run.state.faulty == (MEMBERS[2],)
+
+
+def test_ranks_that_read_different_samples_make_their_worker_wrong(run):
+    two = replace(read(MEMBERS[1], 0), samples=(SampleDigest(0, 0, "a"), SampleDigest(0, 0, "b")))
+    run.happens(read(MEMBERS[0], 0), read(MEMBERS[2], 0), two)
+    assert run.state.faulty == (MEMBERS[1],)
+
+
+def test_members_that_come_back_are_the_newcomers_of_their_order(run):
+    run.ran(0)
+    run.ready(BACK)
+    run.fetch_up_to_date(FIRST_FETCH)
+    run.ran(1)
+    run.ran(2)
+    run.paused()
+    assert run.state.order == 2 and run.state.newcomers == {BACK}
+
+
+@pytest.mark.parametrize("wrong", [Finished(MEMBERS[2], 0, {"0.weight": "b"}),
+                                   Finished(MEMBERS[2], 0, {}, (Checksum(0, 0, 4, True, (2,)),))])
+def test_nothing_is_published_where_the_final_state_differs(run, wrong):
+    for iteration in run.rules.iterations:
+        run.ran(iteration)
+    run.paused()
+    order = run.last(Finish).order
+    for worker in MEMBERS[:2]:
+        run.happens(Finished(worker, order, {"0.weight": "a"}, (Checksum(0, 0, 4, True, (1,)),)))
+    with pytest.raises(CommitLogError, match=r"final parameter 0\.weight|copies of layer 0 differed"):
+        run.happens(replace(wrong, order=order))
+    assert run.last(Publish) is None

@@ -227,5 +227,6 @@ def patched():
             Thread=Thread, Condition=Condition, Lock=contextlib.nullcontext))
         patch.setattr(group_cache, "_close_in_background", lambda _: None)
         patch.setattr(generation, "trim_host_memory", lambda: None)
-        patch.setattr(order_threads, "save_layer_with_retry", lambda *_: None)
+        patch.setattr(order_threads, "draft_layer_with_retry", lambda *_: None)
+        patch.setattr(order_threads, "publish_layer", lambda *_: None)
         yield patch

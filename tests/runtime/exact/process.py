@@ -157,6 +157,15 @@ class Saving(Checkpointer):
     def save_last(self, order, copied) -> None:
         self.save(order.first_iteration, copied)
 
+    def begin_order(self, order, first_iteration) -> None:
+        pass
+
+    def allow_committed(self, iteration) -> None:
+        pass
+
+    def publish_last(self, iteration) -> None:
+        pass
+
     def drop_later(self, iteration) -> None:
         self.process.world.drop_saved(iteration)
 
@@ -241,7 +250,7 @@ class Process:
         return end
 
     def ready(self, known):
-        return Ready(self.worker, "corpus", (self.sender.address,), None, known)
+        return Ready(self.worker, (self.sender.address,), None, known)
 
     def say(self, message) -> None:
         if self.following and not self.killed:

@@ -8,10 +8,15 @@ import torch
 
 from slipstream.runtime.errors import RunError
 from tests.runtime.exact.fibers import patched
-from tests.runtime.exact.world import ExactWorld, small
+from tests.runtime.exact.world import ITERATIONS, ExactWorld, small
+from tests.runtime.failing import WIDE
+from tests.runtime.running import judge
 
 CONFIGS = {"whole": small(), "sharded": small(shard_optimizer=True),
-           "clipped": small(shard_optimizer=True, clip_norm=1.0)}
+           "clipped": small(shard_optimizer=True, clip_norm=1.0),
+           "seldom": small("Seldom", weight_decay=2.0), "momentum": small(
+               "Seldom", shard_optimizer=True, clip_norm=1.0, optimizer="sgd", momentum=0.9, weight_decay=2.0),
+           "muon": small("Seldom", optimizer="muon", weight_decay=2.0)}
 RARE, OFTEN = 0.001, 0.0025
 """Of deaths, whenever something happens."""
 
@@ -51,6 +56,19 @@ def test_numbers_are_those_of_one_process(name, nccl, seeds, tmp_path):
         world = play(seed, name, tmp_path, nccl=nccl)
         seen.update(deaths=world.deaths, restarts=world.restarts, saved=world.saved)
     assert seen["deaths"] and seen["saved"], seen
+
+
+@pytest.mark.parametrize(("name", "nccl", "seeds"), [
+    ("seldom", False, range(3)), ("seldom", True, range(1)), ("momentum", False, range(3)), ("momentum", True, [3]),
+    ("muon", False, [2])])
+def test_what_no_micro_batch_uses_stays_as_it_is(name, nccl, seeds, tmp_path):
+    """As in torch: neither weight decay nor momentum acts on a parameter in an iteration in which nobody has used it.
+    Whether another worker has used it, a worker learns with the sums of gradients."""
+    oracle, start = (judge(CONFIGS[name], WIDE.microbatches, count) for count in (ITERATIONS, 0))
+    moved = {key: not torch.equal(value, start.parameters[key]) for key, value in oracle.parameters.items()}
+    assert not moved["1.never.weight"] and not moved["2.never.weight"] and moved["1.seldom.weight"]
+    for seed in seeds:
+        play(seed, name, tmp_path, nccl=nccl)
 
 
 @pytest.mark.slow

@@ -5,7 +5,14 @@ import resource
 import pytest
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.processes.file_descriptors import count_node_0_descriptors, raise_descriptor_limit
+from slipstream.runtime.processes.file_descriptors import (
+    count_communicator_ends,
+    count_node_0_descriptors,
+    raise_descriptor_limit,
+)
+from slipstream.runtime.replay.placement import place_layers
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
 
 
 def test_the_limit_is_raised_to_what_the_system_allows_and_compared(monkeypatch):
@@ -24,3 +31,13 @@ def test_without_a_limit_as_many_as_are_needed_are_asked_for(monkeypatch):
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
     raise_descriptor_limit(9000)
     assert limits == [9000, resource.RLIM_INFINITY]
+
+
+def test_each_communicator_opens_a_connection_to_the_store_for_each_of_its_ends():
+    """Two pipelines of three stages: four neighbours in two directions, with two ends each; three pairs of peers. With
+    two ranks a worker all is twice, and the ranks of each of six workers meet."""
+    schedule = schedule_for(grid(2, 3, 4))
+    placement = place_layers(schedule.grid, 3)
+    assert count_communicator_ends(schedule, placement, 1) == 4 * 2 * 2 + 3 * 2
+    assert count_communicator_ends(schedule, placement, 2) == 2 * (4 * 2 * 2 + 3 * 2) + 6 * 2
+    assert count_node_0_descriptors(6, 1, 22) == count_node_0_descriptors(6, 1) + 44

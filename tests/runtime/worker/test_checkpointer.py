@@ -46,6 +46,35 @@ def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path
     assert copied == [2] and not told
     answers.set()
     save(4)
+    checkpointer.begin_order(2, 5)
     checkpointer.save_last(cast(Any, SimpleNamespace(first_iteration=5)), lambda: {0: {"model.weight": torch.ones(3)}})
-    assert [one.iteration for one in told if isinstance(one, CheckpointSaved)] == [2, 4, 5]
+    assert checkpointer.list_iterations()[-1] == 4, "that of 5 is a draft"
+    checkpointer.publish_last(5)
+    assert {one.iteration for one in told if isinstance(one, CheckpointSaved)} == {2, 4, 5}
+    assert [one.iteration for one in told if isinstance(one, CheckpointSaved) and one.complete][-1] == 5
     assert checkpointer.list_iterations()[-2:] == (4, 5)
+
+
+def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_that_runs_it_again(tmp_path) -> None:
+    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0, read=NOTHING_READ, microbatches=(1,)),
+                       SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
+    checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), lambda _: None, Sharing())
+
+    def save(iteration: int) -> None:
+        checkpointer.save(iteration, lambda: {0: {"model.weight": torch.full((3,), float(iteration))}})
+        checkpointer._saving.wait()
+
+    checkpointer.begin_order(1, 0)
+    save(2)
+    checkpointer.allow_committed(1)
+    assert checkpointer.list_iterations() == (0,)
+    checkpointer.allow_committed(2)
+    checkpointer._saving.wait()
+    assert checkpointer.list_iterations() == (0, 2)
+    save(4)
+    checkpointer.begin_order(2, 4)
+    assert checkpointer.list_iterations() == (0, 2) and not list((tmp_path / "checkpoints").glob(".saving*"))
+    save(4)
+    checkpointer.begin_order(3, 5)
+    checkpointer._saving.wait()
+    assert checkpointer.list_iterations() == (0, 2, 4)

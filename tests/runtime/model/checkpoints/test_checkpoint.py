@@ -31,11 +31,12 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     start_saving,
 )
 from slipstream.runtime.model.checkpoints.parameters import (
+    draft_layer,
+    draft_layer_with_retry,
     layer_path,
     load_layer,
     load_parameters,
-    save_layer,
-    save_layer_with_retry,
+    publish_layer,
 )
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_data
@@ -138,11 +139,11 @@ def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[4],
                                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])})
     deadline = time.monotonic() + SECONDS
-    while not list(tmp_path.glob(".saving-20/.layer-*")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".saving-20-0/.layer-*")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait(SECONDS)
-    assert list(tmp_path.glob(".saving-20/*"))
+    assert list(tmp_path.glob(".saving-20-0/*"))
     found = open_latest(tmp_path, IDENTITY)
     assert found is not None and found.iteration == 10
     assert_same(load_layers(found, range(4)), states())
@@ -199,7 +200,7 @@ def test_a_full_disk_loses_nothing(tmp_path) -> None:
             saving.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list(tmp_path.glob(".saving-20/*")), "it takes no room"
+    assert not list(tmp_path.glob(".saving-20-0/*")), "it takes no room"
     found = open_latest(tmp_path)
     assert found is not None and found.iteration == 10
     write(tmp_path, 20, states(2))
@@ -398,23 +399,26 @@ def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path)
         room.start()
 
     try:
-        save_layer_with_retry(tmp_path, 1, state, say, look_seconds=0.02)
+        draft_layer_with_retry(tmp_path, 1, 7, state, say, look_seconds=0.02)
         room.join()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not layer_path(tmp_path, 1).exists(), "only a draft"
+    publish_layer(tmp_path, 1, 7)
     assert_equal(load_layer(tmp_path, 1), state)
     assert len(said) == 1 and "parameters cannot be written: File too large; the workers wait for free space" in said[0]
     assert [path.name for path in (tmp_path / "parameters").iterdir()] == ["layer-0001.safetensors"]
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        save_layer_with_retry(tmp_path / "file", 1, state, said.append)
+        draft_layer_with_retry(tmp_path / "file", 1, 7, state, said.append)
 
 
 def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
     layers = {layer: {"weight": torch.randn(2, 2, dtype=torch.bfloat16), "bias": torch.randn(2)}
               for layer in (0, 3, 10)}
     for layer, state in layers.items():
-        save_layer(tmp_path, layer, state)
+        draft_layer(tmp_path, layer, 1, state)
+        publish_layer(tmp_path, layer, 1)
     assert {path.name for path in (tmp_path / "parameters").iterdir()} == {
         "layer-0000.safetensors", "layer-0003.safetensors", "layer-0010.safetensors"}
     assert_equal(load_layer(tmp_path, 3), layers[3])
@@ -440,3 +444,39 @@ def test_no_tensors(data, tmp_path) -> None:
         with pytest.raises(TensorError) as caught:
             read()
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_draft_becomes_a_checkpoint_only_when_it_is_allowed(tmp_path) -> None:
+    state = states()
+    saving = start_saving(tmp_path, 10, state, IDENTITY, order=3, allowed=False)
+    saving.wait()
+    assert open_latest(tmp_path) is None and list(tmp_path.glob(".saving-10-3/*"))
+    saving.allow()
+    saving.wait()
+    assert open_latest(tmp_path).iteration == 10 and not list(tmp_path.glob(".saving*"))
+
+
+def test_drafts_of_different_orders_do_not_mix_and_a_dropped_one_leaves_nothing(tmp_path) -> None:
+    old, new = (start_saving(tmp_path, 10, share(states(order), *layers), IDENTITY, order=order, allowed=False)
+                for order, layers in ((1, (0, 1)), (2, (2, 3))))
+    for saving in (old, new):
+        saving.wait()
+        saving.allow()
+        saving.wait()
+    assert open_latest(tmp_path) is None, "each has half of the layers"
+    late = start_saving(tmp_path, 20, states(), IDENTITY, order=2, allowed=False)
+    late.wait()
+    late.drop()
+    late.allow()
+    late.wait()
+    assert open_latest(tmp_path) is None and not list(tmp_path.glob(".saving-20*"))
+
+
+def test_a_folder_without_a_manifest_blocks_nothing(tmp_path) -> None:
+    """As a process that was killed while it removed an old checkpoint leaves one."""
+    (tmp_path / "iteration-10").mkdir()
+    (tmp_path / "iteration-10" / "layer-0000-0123456789abcdef.safetensors").write_bytes(b"old")
+    start_saving(tmp_path, 10, states(), IDENTITY).wait()
+    found = open_latest(tmp_path)
+    assert found.iteration == 10
+    assert_equal(load_layers(found, [1])[1], states()[1])

@@ -91,7 +91,87 @@ def add(weight: nn.Parameter, gradient: Tensor) -> None:
     weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
+def forces(self: Calls, value: Tensor) -> Tensor:
+    """The gradient of an energy, as for the forces on atoms."""
+    place = value if value.requires_grad else value.detach().requires_grad_()
+    energy = torch.tanh(self.part(place)).square().sum()
+    [gradient] = torch.autograd.grad(energy, place, create_graph=True)
+    return value - gradient
+
+
+def inner_step(self: Calls, value: Tensor) -> Tensor:
+    """Training at test time: a step of the layer's own weights before it uses them."""
+    loss = self.part(value).square().mean()
+    of_weight, of_bias = torch.autograd.grad(loss, (self.part.weight, self.part.bias), create_graph=True)
+    return functional.linear(value, self.part.weight - 0.1 * of_weight, self.part.bias - 0.1 * of_bias)
+
+
+def first_order(self: Calls, value: Tensor) -> Tensor:
+    """An inner step whose gradients are taken as constants."""
+    loss = self.part(value.detach()).square().mean()
+    [of_weight] = torch.autograd.grad(loss, (self.part.weight,))
+    return functional.linear(value, self.part.weight - 0.1 * of_weight, self.part.bias)
+
+
+def penalty(self: Calls, value: Tensor) -> Tensor:
+    """A layer that runs a whole backward in its forward, and uses what that has left in `.grad`."""
+    before = None if self.part.weight.grad is None else self.part.weight.grad.clone()
+    with torch.enable_grad():
+        self.part(value.detach()).square().mean().backward()
+    added = self.part.weight.grad - (0 if before is None else before)
+    return self.part(value) + (value @ added.detach().t())
+
+
+def jacobian_product(self: Calls, value: Tensor) -> Tensor:
+    return value + torch.autograd.functional.vjp(self.part, value, torch.ones_like(value), create_graph=True)[1]
+
+
+def func_grad(self: Calls, value: Tensor) -> Tensor:
+    return value - torch.func.grad(lambda x: torch.tanh(self.part(x)).square().sum())(value)
+
+
+def func_weights(self: Calls, value: Tensor) -> Tensor:
+    weights = dict(self.part.named_parameters())
+    stepped = torch.func.grad(
+        lambda given: torch.func.functional_call(self.part, given, value).square().mean())(weights)
+    return value + torch.func.functional_call(self.part, stepped, value)
+
+
+def forward_mode(self: Calls, value: Tensor) -> Tensor:
+    return torch.func.jvp(self.part, (value,), (torch.ones_like(value),))[1] + self.part(value)
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps no activation: its backward runs the part again, and asks autograd for the gradients itself."""
+
+    @staticmethod
+    def forward(ctx, value, part, *weights):
+        ctx.part = part
+        ctx.save_for_backward(value, *weights)
+        return part(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        value, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            again = value.detach().requires_grad_()
+            of_value, *of_weights = torch.autograd.grad(torch.tanh(ctx.part(again)), (again, *weights), gradient)
+        return of_value, None, *of_weights
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
+    "forces": lambda: Calls(forces, part=linear()),
+    "forces of two products": lambda: Calls(forces, part=mlp()),
+    "inner step": lambda: Calls(inner_step, part=linear()),
+    "first-order inner step": lambda: Calls(first_order, part=linear()),
+    "backward in the forward": lambda: Calls(penalty, part=linear()),
+    "vector-jacobian product": lambda: Calls(jacobian_product, part=linear()),
+    "func.grad": lambda: Calls(func_grad, part=linear()),
+    "func.grad of weights": lambda: Calls(func_weights, part=linear()),
+    "func.vmap": lambda: Calls(lambda self, x: torch.func.vmap(self.part)(x), part=linear()),
+    "func.jvp": lambda: Calls(forward_mode, part=linear()),
+    "reversible": lambda: Calls(lambda self, x: Reversible.apply(x, self.part, *self.part.parameters()),
+                                part=linear()),
     "linear": linear,
     "no bias": lambda: linear(bias=False),
     "mlp": mlp,
@@ -122,7 +202,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: Calls(lambda self, x: self.part(x.reshape(-1, 1, WIDTH)).reshape(x.shape),
                                  part=nn.Conv1d(1, 1, 3, padding=1)),
 }
-ROUNDED = {"twice", "tied matmul", "shared", "left matmul"}
+ROUNDED = {"twice", "tied matmul", "shared", "left matmul", "forces", "forces of two products", "inner step",
+           "first-order inner step", "backward in the forward", "vector-jacobian product", "func.jvp"}
 """Where the last bit may differ: a parameter used twice is summed in another order than autograd's, and a transposed
 value is multiplied in another order than one in place."""
 
@@ -202,7 +283,8 @@ def test_autocast_bit_for_bit(names: list[str]) -> None:
 @pytest.mark.parametrize(("name", "deferred"), [
     ("linear", 1), ("no bias", 1), ("mlp", 2), ("residual", 2), ("twice", 2), ("matmul", 1), ("matmul by name", 1),
     ("mm", 1), ("addmm", 1), ("tied matmul", 2), ("checkpoint", 2), ("reentrant checkpoint", 2),
-    ("side", 1), ("detached", 1), ("in place", 1), ("own function", 1),
+    ("side", 1), ("detached", 1), ("in place", 1), ("own function", 1), ("first-order inner step", 0),
+    ("backward in the forward", 1), ("reversible", 0), ("func.vmap", 0), ("func.jvp", 1),
     ("frozen", 0), ("hooked", 0), ("layer norm", 0), ("weight norm", 0), ("batched matmul", 0), ("attention", 0),
 ])
 def test_what_is_deferred(name: str, deferred: int) -> None:

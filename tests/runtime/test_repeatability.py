@@ -1,0 +1,107 @@
+"""What depends on the worker or on the time is found before a run begins, or does no harm."""
+
+import threading
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.model.data.data import load_data
+from slipstream.runtime.model.data.sample_digests import digest_first_samples, digest_sample
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.model.seeds import GENERATOR_LOCK
+from slipstream.runtime.model.state.held_layers import build_on_device
+from slipstream.runtime.run_fit import check_fit
+from slipstream.runtime.run_options import RunOptions
+from tests.jobs import grid
+from tests.runtime.running import schedule_for, tiny
+
+ON = schedule_for(grid(2, 2, 2))
+CPU = torch.device("cpu")
+
+
+def reading(name: str, **options: object):
+    return tiny(data=f"tests.runtime.careless:{name}", options=options)
+
+
+def modelled(name: str):
+    return replace(tiny(), model=replace(tiny().model, name=name))
+
+
+@pytest.mark.parametrize("name", ["Drawn", "DrawnInOrder"])
+def test_data_from_the_global_generator_are_refused(name):
+    with pytest.raises(ConfigError, match=r"^training\.data is 'tests\.runtime\.careless:Drawn\w*': micro-batch 0 of "
+                                          r"pipeline 0 in iteration 0 is another one when it is read again"):
+        check_fit(ON, reading(name), RunOptions())
+
+
+def test_data_that_repeat_are_accepted():
+    assert check_fit(ON, reading("Seeded"), RunOptions()).identity.data["samples of iteration 0"]
+
+
+def test_memory_that_the_next_call_overwrites_does_no_harm():
+    buffered, seeded = load_data(reading("Buffered")), load_data(reading("Seeded"))
+    names = [Microbatch(0, 0, index) for index in range(3)]
+    kept = [buffered.batch(name, 1, 16) for name in names]  # in flight, all of them
+    assert [digest_sample(one) for one in kept] == [digest_sample(seeded.batch(name, 1, 16)) for name in names]
+
+
+def test_a_model_whose_layers_are_not_seeded_is_refused():
+    with pytest.raises(ConfigError, match=r"^model\.name is 'tests\.runtime\.careless:Unseeded': layer 1 has other "
+                                          r"initial parameters when it is built again"):
+        check_fit(ON, modelled("tests.runtime.careless:Unseeded"), RunOptions())
+
+
+def test_a_model_that_repeats_is_accepted():
+    assert check_fit(ON, modelled("tests.runtime.ruled_model:Model"), RunOptions()).elements
+
+
+def test_checks_leave_the_generator_as_it_was():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    check_fit(ON, modelled("tests.runtime.ruled_model:Model"), RunOptions())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_first_samples_on_another_grid_are_equal_if_they_are_numbered():
+    """And are others if pipeline and index name them."""
+    numbered = [digest_first_samples(load_data(reading("Numbered", per_pipeline=count)), reading("Numbered"),
+                                     [count] * (4 // count), 0) for count in (1, 2, 4)]
+    assert numbered[0] == numbered[1] == numbered[2]
+    by_grid = [digest_first_samples(load_data(reading("Seeded")), reading("Seeded"), [count] * (4 // count), 0)
+               for count in (2, 4)]
+    assert by_grid[0] != by_grid[1]
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_layers_that_are_built_beside_training_change_no_random_number_of_it(filled):
+    """A user's `build` may seed the global generator, as a layer's forward draws from it."""
+
+    owned = []
+
+    class Seeding:
+        layers, device = 1, CPU
+
+        def build(self, layer: int) -> nn.Module:
+            owned.append(GENERATOR_LOCK.is_owned)
+            torch.manual_seed(layer)
+            return nn.Linear(2, 2)
+
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    thread = threading.Thread(target=build_on_device, args=(Seeding(), 0), kwargs={"filled": filled})
+    thread.start()
+    thread.join()
+    assert owned == [True] and torch.equal(torch.rand(3), expected)
+
+
+def test_models_of_this_package_are_not_built_for_a_check(monkeypatch):
+    """It takes long, and they repeat."""
+    model = build_model(tiny().model, 0, torch.float64, CPU)
+    monkeypatch.setattr(type(model), "build", None)
+    from slipstream.runtime.model.layers.repeatability import require_repeatable_layers
+    require_repeatable_layers(model, tiny(), [10] * model.layers)
