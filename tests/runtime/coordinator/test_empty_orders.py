@@ -20,7 +20,13 @@ from slipstream.runtime.coordinator.decisions.transition import (
 )
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import FetchAbandoned, Noted
-from slipstream.runtime.protocol.to_coordinator import FetchFailed, Finished, IterationReport, Paused
+from slipstream.runtime.protocol.to_coordinator import (
+    FetchFailed,
+    Finished,
+    IterationReport,
+    Paused,
+    Published,
+)
 from slipstream.runtime.protocol.to_worker import Fetch, Finish
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.holding import holding
@@ -192,4 +198,6 @@ def test_a_writer_that_never_gets_what_it_is_to_write_is_reported_and_goes():
     assert run.last(Finish).order == MAX_ORDERS_OF_MEMBERS + 2
     for worker in sorted(run.state.members):
         run.happens(Finished(worker, run.state.order, {}))
+    for worker in sorted(run.state.members):
+        run.happens(Published(worker, run.state.order))
     assert isinstance(run.state.phase, EndedPhase)
