@@ -12,9 +12,10 @@ from typing import cast
 from torch import Tensor
 from torch.distributed import Work
 
+from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import GroupRendezvous
 from slipstream.runtime.replay.sockets import Sockets, find_open_sockets, is_any_open, shut_down_sockets
-from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
+from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, UnreachableError
 from slipstream.runtime.torch_private import GlooDevice, Group, create_gloo_group, open_gloo_devices
 
 CLOSE_TIMEOUT_SECONDS = 0.5
@@ -235,7 +236,10 @@ class GlooBackend:
         """Create a process group over gloo, and return it when all members have joined. Raises RuntimeError if one does
         not."""
         group_here = GlooGroup(self._waits)
-        self._devices = self._devices or open_gloo_devices()
+        try:
+            self._devices = self._devices or open_gloo_devices()
+        except RuntimeError as error:  # as with a network interface that does not exist
+            raise UnreachableError(first_line(error)) from error
         group_here.waits.run_call(partial(group_here.join_members, meeting, [*self._devices]))
         return cast(Group, group_here)
 

@@ -219,7 +219,7 @@ class GenerationGroups:
                                                              size, one.directed))
         except RuntimeError as error:
             self.raise_if_ended()  # otherwise the error is not due to the end of the generation
-            raise UnreachableError(first_line(error), peers) from error
+            raise UnreachableError(first_line(error), () if isinstance(error, UnreachableError) else peers) from error
         keys.drop_end_check()
         return _CachedGroup(one, self._order, group, keys)
 

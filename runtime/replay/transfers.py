@@ -34,9 +34,9 @@ class CommunicationError(RuntimeError):
 
 
 class UnreachableError(RuntimeError):
-    """Error of connecting to the members of a process group, the `peers`."""
+    """Error of connecting to the members of a process group, the `peers`; without them, of this process itself."""
 
-    def __init__(self, message: str, peers: Collection[Worker]) -> None:
+    def __init__(self, message: str, peers: Collection[Worker] = ()) -> None:
         super().__init__(message)
         self.peers = tuple(peers)
 

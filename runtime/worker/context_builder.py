@@ -1,13 +1,15 @@
 """Build the objects that a worker needs before it is ready: device, model, data, and what lasts from order to order."""
 
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 
-from slipstream.runtime.model.data.data import load_data, load_validation_data
+from slipstream.runtime.model.data.data import load_data, load_validation_data, move_data_to
 from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import enter_group
@@ -68,7 +70,8 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
         layer_receiver=LayerReceiver(
             layer_store.get_module,
             partial(SteppedPart, config=training, device=device, sharing=sharing), device, settings.secret,
-            _FetchReporter(spec.worker, channel, injector), spec.worker),
+            _FetchReporter(spec.worker, channel, injector,
+                           partial(move_data_to, corpus) if spec.restarted else lambda _: None), spec.worker),
         layer_sender=LayerSender(configure_interface(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
 
 
@@ -91,19 +94,48 @@ def _connect_to_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
 
 
 class _FetchReporter(ReceiverCallbacks):
-    """Callbacks that report the progress of fetches to the coordinator."""
+    """Callbacks that report the progress of fetches to the coordinator.
 
-    def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector) -> None:
+    A worker that joins late may have to read a stream of data from its beginning, by `move_data`. It does so in a
+    thread during its first fetch, and is up to date only after that: nobody waits for it meanwhile.
+    """
+
+    def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector, move_data: Callable[[int], None]
+                 ) -> None:
         self._worker = worker
         self._channel = channel
         self._injector = injector
+        self._move_data = move_data
+        self._has_begun = False
+        self._is_moved = False
+        self._up_to_date: FetchRequest | None = None
+        """Fetch that is up to date, if the data are still being read."""
+        self._lock = threading.Lock()
 
     def on_part_loaded(self, iteration: int) -> None:
         self._injector.fail_if_due(iteration, "loaded")
+        with self._lock:
+            begins, self._has_begun = not self._has_begun, True
+        if begins:
+            threading.Thread(target=self._read_data, args=(iteration,), daemon=True, name="moving the data").start()
 
     def on_up_to_date(self, fetch: FetchRequest) -> None:
         self._injector.fail_if_due(fetch.order, "followed")
-        self._channel.send(FetchUpToDate(self._worker, fetch.number))
+        with self._lock:
+            self._up_to_date = fetch
+        self._report_up_to_date()
+
+    def _read_data(self, iteration: int) -> None:
+        self._move_data(iteration)
+        with self._lock:
+            self._is_moved = True
+        self._report_up_to_date()
+
+    def _report_up_to_date(self) -> None:
+        with self._lock:
+            fetch, self._up_to_date = (self._up_to_date, None) if self._is_moved else (None, self._up_to_date)
+        if fetch is not None:
+            self._channel.send(FetchUpToDate(self._worker, fetch.number))
 
     def on_fetch_failed(self, fetch: FetchRequest, reason: str, *, unreachable: bool) -> None:
         self._channel.send(FetchFailed(self._worker, fetch.number, reason, unreachable))

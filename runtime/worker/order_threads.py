@@ -14,7 +14,7 @@ from slipstream.runtime.model.layers.shards import gather_layer
 from slipstream.runtime.model.state.digest import tensor_digest
 from slipstream.runtime.model.state.part_state import PartState
 from slipstream.runtime.model.state.version import VersionError
-from slipstream.runtime.protocol.to_coordinator import Checksum, Finished, Note, Published
+from slipstream.runtime.protocol.to_coordinator import Checksum, Finished, Note, Paused, Published
 from slipstream.runtime.protocol.to_worker import Finish, Order, Train
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
@@ -103,7 +103,10 @@ class OrderThreads:
                 leave_generation(context, previous, order)
                 try:
                     received = move_layers(context, order, partial(_raise_if_over, over))
-                except CommunicationError:
+                except CommunicationError as error:
+                    if not over.is_set():
+                        context.channel.send(Paused(context.worker, order.order, context.layer_store.list_held_state(),
+                                                    None, str(error), (context.worker, *error.peers)))
                     return
                 context.layer_store.set_parameters(received, order.first_iteration - 1)
                 self._between_ranks = _connect_ranks(context, order)

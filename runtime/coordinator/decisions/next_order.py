@@ -8,7 +8,12 @@ from slipstream.runtime.coordinator.decisions import checkpoint_rollback, lost_w
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
 from slipstream.runtime.coordinator.decisions.lost_workers import WorkerLoss
 from slipstream.runtime.coordinator.decisions.part_moves import NO_PREVIOUS_OWNERS
-from slipstream.runtime.coordinator.decisions.run_state import GatheringPhase, TrainingPhase, TransitionBuilder
+from slipstream.runtime.coordinator.decisions.run_state import (
+    FinishingPhase,
+    GatheringPhase,
+    TrainingPhase,
+    TransitionBuilder,
+)
 from slipstream.runtime.coordinator.decisions.schedule_choice import find_immediate_schedule, find_initial_schedule
 from slipstream.runtime.coordinator.decisions.schedule_requests import PlannerFailedError
 from slipstream.runtime.errors import RunError
@@ -68,18 +73,19 @@ def give_up_unreachable(step: TransitionBuilder) -> bool:
     """
     state, phase = step.state, step.state.phase
     reason = state.empty.reason
-    if reason is None or not isinstance(phase, TrainingPhase) or state.log.next_iteration > phase.began \
-            or phase.restores:
+    if reason is None or (isinstance(phase, TrainingPhase)
+                          and (state.log.next_iteration > phase.began or phase.restores)):
         return False
     step.add_effect(Noted(text=f"order {state.order} ended before any iteration was committed: {reason}"))
     empty = state.empty.with_current_counted()
     step.update_state(empty=empty)
     culprit = empty.find_culprit(state.members)
     if culprit is None and empty.has_ended_too_many:
-        raise RunError(f"{empty.number} orders in a row have ended before any iteration was committed, and all workers "
-                       f"are named equally often; the last one: {reason}")
+        raise RunError(f"{empty.number} orders in a row have ended before any iteration was committed, and no single "
+                       f"worker is at fault; the last one: {reason}")
     if culprit is not None:
-        step.update_state(paused=state.paused.without_keys(culprit))
+        step.update_state(paused=state.paused.without_keys(culprit),
+                          phase=replace(phase, outdated=False) if isinstance(phase, FinishingPhase) else phase)
         step.add_effect(GiveUpWorker(culprit, f"worker {culprit} was named {empty.counts[culprit]} times in "
                                               f"{empty.number} orders in a row in which nothing was committed, last by "
                                               f"{reason}"))

@@ -137,7 +137,8 @@ def send_finish_order(step: TransitionBuilder) -> None:
     writers = {layer: workers[layer % len(workers)] for layer, workers in sorted(holders.items())}
     moves = rules.partition.plan_writer_moves(writers, state.paused)
     order, first = state.order + 1, state.log.next_iteration
-    step.update_state(phase=FinishingPhase(), order=order, log=state.log.with_order(order, state.members),
+    step.update_state(phase=FinishingPhase(ordered_at=step.at), order=order,
+                      log=state.log.with_order(order, state.members),
                       slow=state.slow if state.leaving else state.slow.with_run_ended(first, step))
     step.send(sorted(state.members), Finish(
         order=order, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.last_factor,

@@ -109,7 +109,9 @@ class FinishingPhase(msgspec.Struct, frozen=True):
     published: PersistentMap[Worker, None] = PersistentMap()
     """Members that have published what they wrote."""
     outdated: bool = False
-    """True if a member that the order names was lost after it was sent."""
+    """True if a member that the order names was lost after it was sent, or could not get what it is to write."""
+    ordered_at: float = 0.0
+    """Time of `time.monotonic` at which the order was given."""
 
 
 class EndedPhase(msgspec.Struct, frozen=True):

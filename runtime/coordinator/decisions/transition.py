@@ -139,7 +139,7 @@ def _has_no_decision(before: RunState, state: RunState, event: TransitionEvent) 
     """Return whether an event, which changed the state from `before`, leaves nothing to decide. Most events of a large
     run are of this kind."""
     if isinstance(event, Paused):
-        return not state.is_planning  # other members still run
+        return not state.is_planning and not isinstance(state.phase, FinishingPhase)  # other members still run
     if isinstance(event, Ready):
         return isinstance(state.phase, RejoiningPhase)
     if not isinstance(event, _MINOR_EVENTS):
@@ -165,14 +165,25 @@ def _decide_next(step: TransitionBuilder) -> None:
         case TrainingPhase():
             iteration_boundary.prepare_changes(step, state.phase)
         case FinishingPhase(outdated=True):
-            next_order.issue_next_order(step)
+            if not next_order.give_up_unreachable(step) and step.at >= _compute_finish_time(step.state, state.phase):
+                next_order.issue_next_order(step)
 
 
 def _compute_retry_time(state: RunState) -> float:
-    """Return the time of `time.monotonic` before which no next order is given; 0 unless several orders in a row were
+    """Return the time of `time.monotonic` before which no next order is given, later if several orders in a row were
     empty. An order is empty if all members were told to stop before any of them began an op."""
-    tries = state.vain - MAX_EMPTY_ORDERS
-    return state.recovery.ordered_at + min(FIRST_RETRY_SECONDS * 2**tries, MAX_RETRY_SECONDS) if tries >= 0 else 0.0
+    return state.recovery.ordered_at + _compute_pause(state.vain)
+
+
+def _compute_finish_time(state: RunState, phase: FinishingPhase) -> float:
+    """Return the time of `time.monotonic` before which no other order to finish is given."""
+    return phase.ordered_at + _compute_pause(state.empty.number)
+
+
+def _compute_pause(orders_in_vain: int) -> float:
+    """Return the seconds from an order to the next one after so many orders in a row that have failed."""
+    tries = orders_in_vain - MAX_EMPTY_ORDERS
+    return min(FIRST_RETRY_SECONDS * 2**tries, MAX_RETRY_SECONDS) if tries >= 0 else 0.0
 
 
 def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
@@ -381,7 +392,12 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
     if report.validated is not None:
         _commit_iterations(step, *step.state.log.with_factor(report.order, report.validated))
     state, worker = step.state, report.worker
-    if report.order != state.order or worker not in state.members or worker in state.paused:
+    if report.order != state.order or worker not in state.members:
+        return
+    if isinstance(state.phase, FinishingPhase) and report.reason is not None:
+        step.update_state(phase=replace(state.phase, outdated=True),
+                          empty=state.empty.with_report(report.named or (worker,), f"worker {worker}: {report.reason}"))
+    if worker in state.paused:
         return
     step.update_state(paused=state.paused.with_entry(worker, report.kept))
     if report.reason is not None:

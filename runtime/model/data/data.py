@@ -6,7 +6,7 @@ import re
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -125,6 +125,11 @@ class _IterationAdapter:
         configuration."""
         return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
+    def move_to(self, iteration: int) -> None:
+        """Read the data up to an iteration, as a stream is read from its beginning by a worker that has just
+        started."""
+        self._read_samples(iteration)
+
     def _read_alone(self, read: Callable[[int], Any], iteration: int) -> Any:
         """Return what `read` returns for an iteration, while no other thread reads the data."""
         with self._lock, ending_data(iteration):
@@ -157,6 +162,16 @@ def read_batch(data: Data, microbatch: Microbatch, config: RunConfig) -> tuple[T
     """Read a micro-batch. Raises DataEndedError if the data have no samples left."""
     with ending_data(microbatch.iteration):
         return data.batch(microbatch, config.training.batch, config.model.context)
+
+
+def move_data_to(data: Data, iteration: int) -> None:
+    """Read data that are read in order up to an iteration, which may take long; do nothing for other data.
+
+    What cannot be read is reported when training reads it.
+    """
+    if isinstance(data, _IterationAdapter):
+        with suppress(Exception):
+            data.move_to(iteration)
 
 
 class _CopiedData:

@@ -1,4 +1,5 @@
-"""Orders that fail because workers cannot reach each other: each is reported, and who is at fault goes."""
+"""Orders that fail because workers cannot reach each other: each is reported, and who is at
+fault goes."""
 
 import pytest
 
@@ -9,11 +10,24 @@ from slipstream.runtime.coordinator.decisions.empty_orders import (
     MAX_STALLED_ORDERS,
 )
 from slipstream.runtime.coordinator.decisions.layer_fetches import FETCH_RETRY_SECONDS, MAX_FETCH_FAILURES
-from slipstream.runtime.coordinator.decisions.transition import MAX_RETRY_SECONDS, StallFound, TimePassed, apply_event
+from slipstream.runtime.coordinator.decisions.run_state import EndedPhase
+from slipstream.runtime.coordinator.decisions.transition import (
+    MAX_RETRY_SECONDS,
+    StallFound,
+    StopRequested,
+    TimePassed,
+    apply_event,
+)
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import FetchAbandoned, Noted
-from slipstream.runtime.protocol.to_coordinator import FetchFailed, IterationReport, Paused
-from slipstream.runtime.protocol.to_worker import Fetch
+from slipstream.runtime.protocol.to_coordinator import (
+    FetchFailed,
+    Finished,
+    IterationReport,
+    Paused,
+    Published,
+)
+from slipstream.runtime.protocol.to_worker import Fetch, Finish
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.holding import holding
 from tests.runtime.coordinator.test_transition import BACK, MEMBERS, WIDE, WIDE_MEMBERS, Run
@@ -39,7 +53,8 @@ class Failing(Run):
         return [event.text for event in self.events if isinstance(event, Noted)]
 
     def fails(self, named):
-        """The order ends: each worker in `named` could not reach another one; the others only stop."""
+        """The order ends: each worker in `named` could not reach another one; the others only
+        stop."""
         for worker in sorted(self.state.members, key=lambda worker: (worker not in named, worker)):
             held = holding((2 * worker.column, 2 * worker.column + 2))
             others = named.get(worker)
@@ -102,13 +117,28 @@ def test_the_member_that_most_others_cannot_reach_goes_after_many_orders():
     assert [effect.worker for effect in run.given_up] == [bad]
 
 
-def test_where_all_are_named_equally_often_the_run_ends_with_the_reason():
+@pytest.mark.parametrize("alone", [False, True])
+def test_where_nobody_stands_out_the_run_ends_with_the_reason(alone):
+    """Each names another one, or all fail by themselves, as with a wrong interface: not all of
+    them in each order."""
     run = Failing()
     run.ran(0)
     ring = {worker: MEMBERS[place - 1] for place, worker in enumerate(MEMBERS)}
     run.fails(ring)
-    with pytest.raises(RunError, match=rf"^{MAX_ORDERS_OF_MEMBERS} orders in a row .* all workers are named equally "
-                                       r"often; the last one: worker 0\.0: receiving from worker 1\.0 failed$"):
+    if alone:
+        with pytest.raises(RunError, match=r"no single worker is at fault; the last one: worker \d\.\d: no interface$"):
+            for number in range(MAX_ORDERS_OF_MEMBERS):
+                first = MEMBERS[min(number, 1)]
+                for worker in sorted(MEMBERS, key=lambda worker: worker != first):
+                    held = holding((2 * worker.column, 2 * worker.column + 2))
+                    run.happens(Paused(worker, run.state.order, held, None, "no interface",
+                                       (worker,) if worker == first else ()))
+                run.now += MAX_RETRY_SECONDS
+                run.happens(TimePassed())
+        assert not run.given_up
+        return
+    reason = r"no single worker is at fault; the last one: worker 0\.0: receiving from worker 1\.0 failed$"
+    with pytest.raises(RunError, match=rf"^{MAX_ORDERS_OF_MEMBERS} orders in a row .* {reason}"):
         for _ in range(MAX_ORDERS_OF_MEMBERS):
             run.fails(ring)
     assert len(run.notes) == MAX_ORDERS_OF_MEMBERS - 1 and not run.given_up
@@ -145,3 +175,29 @@ def test_members_that_wait_for_each_other_for_long_are_stopped_and_named():
         assert run.notes[-1].endswith("worker 0.0 waits for worker 0.1")
     assert [effect.worker for effect in run.given_up] == [other]
 
+
+
+def test_a_writer_that_never_gets_what_it_is_to_write_is_reported_and_goes():
+    """At the end of a run, all others would wait for it for good."""
+    run = Failing(WIDE)
+    bad, other, *_ = WIDE_MEMBERS
+    run.ran(0, WIDE_MEMBERS)
+    run.happens(StopRequested())
+    for iteration in (1, 2):
+        run.ran(iteration, WIDE_MEMBERS)
+    run.paused(WIDE_MEMBERS)
+    for number in range(1, MAX_ORDERS_OF_MEMBERS + 1):
+        assert run.last(Finish).order == 1 + number and not run.given_up
+        run.happens(Paused(bad, 1 + number, holding((0, 2)), None, "fetching layers failed", (bad, other)))
+        assert len(run.notes) == number
+        run.now += MAX_RETRY_SECONDS
+        run.happens(TimePassed())
+    assert [effect.worker for effect in run.given_up] == [other]
+    run.happens(TimePassed())
+    run.lost(other, run.given_up[0].reason)
+    assert run.last(Finish).order == MAX_ORDERS_OF_MEMBERS + 2
+    for worker in sorted(run.state.members):
+        run.happens(Finished(worker, run.state.order, {}))
+    for worker in sorted(run.state.members):
+        run.happens(Published(worker, run.state.order))
+    assert isinstance(run.state.phase, EndedPhase)

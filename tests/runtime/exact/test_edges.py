@@ -1,4 +1,5 @@
-"""Links that never work, receivers that take nothing, and losses that are not finite: in virtual time, by seeds."""
+"""Links that never work, receivers that take nothing, and losses that are not finite: in virtual
+time, by seeds."""
 
 import random
 
@@ -13,7 +14,8 @@ __all__ = ["_alone"]
 
 
 class EdgeWorld(ExactWorld):
-    """Nobody dies by chance, but `bad` in some iteration; when it is back, it does not work as it should."""
+    """Nobody dies by chance, but `bad` in some iteration; when it is back, it does not work as
+    it should."""
 
     def __init__(self, seed, folder, name, *, nccl, apart=False, slow=False, flips=None) -> None:
         rng = random.Random(seed)
@@ -45,9 +47,11 @@ class EdgeWorld(ExactWorld):
 
 
 def play(world: EdgeWorld) -> EdgeWorld:
-    """One run, to its end. Raises Deviation."""
+    """One run, to its end, in which nobody goes who can be reached. Raises Deviation."""
     world.play()
     world.check_end()
+    if world.apart or world.slow:  # of a single link, either end may be at fault
+        assert world.given_up <= {world.bad} | (world.unreached if len(world.unreached) == 1 else set()), world.history
     return world
 
 
@@ -55,7 +59,6 @@ def play(world: EdgeWorld) -> EdgeWorld:
 def test_whoever_cannot_be_reached_holds_up_nobody(nccl, tmp_path):
     for seed in range(4):
         world = play(EdgeWorld(seed, tmp_path, "whole", nccl=nccl, apart=True))
-        assert world.given_up <= {world.bad}, world.history
         assert not world.given_up or world.notes
 
 
@@ -63,8 +66,7 @@ def test_whoever_cannot_be_reached_holds_up_nobody(nccl, tmp_path):
 def test_whoever_takes_no_layers_holds_up_nobody(nccl, tmp_path, monkeypatch):
     monkeypatch.setattr(layer_sender, "ROOM_SECONDS", 0.2)
     for seed in range(4):
-        world = play(EdgeWorld(seed, tmp_path, "whole", nccl=nccl, slow=True))
-        assert world.given_up <= {world.bad}, world.history
+        play(EdgeWorld(seed, tmp_path, "whole", nccl=nccl, slow=True))
 
 
 @pytest.mark.parametrize("nccl", [False, True])
@@ -82,6 +84,5 @@ def test_a_bit_of_an_exponent_ends_no_run(name, nccl, tmp_path):
 def test_edges_cost_no_number_and_no_healthy_worker(edge, name, nccl, tmp_path, monkeypatch):
     monkeypatch.setattr(layer_sender, "ROOM_SECONDS", 0.2)
     for seed in range(1000, 1030):
-        world = play(EdgeWorld(seed, tmp_path, name, nccl=nccl, apart=edge == "apart", slow=edge == "slow",
-                               flips="exponent" if edge == "exponent" else None))
-        assert edge == "exponent" or world.given_up <= {world.bad}, world.history
+        play(EdgeWorld(seed, tmp_path, name, nccl=nccl, apart=edge == "apart", slow=edge == "slow",
+                       flips="exponent" if edge == "exponent" else None))

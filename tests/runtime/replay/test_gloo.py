@@ -11,10 +11,15 @@ import torch
 from torch.distributed import HashStore
 
 from benchmarks.conformance import GLOO, LAYERS, Team
+from slipstream.runtime.replay import gloo
 from slipstream.runtime.replay.backend import GroupRendezvous
 from slipstream.runtime.replay.gloo import GlooGroup, InterruptibleCalls
+from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.torch_private import open_gloo_devices
+from slipstream.schedules.schedule import Worker
 
 
 class Circle:
@@ -80,3 +85,18 @@ def test_what_a_broken_sum_has_used_is_free_without_the_collector(beside):
     finally:
         gc.enable()
         team.close()
+
+
+def test_an_interface_that_does_not_exist_is_the_fault_of_no_peer(monkeypatch):
+    """Else workers with a wrong GLOO_SOCKET_IFNAME would name those that they have not even tried to reach."""
+    def refuse():
+        raise RuntimeError("Unable to find address for: nonexistent0")
+
+    me, other = Worker(0, 0), Worker(0, 1)
+    for devices, named in (refuse, ()), (list, (other,)):
+        monkeypatch.setattr(gloo, "open_gloo_devices", devices)
+        session = GenerationSession(Membership(1, {me: 0, other: 1}, me), links=GroupCache("gloo"),
+                                    device=torch.device("cpu"), store=HashStore())
+        with pytest.raises(CommunicationError, match="connecting to the other workers failed") as caught:
+            session.connect()
+        assert caught.value.peers == named

@@ -196,3 +196,17 @@ def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_no
     left_behind = calls.abandon_threads([thread.ident], 0)
     thread.join(20)
     assert ended == [left_behind]
+
+
+def test_a_wait_for_the_device_names_its_peers_and_is_never_left_behind():
+    """Over NCCL the device waits for other workers, and its thread for the device; a call within it is told apart."""
+    calls, me = OpenCalls(), threading.get_ident()
+    calls.enter_call("waiting for the device", [Worker(0, 1)], on_device=True)
+    call = calls.call_of_thread(me)
+    assert call.awaited == (Worker(0, 1),) and not calls.abandon_threads([me], 0)
+    calls.enter_call("receiving", [Worker(1, 1)])
+    assert calls.call_of_thread(me).awaited == (Worker(1, 1),)
+    calls.leave_call()
+    assert calls.call_of_thread(me) == call
+    calls.leave_call()
+    assert calls.call_of_thread(me) is None

@@ -1,5 +1,6 @@
 """What becomes of a thread that does not come back when its order has ended."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -9,9 +10,12 @@ from slipstream.runtime.protocol.to_coordinator import IterationReport
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS, OpenCall
 from slipstream.runtime.worker import generation, iteration_reports
+from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.generation import GenerationRunner, StuckDeviceError
 from slipstream.runtime.worker.iteration_reports import IterationReports
 from slipstream.schedules.schedule import Worker
+from tests.runtime.failing import WIDE
+from tests.runtime.running import schedule_for
 
 THREAD = 1
 """No thread's."""
@@ -59,3 +63,19 @@ def test_a_report_is_not_waited_for_once_the_order_has_ended(monkeypatch):
     made.end_order()
     with pytest.raises(GenerationEndedError):
         made._reports.wait_until_acknowledged()
+
+
+def test_a_worker_that_waits_says_for_whom():
+    activity, schedule = Activity(), schedule_for(WIDE)
+    activity.set_activity("waits for layers to move", [Worker(1, 0)])
+    status = activity.build_status(Worker(0, 0), schedule, None)
+    assert status.waits and status.awaited == (Worker(1, 0),)
+    activity.set_activity((3, 0))
+    OPEN_CALLS.enter_call("receiving from worker 0.1", [Worker(0, 1)])
+    try:
+        status = activity.build_status(Worker(0, 0), schedule, threading.get_ident())
+    finally:
+        OPEN_CALLS.leave_call()
+    assert status.waits and status.awaited == (Worker(0, 1),) and status.doing.startswith("iteration 3, ")
+    status = activity.build_status(Worker(0, 0), schedule, threading.get_ident())
+    assert not status.waits and status.awaited == ()
