@@ -230,7 +230,8 @@ def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> N
     before this one: then this coordinator is the one that is wrong.
     """
     phase, worker = step.state.phase, report.worker
-    if isinstance(phase, RejoiningPhase) and report.known is not None:
+    has_trained = report.known is not None and report.known.order > 0
+    if isinstance(phase, RejoiningPhase) and has_trained:
         raise OtherRunError(f"worker {worker} is of a run that this job does not continue: {difference}")
     if isinstance(phase, GatheringPhase):
         raise CommitLogError(f"worker {worker} would not train what node 0 does: {difference}; start every node with "

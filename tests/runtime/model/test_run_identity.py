@@ -21,7 +21,8 @@ DATA = {"training data": "0123"}
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model that needs a module, which needs another one within a function."""
+    """A working directory with a model that needs a module, which needs another one within a
+    function."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("")
     (tmp_path / "package/parts.py").write_text("WIDTH = 4\n")
