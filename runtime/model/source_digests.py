@@ -9,6 +9,7 @@ what they are. Code that is imported by a name which is computed at run time is 
 import ast
 import functools
 import hashlib
+import importlib.util
 import site
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,10 +47,20 @@ def _find_specs(name: str) -> Iterator[ModuleSpec]:
     parts, path = name.split("."), None
     for end in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:end]), path)
+        if spec is None and path is None:
+            spec = _find_installed(parts[0])
         if spec is None:  # a name in a module, or no module of a file
             return
         yield spec
         path = list(spec.submodule_search_locations or ())
+
+
+def _find_installed(name: str) -> ModuleSpec | None:
+    """Return the spec of a module that is on no path, such as one that is installed as editable."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a module without a spec
+        return None
 
 
 def _find_source(spec: ModuleSpec) -> Path | None:

@@ -98,7 +98,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     slowdowns: tuple[Slowdown, ...] = ()
     """Slowdowns of this worker's ops on purpose."""
     first_samples: dict[str, str] = {}
-    """Digest of the first samples that node 0 has read, by the name that it has in the run's identity."""
+    """Digest of the first samples that node 0 has read, by the name that it has in the run's
+    identity."""
 
 
 def _parse_dtype(name: str) -> torch.dtype:

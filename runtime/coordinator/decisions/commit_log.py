@@ -68,8 +68,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     """Reports of the current order on iterations that are not committed, by iteration."""
     factors: Mapping[int, float | None] = {}
     difference: CopyDifference | SampleDifference | None = None
-    """Difference found between copies of state, or between samples, in the current order, if any; no iteration that
-    ran on them is committed."""
+    """Difference found between copies of state, or between samples, in the current order, if any;
+    no iteration that ran on them is committed."""
     losses_of: PersistentMap[int, float] = PersistentMap()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()

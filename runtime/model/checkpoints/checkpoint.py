@@ -179,13 +179,15 @@ class PendingSave:
 def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
                  samples: int | None = None, ended: OnEnded = lambda _: None,
                  run: RunIdentity | None = None) -> PendingSave:
-    """Start to write this worker's layers of a checkpoint in the background, and return a handle to wait for the end.
+    """Start to write this worker's layers of a checkpoint in the background, and return a handle to
+    wait for the end.
 
-    The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
-    worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
-    samples that they have read (None: not recorded), `identity` the result of `identity_of`, `run` what the run trains.
-    Errors are raised by `PendingSave.wait`. `ended` is called in the writing thread: with None when the layers are on
-    the disk, or with the error.
+    The tensors must not change until the writing has ended. Each layer of the model must be saved
+    by at least one worker, and should be saved by only one. `iteration` is the number of completed
+    iterations, `samples` the number of samples that they have read (None: not recorded), `identity`
+    the result of `identity_of`, `run` what the run trains. Errors are raised by `PendingSave.wait`.
+    `ended` is called in the writing thread: with None when the layers are on the disk, or with the
+    error.
     """
     return PendingSave(folder, iteration, layers, identity, samples, ended, run)
 
