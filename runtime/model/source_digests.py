@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import site
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -83,6 +84,8 @@ def _list_library_folders() -> Sequence[Path]:
     paths = sysconfig.get_paths()
     folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
+    # Packages may be installed elsewhere, with PYTHONPATH naming the folder.
+    folders += [entry for entry in sys.path if any(Path(entry).glob("*.dist-info"))]
     return [Path(folder).resolve() for folder in folders]
 
 
