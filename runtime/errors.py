@@ -13,7 +13,8 @@ class CoordinatorFailedError(RuntimeError):
 
 
 class OtherRunError(CoordinatorFailedError):
-    """Error of a coordinator that has found the live workers of a run which its job does not continue.
+    """Error of a coordinator that has found the live workers of a run which its job does not
+    continue.
 
     The workers are left as they are, for another coordinator. The message is one line.
     """

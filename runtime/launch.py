@@ -96,6 +96,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     replaces the number in `config`. A `fork_server` may serve several runs, one after the other.
 
     If an earlier node 0 that wrote to `out` has died and workers of its run are alive, this call continues with them.
+    Raises ConfigError, and leaves them as they are, if it would train something else than they do.
 
     Raises ConfigError or PlacementError if schedule, configuration and machine do not fit each other, CheckpointError
     if the checkpoint does not fit, FolderError if another run writes to `out` or has left its results there, OSError if
@@ -312,8 +313,8 @@ class _RunLeader:
         return adopted
 
     def _require_same_run(self, adopted: ForkServer, behind: TakeoverRecord) -> None:
-        """Raise OtherRunError if this job does not continue the run whose live workers `adopted` has. They are left to
-        another node 0."""
+        """Raise OtherRunError if this job does not continue the run whose live workers `adopted`
+        has. They are left to another node 0."""
         difference = None if behind.identity is None else describe_difference(self.fit.identity, behind.identity)
         if difference is not None:
             adopted.detach()

@@ -149,8 +149,9 @@ def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess,
 
 
 def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path, notify: Callable[[str], None]) -> NodeSettings:
-    """Return the settings that this node gives to its workers: those of node 0, except for paths. Tell users by
-    `notify` if node 0 trains for another number of iterations. Raises ConfigError if node 0 runs another job."""
+    """Return the settings that this node gives to its workers: those of node 0, except for paths.
+    Tell users by `notify` if node 0 trains for another number of iterations. Raises ConfigError
+    if node 0 runs another job."""
     config = job.config
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
         config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))

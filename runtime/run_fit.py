@@ -102,31 +102,36 @@ def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatche
 
 
 def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) -> str | None:
-    """Return a line on what differs between this run and the one that wrote the checkpoint `resume`; None if nothing
-    does, or if the checkpoint is of an earlier version.
+    """Return a line on what differs between this run and the one that wrote the checkpoint
+    `resume`; None if nothing does, or if the checkpoint is of an earlier version.
 
-    Most may differ, such as the learning rate. Raises ConfigError if the user's own data give other samples on another
-    grid that reads as many: then their names depend on the grid.
+    Most may differ, such as the learning rate. Raises ConfigError if the user's own data give other
+    samples on another grid that reads as many: then their names depend on the grid.
     """
     written_by = resume.manifest.run
     if written_by is None:
         return None
     ours = fit.identity
-    theirs = replace(written_by, training={**written_by.training, "iterations": ours.training["iterations"]})
-    if ours.libraries.get("slipstream") != theirs.libraries.get("slipstream"):  # one may lack keys of the other
-        theirs = replace(theirs, model=ours.model | theirs.model, training=ours.training | theirs.training)
+    iterations = ours.training["iterations"]
+    theirs = replace(written_by, training={**written_by.training, "iterations": iterations})
+    if ours.libraries.get("slipstream") != theirs.libraries.get("slipstream"):
+        # Another version has other keys.
+        theirs = replace(theirs, model=ours.model | theirs.model,
+                         training=ours.training | theirs.training)
     differences = list_differences(ours, theirs, there="in its run")
     if not differences:
         return None
-    changed = [name for name, digest in fit.first_samples.items() if written_by.data.get(name, digest) != digest]
+    changed = [name for name, digest in fit.first_samples.items()
+               if written_by.data.get(name, digest) != digest]
     grids = [clause for clause in differences if clause.startswith("grid.")]
     if changed and grids and is_users_own(config.training):
         raise ConfigError(
-            f"{resume.path}: training.data is {config.training.data!r}, and its {changed[0]} are not those of the run "
-            f"that wrote the checkpoint, since {grids[-1]}; resume with the same micro-batches, or name samples by "
-            "their number in the iteration")
-    more = f"; and {len(differences) - MAX_DIFFERENCES} more" if differences[MAX_DIFFERENCES:] else ""
-    return f"{resume.path}: resumes with differences: {'; '.join(differences[:MAX_DIFFERENCES])}{more}"
+            f"{resume.path}: training.data is {config.training.data!r}, and its {changed[0]} are not "
+            f"those of the run that wrote the checkpoint, since {grids[-1]}; resume with the same "
+            "micro-batches, or name samples by their number in the iteration")
+    listed, left = differences[:MAX_DIFFERENCES], len(differences) - MAX_DIFFERENCES
+    more = f"; and {left} more" if left > 0 else ""
+    return f"{resume.path}: resumes with differences: {'; '.join(listed)}{more}"
 
 
 def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:
@@ -155,8 +160,8 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     validation = load_validation_data(config, schedule.grid.microbatches)
     require_repeatable(corpus, config, schedule.grid.microbatches, read.iteration)
     first_samples = digest_first_samples(corpus, config, schedule.grid.microbatches, read.iteration)
-    identity = build_run_identity(config, data=digest_data(corpus, validation, training) | first_samples,
-                                  microbatches=schedule.grid.microbatches,
+    digests = digest_data(corpus, validation, training) | first_samples
+    identity = build_run_identity(config, data=digests, microbatches=schedule.grid.microbatches,
                                   columns=find_layers_by_column(schedule.grid, placement))
     fused = _try_layers(config, corpus, read, placement, flops.training_flops(1), options)
     shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)

@@ -58,8 +58,8 @@ class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
     they cannot be adopted."""
     crashes: CrashTimes = ()
     identity: RunIdentity | None = None
-    """What the run trains; None in records of earlier versions. A node 0 that would train something else does not take
-    over."""
+    """What the run trains; None in records of earlier versions. A node 0 that would train something
+    else does not take over."""
 
 
 _TAKEOVER_DECODER = msgspec.json.Decoder(TakeoverRecord)

@@ -1,8 +1,8 @@
 """Identity of a run: all that decides which numbers it computes, with a name for each part.
 
-It is computed in one place (`build_run_identity`), by node 0 and by each worker, and is in each worker's `Ready`, in
-node 0's takeover record and in checkpoints. Two identities are compared key by key, so that an error names what
-differs.
+It is computed in one place (`build_run_identity`), by node 0 and by each worker, and is in each
+worker's `Ready`, in node 0's takeover record and in checkpoints. Two identities are compared key by
+key, so that an error names what differs.
 """
 
 import hashlib
@@ -23,23 +23,26 @@ MAX_VALUE_CHARACTERS = 64
 _DIGEST_PREFIX = "sha256 "
 _NOT_IN_NUMBERS = frozenset({"recompute", "peak_flops"})
 """Keys of [training] that change no number: activations are the same, stored or computed again."""
-_COMPARED_BY_CONTENT = frozenset({"text", "tokens", "tokenizer", "validation_text", "validation_tokens"})
+_COMPARED_BY_CONTENT = frozenset({
+    "text", "tokens", "tokenizer", "validation_text", "validation_tokens"})
 """Keys of [training] that are paths. The digests of the data say what is there."""
 _DISTRIBUTIONS = {"slipstream": "slipstream-train", "torch": "torch", "numpy": "numpy"}
 """Name of the distribution that has each library."""
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Named values that must be equal in all processes of a run. Each is a short text, or the digest of a long one."""
+    """Named values that must be equal in all processes of a run. Each is a short text, or the
+    digest of a long one."""
 
     model: Values = {}
     """Keys of [model], and those of tables in it as `options.KEY`, in JSON."""
     training: Values = {}
     """Keys of [training], likewise, except those that change no number."""
     code: Values = {}
-    """Digest of the source of each of the user's modules, by the module's name (`source_digests`)."""
+    """Digest of the source of each user module, by the module's name (`source_digests`)."""
     data: Values = {}
-    """Digests of the training data, of the validation data, and of the costs by which samples are dealt."""
+    """Digests of the training data, of the validation data, and of the costs by which samples are
+    dealt."""
     grid: Values = {}
     """Micro-batches of each pipeline, and the layers of each column."""
     libraries: Values = {}
@@ -54,8 +57,8 @@ def build_run_identity(config: RunConfig, *, data: Values, microbatches: Sequenc
                        columns: Sequence[Sequence[int]]) -> RunIdentity:
     """Return the identity of a run in this process, from its configuration, data and grid.
 
-    The argument `data` has digests by name, `microbatches` the number of micro-batches of each pipeline, and `columns`
-    the model's layers in each column.
+    The argument `data` has digests by name, `microbatches` the number of micro-batches of each
+    pipeline, and `columns` the model's layers in each column.
     """
     model: dict[str, Any] = msgspec.to_builtins(config.model)
     training: dict[str, Any] = msgspec.to_builtins(config.training)
@@ -66,12 +69,13 @@ def build_run_identity(config: RunConfig, *, data: Values, microbatches: Sequenc
     return RunIdentity(
         model=_encode_values(model), training=_encode_values(training),
         code=digest_sources(_list_references(config)), data=data,
-        grid=_encode_values({"microbatches": list(microbatches), "columns": [list(layers) for layers in columns]}),
+        grid=_encode_values({"microbatches": microbatches, "columns": columns}),
         libraries=_read_versions(config))
 
 
 def describe_difference(ours: RunIdentity, theirs: RunIdentity, here: str = "here") -> str | None:
-    """Return a clause on the first difference of `ours` from the identity of the run; None if they are equal.
+    """Return a clause on the first difference of `ours` from the identity of the run; None if they
+    are equal.
 
     The word `here` says where `ours` was computed. The clause is one line of printable characters.
     """
@@ -80,7 +84,8 @@ def describe_difference(ours: RunIdentity, theirs: RunIdentity, here: str = "her
 
 def list_differences(ours: RunIdentity, theirs: RunIdentity, here: str = "here",
                      there: str = "in the run") -> list[str]:
-    """Return a clause on each difference between two identities, as `describe_difference` does on the first.
+    """Return a clause on each difference between two identities, as `describe_difference` does on
+    the first.
 
     The words `here` and `there` say where `ours` and `theirs` were computed.
     """
@@ -90,26 +95,29 @@ def list_differences(ours: RunIdentity, theirs: RunIdentity, here: str = "here",
         for key in sorted({*of_ours, *of_theirs}) if of_ours != of_theirs else ():
             our, their = of_ours.get(key), of_theirs.get(key)
             if our != their:
-                clause = _describe_values(part, key, our, their, here, there)
-                clauses.append("".join(character if character.isprintable() else " " for character in clause))
+                clauses.append(_make_printable(_describe_values(part, key, our, their, here, there)))
     return clauses
 
 
 def combine_identities(identities: Iterable[RunIdentity]) -> RunIdentity:
-    """Return one identity for the processes of a worker: where they differ, a value names those of all of them."""
+    """Return one identity for the processes of a worker: where they differ, a value names those of
+    all of them."""
     first, *others = identities
     if all(other == first for other in others):
         return first
-    combined = {}
+    combined: dict[str, Values] = {}
     for part in RunIdentity.__struct_fields__:
-        values = [getattr(identity, part) for identity in (first, *others)]
-        keys = {key for of_rank in values for key in of_rank}
-        combined[part] = {key: " or ".join(sorted({str(of_rank.get(key)) for of_rank in values})) for key in keys}
+        values: list[Values] = [getattr(identity, part) for identity in (first, *others)]
+        combined[part] = {}
+        for key in set().union(*values):
+            texts = {of_rank.get(key, "not given") for of_rank in values}
+            combined[part][key] = " or ".join(sorted(texts))
     return RunIdentity(**combined)
 
 
 def _encode_values(table: Mapping[str, Any], prefix: str = "") -> Values:
-    """Return the values of a table, in JSON, by key; those of a table in it have the keys `TABLE.KEY`."""
+    """Return the values of a table, in JSON, by key; those of a table in it have the keys
+    `TABLE.KEY`."""
     values: Values = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -130,8 +138,8 @@ def _list_references(config: RunConfig) -> list[str]:
 
 
 def _read_versions(config: RunConfig) -> Values:
-    """Return the versions of the installed libraries that compute numbers in a run. Builds of one version, as for CPUs
-    and for GPUs, count as equal."""
+    """Return the versions of the installed libraries that compute numbers in a run. Builds of one
+    version, as for CPUs and for GPUs, count as equal."""
     distributions = dict(_DISTRIBUTIONS)
     if config.model.hugging_face is not None:
         distributions["transformers"] = "transformers"
@@ -146,16 +154,23 @@ def _read_versions(config: RunConfig) -> Values:
     return versions
 
 
-def _describe_values(part: str, key: str, our: str | None, their: str | None, here: str, there: str) -> str:
+def _describe_values(part: str, key: str, our: str | None, their: str | None, here: str,
+                     there: str) -> str:
+    """Return a clause on two different values of a key, one of which may be missing."""
     if part == "data":
         return f"the {key} are not the same {here} and {there}"
+    if part == "code" and (our is None or their is None):
+        return f"module {key} is used {there if our is None else here} only"
     if part == "code":
-        return f"the source of module {key} is not the same {here} and {there}" if our and their else \
-            f"module {key} is used {here if our else there} only"
+        return f"the source of module {key} is not the same {here} and {there}"
     name = key if part == "libraries" else f"{part}.{key}"
     if any(value is not None and value.startswith(_DIGEST_PREFIX) for value in (our, their)):
         return f"{name} is not the same {here} and {there}"
     return f"{name} is {_describe_value(our)} {here} and {_describe_value(their)} {there}"
+
+
+def _make_printable(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _describe_value(value: str | None) -> str:

@@ -107,7 +107,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     known: RecoveryReport | None = None
     """Report for a new coordinator, if the worker has followed a previous one."""
     identity: RunIdentity = NO_IDENTITY
-    """What the worker would train. A worker whose identity is not that of the run does not take part."""
+    """What the worker would train. A worker whose identity is not that of the run does not take
+    part."""
 
 
 class TrainingStarted(msgspec.Struct, frozen=True, tag=True):
@@ -138,8 +139,8 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampleDigest(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Digest of a sample that a worker has read in an iteration. The sample is named by the micro-batch that would have
-    it without dealing."""
+    """Digest of a sample that a worker has read in an iteration. The sample is named by the
+    micro-batch that would have it without dealing."""
 
     pipeline: int
     index: int

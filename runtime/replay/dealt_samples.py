@@ -87,8 +87,9 @@ def digest_costs(data: Data, training: TrainingConfig) -> str:
 
 
 def digest_data(corpus: Data, validation: Data | None, training: TrainingConfig) -> dict[str, str]:
-    """Return digests, by name, of the data that a run reads (`corpus`, and `validation` if it evaluates), and of all
-    that decides how samples are dealt. They are part of the run's identity."""
+    """Return digests, by name, of the data that a run reads (`corpus`, and `validation` if it
+    evaluates), and of all that decides how samples are dealt. They are part of the run's
+    identity."""
     digests = {"training data": corpus.digest, "sample costs": digest_costs(corpus, training)}
     if validation is not None:
         digests["validation data"] = validation.digest
@@ -193,7 +194,8 @@ class DealtSamples:
             self._next_dealing = iteration, self._pool.submit(self._deal_iteration, iteration)
 
     def digest_deal(self, iteration: int) -> str:
-        """Return a digest of the sample of each micro-batch in an iteration; empty if samples are not dealt."""
+        """Return a digest of the sample of each micro-batch in an iteration; empty if samples are
+        not dealt."""
         if self._pool is None:
             return ""
         samples = self._get_dealt_iteration(iteration).sample

@@ -48,11 +48,13 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
     group = enter_group(spec.rank, training.tensor_parallel)
     model = build_model(config.model, training.seed, parameter_dtype(training), device)
     sharing = sharing_of(model)
-    corpus, validation = load_data(config, setup.microbatches, setup.read), load_validation_data(config,
-                                                                                                setup.microbatches)
-    identity = build_run_identity(config, data=digest_data(corpus, validation, training) | setup.first_samples,
-                                  microbatches=setup.microbatches, columns=setup.columns)
-    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing, identity)
+    corpus = load_data(config, setup.microbatches, setup.read)
+    validation = load_validation_data(config, setup.microbatches)
+    digests = digest_data(corpus, validation, training) | setup.first_samples
+    identity = build_run_identity(config, data=digests, microbatches=setup.microbatches,
+                                  columns=setup.columns)
+    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing,
+                                identity)
     layer_store = LayerStore(partial(build_layer, model, config=training), checkpointer.load,
                              build_holding(model, (), training), model.device)
     store = _connect_to_store(spec, channel)  # which may replace the setup by that of another coordinator

@@ -48,13 +48,14 @@ class IterationReports:
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
                     evaluation: float | None, checksums: tuple[Checksum, ...],
                     samples: tuple[SampleDigest, ...] = ()) -> None:
-        """Report to the coordinator that this worker has stepped an iteration, with its op times (`recorder`), sum of
-        squared gradients (`steps`), the `checksums` of held state that were computed for it, if any, and the digests
-        of the samples that it has read, if they are compared.
+        """Report to the coordinator that this worker has stepped an iteration, with its op times
+        (`recorder`), sum of squared gradients (`steps`), the `checksums` of held state that were
+        computed for it, if any, and the digests of the samples that it has read, if they are
+        compared.
 
-        The values `loss` and `evaluation` are this worker's parts of the losses; `evaluation` is None without an
-        evaluation. The first member also reports the factor by which all members scaled the gradients, as soon as it is
-        known.
+        The values `loss` and `evaluation` are this worker's parts of the losses; `evaluation` is
+        None without an evaluation. The first member also reports the factor by which all members
+        scaled the gradients, as soon as it is known.
         """
         context, number = self._part.context, self._part.order.order
         self.reached = iteration

@@ -72,7 +72,8 @@ def test_the_next_node_0_is_told_who_has_ended_meanwhile():
 
 
 def own_settings(tmp_path, notes, **training):
-    """Those of a node that is told to train by `training`, where node 0 trains along a cosine of 20 iterations."""
+    """Those of a node that is told to train by `training`, where node 0 trains along a cosine of 20
+    iterations."""
     at_node_0 = tiny(learning_rate_schedule="cosine")
     here = tiny(**{"learning_rate_schedule": "cosine", **training})
     setup = NodeSetup((1, 1), "cpu", "gloo", (Worker(0, 1),), at_node_0, 0)

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, open_latest
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, Manifest, open_latest
 from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.run_fit import check_fit, compare_with_checkpoint
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -108,3 +109,11 @@ def test_data_that_number_their_samples_are_resumed_on_another_grid(fork_server,
     (line,) = [line for line in told if "resumes with differences" in line]
     assert "training.options.per_pipeline is 4 here and 2 in its run" in line
     assert "grid.microbatches is [4] here and [2,2] in its run" in line and "samples" not in line
+
+
+def test_checkpoints_of_earlier_versions_say_nothing_of_their_run():
+    fit = check_fit(schedule_for(JOB), tiny(), RunOptions())
+    earlier = Manifest(iteration=1, identity={}, layers=())
+    assert compare_with_checkpoint(Checkpoint(Path("old"), earlier), fit, tiny()) is None
+    same = replace(earlier, run=fit.identity)
+    assert compare_with_checkpoint(Checkpoint(Path("same"), same), fit, tiny()) is None

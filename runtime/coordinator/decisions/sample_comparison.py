@@ -1,7 +1,9 @@
-"""Comparison of samples: finds workers that have read other samples in an iteration, or dealt them otherwise.
+"""Comparison of samples: finds workers that have read other samples in an iteration, or dealt them
+otherwise.
 
-If most readers of a sample have the same, the others are wrong. Without a majority, members that have just joined are
-(`SampleDifference.with_suspects`), if there are any among the readers and others, too.
+If most readers of a sample have the same, the others are wrong. Without a majority, members that
+have just joined are (`SampleDifference.with_suspects`), if there are any among the readers and
+others, too.
 """
 
 from collections import Counter
@@ -18,7 +20,8 @@ MAX_NAMES = 8
 
 
 class SampleDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Readers of the samples of an iteration whose samples, or assignments of samples, should be equal but differ."""
+    """Readers of the samples of an iteration whose samples, or assignments of samples, should be
+    equal but differ."""
 
     iteration: int
     what: str
@@ -31,7 +34,8 @@ class SampleDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Always False: no committed iteration depends on a sample of this one."""
 
     def __str__(self) -> str:
-        named = ", ".join(map(str, self.readers[:MAX_NAMES])) + (", ..." if self.readers[MAX_NAMES:] else "")
+        more = ", ..." if self.readers[MAX_NAMES:] else ""
+        named = ", ".join(map(str, self.readers[:MAX_NAMES])) + more
         alone = f"; wrong: {', '.join(map(str, self.wrong[:MAX_NAMES]))}" if self.wrong else ""
         return f"workers {named} have different {self.what} in iteration {self.iteration}{alone}"
 
@@ -41,15 +45,18 @@ class SampleDifference(msgspec.Struct, frozen=True, kw_only=True):
         return f"had other {self.what} than its peers in iteration {self.iteration}"
 
     def with_suspects(self, suspects: Collection[Worker]) -> "SampleDifference":
-        """Return this difference, with those readers as wrong that are `suspects` if none is known to be wrong and
-        there are other readers."""
+        """Return this difference, with those readers as wrong that are `suspects` if none is known
+        to be wrong and there are other readers."""
         suspected = tuple(reader for reader in self.readers if reader in suspects)
-        return self if self.wrong or len(suspected) == len(self.readers) else replace(self, wrong=suspected)
+        if self.wrong or len(suspected) == len(self.readers):
+            return self
+        return replace(self, wrong=suspected)
 
 
-def find_sample_difference(iteration: int, reports: Iterable[IterationReport]) -> SampleDifference | None:
-    """Compare the samples that workers have read in an iteration, and how they have dealt them; return the first
-    difference, or None if there is none.
+def find_sample_difference(iteration: int,
+                           reports: Iterable[IterationReport]) -> SampleDifference | None:
+    """Compare the samples that workers have read in an iteration, and how they have dealt them;
+    return the first difference, or None if there is none.
 
     The argument `reports` has each member's report on the iteration.
     """
@@ -62,13 +69,15 @@ def find_sample_difference(iteration: int, reports: Iterable[IterationReport]) -
             readers[report.worker] = readers.get(report.worker, frozenset()) | {sample.digest}
     found = _compare_readers(iteration, "assignments of samples to micro-batches", deals)
     for (pipeline, index), readers in sorted(digests.items()):
-        found = found or _compare_readers(iteration, f"samples for micro-batch {index} of pipeline {pipeline}", readers)
+        what = f"samples for micro-batch {index} of pipeline {pipeline}"
+        found = found or _compare_readers(iteration, what, readers)
     return found
 
 
 def _compare_readers(iteration: int, what: str,
                      digests: Mapping[Worker, frozenset[str]]) -> SampleDifference | None:
-    """Return the difference between what some workers have; None if it is the same, and one thing, for each."""
+    """Return the difference between what some workers have; None if it is the same, and one thing,
+    for each."""
     counts = Counter(digests.values())
     if len(counts) == 1 and all(len(digest) == 1 for digest in counts):
         return None
@@ -77,4 +86,5 @@ def _compare_readers(iteration: int, what: str,
     # A worker whose ranks have different ones is wrong in any case.
     wrong = [worker for worker, digest in digests.items()
              if len(digest) > 1 or (has_majority and digest != most)]
-    return SampleDifference(iteration=iteration, what=what, readers=tuple(sorted(digests)), wrong=tuple(sorted(wrong)))
+    return SampleDifference(iteration=iteration, what=what, readers=tuple(sorted(digests)),
+                            wrong=tuple(sorted(wrong)))

@@ -240,7 +240,8 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order, or refuse it if it would train something else than the run."""
+    """Add a worker that waits for an order, or refuse it if it would train something else than the
+    run."""
     state, worker = step.state, report.worker
     difference = describe_difference(report.identity, step.rules.identity, "there")
     if difference is not None:
@@ -253,13 +254,15 @@ def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
 
 
 def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> None:
-    """Make a worker leave that would train something else than the run; `difference` is a clause that says what.
+    """Make a worker leave that would train something else than the run; `difference` is a clause
+    that says what.
 
-    Raises CommitLogError before the first order, and OtherRunError if the worker has trained under a coordinator
-    before this one: then this coordinator is the one that is wrong.
+    Raises CommitLogError before the first order, and OtherRunError if the worker has trained under
+    a coordinator before this one: then this coordinator is the one that is wrong.
     """
     phase, worker = step.state.phase, report.worker
-    if isinstance(phase, RejoiningPhase) and report.known is not None:
+    has_trained = report.known is not None and report.known.order > 0
+    if isinstance(phase, RejoiningPhase) and has_trained:
         raise OtherRunError(f"worker {worker} is of a run that this job does not continue: {difference}")
     if isinstance(phase, GatheringPhase):
         raise CommitLogError(f"worker {worker} would not train what node 0 does: {difference}; start every node with "
@@ -322,11 +325,12 @@ def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Itera
 
 
 def _handle_difference(step: TransitionBuilder, difference: CopyDifference | SampleDifference) -> None:
-    """Handle copies of state, or samples, that differ: give up the workers whose copies or samples are known to be
-    wrong, and go back to a checkpoint if committed iterations may depend on them.
+    """Handle copies of state, or samples, that differ: give up the workers whose copies or samples
+    are known to be wrong, and go back to a checkpoint if committed iterations may depend on
+    them.
 
-    Raises RunError if no sample is known to be wrong, or if no copy is and the run has already gone back for a
-    difference at this iteration or a later one.
+    Raises RunError if no sample is known to be wrong, or if no copy is and the run has already gone
+    back for a difference at this iteration or a later one.
     """
     if isinstance(difference, SampleDifference):
         difference = difference.with_suspects(step.state.newcomers)

@@ -175,7 +175,8 @@ def move_data_to(data: Data, iteration: int) -> None:
 
 
 class _CopiedData:
-    """User's own `Data` whose micro-batches are copied, since a call may overwrite what the call before returned."""
+    """User's own `Data` whose micro-batches are copied, since a call may overwrite what the call
+    before returned."""
 
     def __init__(self, data: Data) -> None:
         self._data = data

@@ -1,4 +1,5 @@
-"""Digests of samples, by which processes notice that they read different ones, and the check that reads repeat."""
+"""Digests of samples, by which processes notice that they read different ones, and the check that
+reads repeat."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,8 @@ from slipstream.runtime.model.data.data import CHECKED_MICROBATCHES, Data, is_us
 from slipstream.runtime.model.microbatch import Microbatch
 
 FIRST_SAMPLES = "samples of iteration"
-"""Beginning of the name that the digest of the first samples has in a run's identity; the iteration follows."""
+"""Beginning of the name that the digest of the first samples has in a run's identity; the iteration
+follows."""
 
 
 def digest_sample(tensors: Sequence[Tensor]) -> str:
@@ -25,19 +27,23 @@ def digest_sample(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def digest_first_samples(data: Data, config: RunConfig, microbatches: Sequence[int], iteration: int) -> dict[str, str]:
-    """Return the digest of the first `CHECKED_MICROBATCHES` micro-batches of an iteration, pipeline by pipeline, by its
-    name in the run's identity."""
+def digest_first_samples(data: Data, config: RunConfig, microbatches: Sequence[int],
+                         iteration: int) -> dict[str, str]:
+    """Return the digest of the first `CHECKED_MICROBATCHES` micro-batches of an iteration, pipeline
+    by pipeline, by its name in the run's identity."""
     digest = hashlib.blake2b(digest_size=8)
     for name in islice(_list_names(iteration, microbatches), CHECKED_MICROBATCHES):
-        digest.update(digest_sample(data.batch(name, config.training.batch, config.model.context)).encode())
+        sample = data.batch(name, config.training.batch, config.model.context)
+        digest.update(digest_sample(sample).encode())
     return {f"{FIRST_SAMPLES} {iteration}": digest.hexdigest()}
 
 
-def require_repeatable(data: Data, config: RunConfig, microbatches: Sequence[int], iteration: int) -> None:
+def require_repeatable(data: Data, config: RunConfig, microbatches: Sequence[int],
+                       iteration: int) -> None:
     """Raise ConfigError if the user's own data give other samples when an iteration is read again.
 
-    Compares the first and the last of its first `CHECKED_MICROBATCHES` micro-batches. Other kinds of data repeat.
+    Compares the first and the last of its first `CHECKED_MICROBATCHES` micro-batches. Other kinds
+    of data repeat.
     """
     if not is_users_own(config.training):
         return
@@ -51,9 +57,10 @@ def require_repeatable(data: Data, config: RunConfig, microbatches: Sequence[int
     for name, digest in zip(checked, first_read, strict=True):
         if digest_sample(data.batch(name, batch, context)) != digest:
             raise ConfigError(
-                f"training.data is {config.training.data!r}: micro-batch {name.index} of pipeline {name.pipeline} in "
-                f"iteration {iteration} is another one when it is read again; expected the same one at every read: "
-                "draw random numbers from a generator that is seeded by its name")
+                f"training.data is {config.training.data!r}: micro-batch {name.index} of pipeline "
+                f"{name.pipeline} in iteration {iteration} is another one when it is read again; expected "
+                "the same one at every read: draw random numbers from a generator that is seeded by its "
+                "name")
 
 
 def _list_names(iteration: int, microbatches: Sequence[int]) -> Iterator[Microbatch]:

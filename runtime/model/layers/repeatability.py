@@ -12,28 +12,31 @@ from slipstream.runtime.model.seeds import restoring_generators
 from slipstream.runtime.model.state.digest import parameter_digest
 
 MAX_ELEMENTS = 2**26
-"""Number of elements up to which layers are built, since layers of large models take long to fill. The smallest layer
-is always built."""
+"""Number of elements up to which layers are built, since layers of large models take long to fill.
+The smallest layer is always built."""
 
 
-def require_repeatable_layers(model: LayeredModel, config: RunConfig, elements: Sequence[int]) -> None:
+def require_repeatable_layers(model: LayeredModel, config: RunConfig,
+                              elements: Sequence[int]) -> None:
     """Raise ConfigError if a layer of the user's own model is not the same when it is built again.
 
-    The smallest layers are built, twice each, up to `MAX_ELEMENTS` elements together; `elements` has the number of each
-    layer. Models of this package and of libraries repeat.
+    The smallest layers are built, twice each, up to `MAX_ELEMENTS` elements together; `elements`
+    has the number of each layer. Models of this package and of libraries repeat.
     """
     if config.model.hugging_face is not None or config.model.torchtitan is not None \
             or not is_reference(config.model.name):
         return
     total = 0
-    for layer in sorted((layer for layer, count in enumerate(elements) if count), key=lambda layer: elements[layer]):
+    filled = [layer for layer, count in enumerate(elements) if count]
+    for layer in sorted(filled, key=lambda layer: elements[layer]):
         total += elements[layer]
         if total - elements[layer] > 0 and total > MAX_ELEMENTS:
             break
         if _digest_layer(model, layer, 1) != _digest_layer(model, layer, 2):
             raise ConfigError(
-                f"model.name is {config.model.name!r}: layer {layer} has other initial parameters when it is built "
-                "again; expected the same: draw them within `seeded(derive_seed(..., seed, layer))`")
+                f"model.name is {config.model.name!r}: layer {layer} has other initial parameters when it "
+                "is built again; expected the same: draw them within `seeded(derive_seed(..., seed, "
+                "layer))`")
 
 
 def _digest_layer(model: LayeredModel, layer: int, state: int) -> str:

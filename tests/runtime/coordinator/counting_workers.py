@@ -2,6 +2,9 @@
 
 from collections import deque
 
+from msgspec.structs import replace
+
+from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.protocol.to_coordinator import (
     FetchFailed,
     FetchUpToDate,
@@ -200,6 +203,20 @@ class Counting:
             return RecoveryReport(0, (), -1, holding(), None, False)
         return RecoveryReport(self.order.order, self.failed, self.reached, self.holding(), None, False,
                               self.order.first_iteration - 1, self.losses)
+
+
+class Other(Counting):
+    """A worker whose node has another job file."""
+
+    def ready(self, known):
+        return replace(super().ready(known), identity=RunIdentity(training={"learning_rate": "0.002"}))
+
+    def train(self, order) -> None:
+        assert self.worker not in decode(bytes(order.schedule)).seat_of, "it would train something else"
+
+    def leave(self) -> None:
+        self.world.refused_others += 1
+        super().leave()
 
 
 class Rank(Counting):

@@ -23,7 +23,7 @@ from slipstream.runtime.events import Noted, WentBack
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Leaving, Published, Ready
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
-from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Apart, Counting, Rank
+from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Apart, Counting, Other, Rank
 from tests.runtime.failing import WIDE, Planning
 from tests.runtime.running import schedule_for
 from tests.runtime.test_going_back import on_the_spot
@@ -235,6 +235,18 @@ class World:
 
     def look(self) -> None:
         self.happens(TimePassed())
+
+
+class OtherWorld(World):
+    """Some workers come back with another job file."""
+
+    def __init__(self, rng, out, deadly) -> None:
+        self.refused_others = 0
+        super().__init__(rng, out, deadly)
+
+    def fresh(self, worker):
+        is_other = worker not in getattr(self, "workers", [worker]) and self.state.order > 0 and self.rng.random() < 0.3
+        return (Other if is_other else Counting)(worker, self)
 
 
 class RankedWorld(World):

@@ -15,7 +15,7 @@ from slipstream.runtime.coordinator.decisions.run_state import EndedPhase
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import LOSSES
 from tests.runtime.coordinator.counting_workers import ITERATIONS
-from tests.runtime.coordinator.counting_world import CutWorld, RankedWorld, World
+from tests.runtime.coordinator.counting_world import CutWorld, OtherWorld, RankedWorld, World
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ class Played:
 
     def __init__(self, kind, seeds, folder, deadly=0.016) -> None:
         self.restarts = self.back = self.deaths = self.ended = self.told = self.saved = self.unknown = 0
-        self.partial = self.moved = 0
+        self.partial = self.moved = self.others = 0
         self.fewest, self.worlds = set(), []
         for seed in seeds:
             self._play(seed, kind(random.Random(seed), folder / str(seed), deadly=0.004 if seed % 5 else deadly))
@@ -62,6 +62,7 @@ class Played:
         self.unknown += len(world.unknown)
         self.saved += world.saved
         self.partial, self.moved = self.partial + world.partial, self.moved + world.moved
+        self.others += getattr(world, "refused_others", 0)
 
 
 def test_whoever_dies_the_numbers_are_whole(tmp_path):
@@ -70,6 +71,12 @@ def test_whoever_dies_the_numbers_are_whole(tmp_path):
         vars(played)
     assert min(played.fewest) == 1 and played.saved > 100
     assert played.partial > 30 and played.moved > 30
+
+
+def test_whoever_returns_with_another_job_file_the_numbers_are_whole(tmp_path):
+    """Such a worker is refused, also by another coordinator than the one it came to."""
+    played = Played(OtherWorld, range(20), tmp_path)
+    assert played.others > 3 and played.restarts > 10 and played.deaths > 20, vars(played)
 
 
 def test_whichever_rank_of_a_worker_stops_first_the_numbers_are_whole(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from slipstream.runtime.model import source_digests
 from slipstream.runtime.model.run_identity import (
     RunIdentity,
     build_run_identity,
@@ -21,7 +22,8 @@ DATA = {"training data": "0123"}
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model that needs a module, which needs another one within a function."""
+    """A working directory with a model that needs a module, which needs another one within a
+    function."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("")
     (tmp_path / "package/parts.py").write_text("WIDTH = 4\n")
@@ -113,3 +115,15 @@ def test_relative_imports_are_followed(here):
     (here / "package/more.py").write_text("thing = 1\n")
     assert sorted(digest_sources(["package.model:build"])) == ["package", "package.model", "package.more",
                                                                "package.parts"]
+
+
+def test_packages_that_are_installed_anywhere_are_libraries(here, monkeypatch):
+    """As by `pip install --target`, with PYTHONPATH naming the folder."""
+    (here / "libraries/some_library-1.0.dist-info").mkdir(parents=True)
+    (here / "libraries/some_library.py").write_text("")
+    (here / "some_model.py").write_text("import some_library, helper")
+    monkeypatch.syspath_prepend(here / "libraries")
+    source_digests._list_library_folders.cache_clear()
+    digests = digest_sources(["some_model:Model"])
+    source_digests._list_library_folders.cache_clear()
+    assert "helper" in digests and "some_library" not in digests
