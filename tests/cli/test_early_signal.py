@@ -15,7 +15,7 @@ from tests.patience import SECONDS
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_node_0_without_a_watch_handles_sigterm_before_it_has_read_its_job(tmp_path) -> None:
     """The system ignores a signal that the first process of a container does not handle."""
-    job = tmp_path / "job.toml"
+    job = tmp_path / "job"  # read after the command line has been checked
     os.mkfifo(job)
     process = subprocess.Popen([sys.executable, "-m", "slipstream", "train", str(job), "--coordinator-timeout", "0",
                                 "--out", str(tmp_path / "run")])
