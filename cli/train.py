@@ -82,7 +82,7 @@ def train(ctx: typer.Context, request: TrainRequest) -> None:
     if ctx.obj == PROGRAM:
         if here.node == 0 and request.coordinator_timeout:
             fork_supervised(request.folder, _say)
-        elif here.node > 0:
+        else:
             exit_on_signals()
         name_process(f"node {here.node}", shlex.join(sys.argv[1:]))
     job = read_job_or_refuse(request.job, request.settings)

@@ -23,6 +23,7 @@ from slipstream.runtime.model.data.data import (
     require_same_forms,
 )
 from slipstream.runtime.model.data.sample_digests import digest_first_samples, require_repeatable
+from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.layers.flops import counting_flops
 from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.model.layers.repeatability import require_repeatable_layers
@@ -184,8 +185,10 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
 def _try_layers(config: RunConfig, corpus: Data, read: SamplesRead, placement: Placement, flops: float,
                 options: RunOptions) -> frozenset[int]:
     """Try the layers of a user's model on the first micro-batch (`try_layers`)."""
-    batch = corpus.batch(Microbatch(read.iteration, 0, 0), config.training.batch, config.model.context)
-    return try_layers(config, batch, placement.cuts, flops, options.notify)
+    def read_batch() -> Batch:
+        return corpus.batch(Microbatch(read.iteration, 0, 0), config.training.batch, config.model.context)
+
+    return try_layers(config, read_batch, placement.cuts, flops, options.notify)
 
 
 def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,

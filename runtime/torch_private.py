@@ -38,6 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 # Store, TCPStore, HashStore, PrefixStore, DebugLevel, get_debug_level, set_debug_level: documented as
 #   torch.distributed.Store, ..., where type checkers do not find them.
@@ -382,6 +383,29 @@ def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """
     if sources:
         torch._foreach_copy_(list(targets), list(sources))
+
+
+class _NoModules:
+    """Stand-in for the tracker of modules of a FlopCounterMode: everything counts for the whole."""
+
+    parents = frozenset(("Global",))
+
+    def __enter__(self) -> None:
+        """Track nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Track nothing."""
+
+
+def without_module_tracking(counter: FlopCounterMode) -> FlopCounterMode:
+    """Return a counter of floating-point operations that does not tell modules apart.
+
+    For: layers that call torch.autograd.grad in their forward, which fails where hooks track modules.
+
+    Replaced by: an argument of FlopCounterMode.
+    """
+    counter.mod_tracker = cast(Any, _NoModules())
+    return counter
 
 
 class LiveStorages:

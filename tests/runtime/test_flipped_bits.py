@@ -51,7 +51,7 @@ def test_of_two_nobody_is_and_all_go_back(what, sharded, fork_server, tmp_path):
 @pytest.mark.parametrize("what", ["parameters", "state"])
 def test_what_flips_after_the_last_step_is_not_published(what, fork_server, tmp_path):
     """Neither the final parameters nor the last checkpoint: the run ends with an error, and the one before stays."""
-    with pytest.raises(RunError, match=r"final parameter 0\.|copies of layers? .* differed before iteration 9"):
+    with pytest.raises(RunError, match=r"final parameter \d|copies of layers? .* differed before iteration 9"):
         run(schedule_for(TWO), tiny(iterations=9), out=tmp_path, fork_server=fork_server, resilience=Resilience(
             scheduler=planned(TWO), checkpoint_every=4, injections=(Injection(WRONG, 8, "stepped", f"flip {what}"),)))
     assert not list(tmp_path.glob("parameters/*.safetensors"))

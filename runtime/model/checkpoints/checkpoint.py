@@ -187,10 +187,13 @@ class PendingSave:
                 self._thread.start()
 
     def drop(self) -> None:
-        """Remove the draft, unless it has become the checkpoint: the iteration is discarded or will be run again."""
+        """Rule out that the draft becomes the checkpoint, as the iteration is discarded or will be run again, and start
+        to remove it."""
         with self._state_lock:
             self._dropped = True
-        shutil.rmtree(self._draft, ignore_errors=True)
+        # The disk may not answer, and no order waits for it.
+        self._thread = threading.Thread(target=self._remove, args=(self._thread,), daemon=True)
+        self._thread.start()
 
     def _write(self, layers: Mapping[int, LayerState]) -> None:
         _write_layers(self._folder, self._draft, self._manifest, layers, lambda: self._dropped)
@@ -204,6 +207,10 @@ class PendingSave:
         with self._state_lock:
             if not self._dropped:
                 _complete_if_all_saved(self._folder, self._draft, self._manifest)
+
+    def _remove(self, writer: threading.Thread) -> None:
+        writer.join()
+        shutil.rmtree(self._draft, ignore_errors=True)
 
     def _run(self, work: Callable[..., None], *given: object) -> None:
         try:

@@ -123,7 +123,9 @@ def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config
     more = {"batch": batch} if has_batch_parameter(module.forward) else {}
     with unset_fake_temporarily():
         named = dict(chain(module.named_parameters(), module.named_buffers()))
-    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
+    # A forward may ask for gradients of parameters.
+    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+             for name, tensor in named.items()}
     try:
         output = functional_call(module, {**state, **build_dtensors(module, state)}, (value,), more)
     except DATA_DEPENDENT as error:

@@ -31,7 +31,7 @@ from slipstream.runtime.model.state.held_layers import build_on_device
 from slipstream.runtime.torch_private import count_changes
 
 MAX_FLOPS = 2e12
-"""Floating-point operations of a forward up to which layers are tried: seconds of a CPU."""
+"""Floating-point operations of a micro-batch up to which layers are tried: seconds of a CPU."""
 _ARITHMETIC = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes in which products are computed, by `[training] dtype`."""
 _STATE_REMEDY = ("expected none, as each worker would have its own: use GroupNorm, LayerNorm, or BatchNorm with "
@@ -60,13 +60,13 @@ class _Gradients:
         return None
 
 
-def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: float, notify: Callable[[str], None]
-               ) -> frozenset[int]:
+def try_layers(config: RunConfig, read: Callable[[], Batch], begins: Collection[int], flops: float,
+               notify: Callable[[str], None]) -> frozenset[int]:
     """Run a micro-batch through a user's layers, and return those whose backward must not be divided into I and W.
 
-    `begins` are the layers with which stages begin, `flops` the operations of a forward. Models that come with the
-    package are not tried, and neither are those whose workers have several ranks. A layer that needs a GPU, and a model
-    too large for a CPU, is not tried either, which `notify` is told.
+    `read` returns the micro-batch. `begins` are the layers with which stages begin, `flops` the operations of a forward
+    and its backward. Models that come with the package are not tried, and neither are those whose workers have several
+    ranks. A layer that needs a GPU, and a model too large for a CPU, is not tried either, which `notify` is told.
 
     Raises ConfigError if a forward changes the layer's state, or if a layer cannot be computed again though the job
     asks for it.
@@ -76,10 +76,11 @@ def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: 
             or training.tensor_parallel > 1:
         return frozenset()
     if flops > MAX_FLOPS:
-        notify(f"model.name is {name!r}: a forward takes {flops / 1e12:.1f} TFLOP, so the layers are not tried on the "
-               f"CPU before the start; gradients and buffers are not compared")
+        notify(f"model.name is {name!r}: a micro-batch takes {flops / 1e12:.1f} TFLOP, so the layers are not tried on "
+               "the CPU before the start: gradients and buffers are not compared")
         return frozenset()
     model = build_model(config.model, training.seed, parameter_dtype(training), torch.device("cpu"))
+    batch = read()
     trial = _Trial(model, config, batch, begins)
     value: Value = batch[0]
     for layer in range(model.layers):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from slipstream.runtime.torch_private import without_module_tracking
+
 BACKWARD_PRODUCTS = 2
 """Matrix products in the backward for each one in the forward: one for its input, one for its weights."""
 
@@ -30,8 +32,8 @@ class ForwardFlops:
 def counting_flops() -> Iterator[ForwardFlops]:
     """Yield a counter of the floating-point operations of the forward that runs within the context. The forward may run
     on tensors without memory."""
-    with FlopCounterMode(display=False, custom_mapping={
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}) as counter:
+    with without_module_tracking(FlopCounterMode(display=False, custom_mapping={
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops})) as counter:
         yield ForwardFlops(counter)
 
 

@@ -1,6 +1,7 @@
 """Layers that a worker holds, their gradients, and the optimizer that steps them.
 
     held_layers       layers, their gradients, and one optimizer over them
+    gradients         flat gradients, and which parameters got one
     undoable_steps    steps that can be undone exactly; the built-in optimizers
     parameter_groups  the options of the optimizer that each parameter has
     muon              Muon, with AdamW for the parameters that it does not step

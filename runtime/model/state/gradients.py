@@ -34,9 +34,9 @@ class GradientBuffer(NamedTuple):
     def find_untouched(self) -> list[int]:
         """Return the indices of the parameters to whose gradients this worker has added nothing."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is not view:  # a user's function has put another tensor there
+            if parameter.grad is not view:  # a user's function, or a backward with create_graph, has replaced it
                 if parameter.grad is not None:
-                    view.copy_(parameter.grad)
+                    view.copy_(parameter.grad.detach())
                 parameter.grad = view
         return [index for index, (view, before) in enumerate(zip(self.views, self.changes, strict=True))
                 if count_changes(view) == before]

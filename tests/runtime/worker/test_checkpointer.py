@@ -73,6 +73,7 @@ def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_th
     assert checkpointer.list_iterations() == (0, 2)
     save(4)
     checkpointer.begin_order(2, 4)
+    checkpointer._saving.wait()  # until the draft is removed
     assert checkpointer.list_iterations() == (0, 2) and not list((tmp_path / "checkpoints").glob(".saving*"))
     save(4)
     checkpointer.begin_order(3, 5)

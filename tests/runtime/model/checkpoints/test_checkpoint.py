@@ -468,7 +468,7 @@ def test_drafts_of_different_orders_do_not_mix_and_a_dropped_one_leaves_nothing(
     late.wait()
     late.drop()
     late.allow()
-    late.wait()
+    late.wait()  # until it is removed
     assert open_latest(tmp_path) is None and not list(tmp_path.glob(".saving-20*"))
 
 

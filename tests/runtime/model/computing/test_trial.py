@@ -13,9 +13,8 @@ def tried(*kinds, begins=(0, 1), flops=0.0, **training):
     config = parse_run_config(
         {"name": "tests.runtime.tried_model:Model", "width": 8, "context": 8, "options": {"kinds": list(kinds)}},
         {"batch": 2, "dtype": "float64", "device": "cpu", "iterations": 1, **training})
-    batch = load_data(config, (1,)).batch(Microbatch(0, 0, 0), 2, 8)
-    notes = []
-    return try_layers(config, batch, begins, flops, notes.append), notes
+    data, notes = load_data(config, (1,)), []
+    return try_layers(config, lambda: data.batch(Microbatch(0, 0, 0), 2, 8), begins, flops, notes.append), notes
 
 
 @pytest.mark.parametrize("training", [{}, {"recompute": "full"}, {"dtype": "float32"}, {"dtype": "bf16"}], ids=str)
