@@ -45,7 +45,8 @@ Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
 def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
            communication: Communication = False, decoder_layers: DecoderLayers = None,
            titan_version: TitanVersion = NEWEST, tensor_parallel: TensorParallel = 1, out: Out = None,
-           force: Force = False, json: Json = False) -> None:
+           force: Force = False,  # noqa: ARG001  # read by the overwrite guard
+           json: Json = False) -> None:
     """Write a schedule, or the model of a checkpoint, in the format of another library.
 
     Exits 1 with the reason when that library cannot run the schedule, for example because micro-batches are re-routed.

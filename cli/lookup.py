@@ -64,7 +64,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None, normalise: Normalise = False,
-           settled: Settled = False, out_file: OutFile = None, force: Force = False,
+           settled: Settled = False, out_file: OutFile = None,
+           force: Force = False,  # noqa: ARG001  # read by the overwrite guard
            json: Json = False) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 

@@ -39,7 +39,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
             tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", metavar="N", min=1, max=64, help=(
                 "Processes of each worker, one device each: [training] tensor_parallel. Default: as the job says."))
                 ] = None,
-            force: Force = False,
+            force: Force = False,  # noqa: ARG001  # read by the overwrite guard
             json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.
 

@@ -49,7 +49,8 @@ BROWSER = ": open it in a browser"
 
 
 def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perfetto = None, svg: Svg = None,
-         measured: Measured = None, width: Width = None, force: Force = False,
+         measured: Measured = None, width: Width = None,
+         force: Force = False,  # noqa: ARG001  # read by the overwrite guard
          json: Json = False) -> None:
     """Show a schedule: a row for each worker, time from left to right; or the course of a run.
 

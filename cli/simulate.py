@@ -151,8 +151,8 @@ class SimulateRequest(msgspec.Struct, frozen=True):
 def simulate(request: SimulateRequest) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
-    A policy is a way to react to failures, of this project or another one. Prints a summary; --html writes a report that
-    works offline. Ctrl-C keeps the policies that were finished.
+    A policy is a way to react to failures, of this project or another one. Prints a summary; --html
+    writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
     job = read_job_or_refuse(request.job, request.settings)
     require_trainable_tables(request.job, job)
@@ -408,6 +408,9 @@ def _build_answer(result: Comparison, tokens: int | None) -> dict[str, object]:
     trace = result.trace
     return {
         "policies": result.mean_throughputs(),
+        "with_planned_schedules": {name: run.throughput for name, run in result.planned.items()},
+        "failure_seconds": {name: result.failure_seconds(name) for name in result.runs
+                            if not POLICIES[name].is_reference},
         "fault_free": {name: run.fault_free_rate for name, run in result.runs.items()},
         "lost_seconds": {name: {cause.value: seconds for cause, seconds in run.seconds_lost(result.best_rate).items()}
                          for name, run in result.runs.items() if not POLICIES[name].is_reference},
@@ -426,22 +429,37 @@ def _build_answer(result: Comparison, tokens: int | None) -> dict[str, object]:
 
 def _print_summary(result: Comparison, job: Job, tokens: int | None, searched: str) -> None:
     out.print(f"{job.name}: {_describe_grid(job)}; {describe_trace(result.trace)}", soft_wrap=True)
-    grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
+    grid = Grid("policy", "samples/s", "when whole", "hours lost to failures", "mostly", box=None,
+                header_style="bold")
     for name, run in result.runs.items():
         if POLICIES[name].is_reference:
             grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", "", "a reference line",
                          style="dim")
             continue
         lost = run.seconds_lost(result.best_rate)
+        lost[Cause.WHOLE] = 0.0  # of the schedule, not of failures
         total = sum(lost.values())
         causes = sorted((cause for cause in Cause if lost[cause] > 0.01 * total), key=lambda cause: -lost[cause])[:2]
         mostly = ", ".join(f"{cause} {lost[cause] / total:.0%}" for cause in causes if total > 0)
-        grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{total / 3600:.2f}", mostly)
+        grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}",
+                     f"{result.failure_seconds(name) / 3600:.2f}", mostly)
     out.print(grid)
+    if result.planned:
+        out.print(_planned_table(result))
     out.print(_measures_table(result, tokens))
     out.print(summarize_comparison(result), soft_wrap=True)
     for note in (*result.trace.notes, searched):
         err.print(f"note: {note}", style="dim", soft_wrap=True)
+
+
+def _planned_table(result: Comparison) -> Grid:
+    """Return a table, to be printed, of other systems' policies if they run this planner's schedules."""
+    grid = Grid("with our schedules", "samples/s", "when whole", "hours lost to failures", box=None,
+                header_style="bold")
+    for name, run in result.planned.items():
+        grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}",
+                     f"{result.failure_seconds(name, planned=True) / 3600:.2f}")
+    return grid
 
 
 def _measures_table(result: Comparison, tokens: int | None) -> Grid:

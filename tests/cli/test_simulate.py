@@ -286,9 +286,9 @@ def test_the_report_in_a_browser(browser, job, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     page = tmp_path / "page.html"
     assert slipstream("simulate", job, "--trace", "trace.txt", "--html", page).exit_code == 0
-    browse(browser, page, "--window-size=1050,1900", f"--screenshot={tmp_path / 'page.png'}")
+    browse(browser, page, "--window-size=1050,3000", f"--screenshot={tmp_path / 'page.png'}")
     pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
-    assert pixels.shape == (1900, 1050, 3)
+    assert pixels.shape == (3000, 1050, 3)
     for name in ("slipstream", "oobleck", "checkpoint-restart"):  # in legends, or drawn
         wanted = [int(COLOURS[name][index:index + 2], 16) for index in (1, 3, 5)]
         assert (np.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
