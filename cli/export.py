@@ -12,7 +12,7 @@ from slipstream.cli.exporters.torchtitan import NEWEST, VERSIONS
 from slipstream.cli.shared.console import complete_from, err, exit_negative, print_json, refuse
 from slipstream.cli.shared.inputs import read_schedule_or_refuse, require_choice, require_writable
 from slipstream.cli.shared.interrupts import delay_interrupts
-from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.options import Force, Json
 from slipstream.schedules.check import check
 
 _FOR_CHECKPOINTS = " or ".join(name for name, exporter in EXPORTERS.items() if "schedule" not in exporter.modules)
@@ -45,6 +45,7 @@ Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
 def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
            communication: Communication = False, decoder_layers: DecoderLayers = None,
            titan_version: TitanVersion = NEWEST, tensor_parallel: TensorParallel = 1, out: Out = None,
+           force: Force = False,  # noqa: ARG001  # read by the overwrite guard
            json: Json = False) -> None:
     """Write a schedule, or the model of a checkpoint, in the format of another library.
 

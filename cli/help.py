@@ -30,8 +30,8 @@ class Command(TyperCommand):
         write_options(self.get_params(ctx), formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Exits 2 if one of its outputs would overwrite one of its inputs."""
-        require_no_overwriting(self.get_params(ctx), ctx.params)
+        """Run the command. Exits 2 if one of its outputs would overwrite what it must not."""
+        require_no_overwriting(self.name or "", self.get_params(ctx), ctx.params)
         return super().invoke(ctx)
 
 

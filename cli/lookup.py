@@ -17,7 +17,7 @@ from slipstream.cli.shared.inputs import (
     require_writable,
     write_or_refuse,
 )
-from slipstream.cli.shared.options import Failed, FailedNode, Json, OutFile
+from slipstream.cli.shared.options import Failed, FailedNode, Force, Json, OutFile
 from slipstream.cli.shared.planning import compile_planner, find_recomputation
 from slipstream.cli.shared.role_changes import role_change_lines
 from slipstream.planner.job.file import Job, JobError, parse_job
@@ -64,7 +64,9 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None, normalise: Normalise = False,
-           settled: Settled = False, out_file: OutFile = None, json: Json = False) -> None:
+           settled: Settled = False, out_file: OutFile = None,
+           force: Force = False,  # noqa: ARG001  # read by the overwrite guard
+           json: Json = False) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 
     The answer that runs at once leaves all layers in place. Failures that the table does not cover are planned on the

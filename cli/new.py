@@ -10,8 +10,8 @@ import typer
 from typer import Option
 
 from slipstream.cli.shared.console import complete_from, duration, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import may_exist, require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.options import ANSWER, PLACEMENTS, SEARCH, Json, Placement, Steps, take_request
+from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
+from slipstream.cli.shared.options import ANSWER, PLACEMENTS, SEARCH, Force, Json, Placement, Steps, take_request
 from slipstream.cli.shared.plan_summary import placement_lines
 from slipstream.cli.shared.planning import find_pipeline
 from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, estimate_job
@@ -106,7 +106,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     steps: Steps = None
     out_file: Annotated[Path, Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(
         "The job file to write."))] = Path("job.toml")
-    force: Annotated[bool, Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")] = False
+    force: Force = False
     json: Json = False
 
 
@@ -125,18 +125,17 @@ def new(context: typer.Context, request: NewRequest) -> None:
         _read_preset(request)  # check the preset before the output file
     require_choice("--placement", request.placement, PLACEMENTS)
     require_writable(request.out_file)
-    if may_exist(request.out_file) and not request.force:
-        refuse(f"{request.out_file}: exists already; --force overwrites it")
     way = next((way for way, is_taken in ways.items() if is_taken), None) or \
         _ask_for("Start from a preset, a trace or a model?", "model", _parse_one("preset", "trace", "model"),
                  "--preset, --trace, --model, or --layers and the others")
     _refuse_unused_options(context, way)
+    _refuse_search_limits(context, request)
     readers = {"preset": _read_preset, "trace": _read_traces}
     text = readers.get(way, _estimate_job)(request)
     workers_per_node = request.workers_per_node
     if way in ("config", "model") and workers_per_node is None and sys.stdin.isatty() and request.pipelines is None:
         workers_per_node = _ask_int("Workers per node (machine)?", 1, "--workers-per-node")
-    if workers_per_node is not None and workers_per_node > 1:
+    if workers_per_node is not None:
         text += f"\n[topology]\nworkers_per_node = {workers_per_node}\n"
     placed = None
     if request.placement == "any":
@@ -161,6 +160,14 @@ def _refuse_unused_options(context: typer.Context, way: str) -> None:
         if not used[way]:
             refuse(f"{parameter.opts[0]}: not used for a job from a {way}; leave it out"
                    + (", and edit the file that is written" if way == "preset" else ""))
+
+
+def _refuse_search_limits(context: typer.Context, request: NewRequest) -> None:
+    """Exit 2 if a limit of the search is given and nothing is searched for."""
+    for name, option in (("time_limit", "--time-limit"), ("steps", "--steps")):
+        source = context.get_parameter_source(name)
+        if request.placement != "any" and source is not None and source.name == "COMMANDLINE":
+            refuse(f"{option}: only with --placement any, which searches; leave it out")
 
 
 def _estimate_job(request: NewRequest) -> str:
@@ -228,6 +235,9 @@ def _read_traces(request: NewRequest) -> str:
     if any(file.suffix == SUFFIX for file in files):
         if len(files) > 1 or request.pattern is not None:
             refuse(f"{source}: a {SUFFIX} file has all workers and known names; give it alone, without --pattern")
+        for option, count in (("--pipelines", request.pipelines), ("--microbatches", request.microbatches)):
+            if count is not None:
+                refuse(f"{option}: a {SUFFIX} file says how many there are; leave it out, and edit the job file")
         return _read_parquet(files[0], request)
     try:
         times, seen, has_whole = stage_times([one for file in files for one in read_ranges(file, request.pattern)],
@@ -240,7 +250,7 @@ def _read_traces(request: NewRequest) -> str:
     remarks = ["Seconds, one value per stage: medians over the micro-batches in the trace, without the first."]
     if has_whole:
         remarks.append("The trace has whole backwards only: half of each is taken for I, half for W.")
-    if not request.transfer:
+    if request.transfer is None:
         remarks.append("transfer: put in what one activation takes from worker to worker.")
     return job_text(_add_layers(tables, request.stage_layers),
                     {"": [f"Stage times from {source}."], "time": remarks})

@@ -86,6 +86,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     out_file: options.OutFile = None
     job_out: Annotated[Path | None, Option(rich_help_panel=options.ANSWER, metavar="FILE", help=(
         "With --placement any: write the job file of what is found to this file."))] = None
+    force: options.Force = False
     verbose: options.Verbose = False
     json: options.Json = False
 

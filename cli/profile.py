@@ -12,6 +12,7 @@ import typer
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import delay_interrupts
+from slipstream.cli.shared.options import Force
 from slipstream.planner.job.file import Job, placement_table, topology_table
 from slipstream.planner.job.network import network_table
 from slipstream.planner.job.toml import job_text, round_times
@@ -38,6 +39,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
             tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", metavar="N", min=1, max=64, help=(
                 "Processes of each worker, one device each: [training] tensor_parallel. Default: as the job says."))
                 ] = None,
+            force: Force = False,  # noqa: ARG001  # read by the overwrite guard
             json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.
 

@@ -66,13 +66,18 @@ def _import_drawing() -> Callable[[Figure], bytes]:
 
 
 def _compute_figure(name: str) -> Figure:
+    """Return the figure of this name; show progress on stderr, in a log as a line for each tenth."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
-        task = bar.add_task(name, total=None)
+        task, tenths = bar.add_task(name, total=None), -1
 
         def report_progress(done: int, total: int) -> None:
+            nonlocal tenths
             bar.update(task, completed=done, total=total)
+            if bar.disable and total and tenths < 10 * done // total:
+                tenths = 10 * done // total
+                err.print(f"{name}: {done} of {total} steps")
             check_interrupt()
 
         return FIGURES[name](report_progress)

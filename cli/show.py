@@ -14,7 +14,7 @@ from slipstream.cli.exporters.perfetto import perfetto_trace
 from slipstream.cli.run_page import run_page
 from slipstream.cli.shared.console import console_of_width, duration, err, print_json, refuse
 from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal_text, require_writable, write_or_refuse
-from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.options import Force, Json
 from slipstream.cli.shared.run_summary import build_run_summary, print_run
 from slipstream.cli.shared.schedule_summary import measured_period, summarize_schedule, summary_line
 from slipstream.cli.timeline_page import ShownSchedule, timeline_page
@@ -49,7 +49,9 @@ BROWSER = ": open it in a browser"
 
 
 def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perfetto = None, svg: Svg = None,
-         measured: Measured = None, width: Width = None, json: Json = False) -> None:
+         measured: Measured = None, width: Width = None,
+         force: Force = False,  # noqa: ARG001  # read by the overwrite guard
+         json: Json = False) -> None:
     """Show a schedule: a row for each worker, time from left to right; or the course of a run.
 
     Several schedules are shown one after the other. With --run: what happened when, and the planned and measured period

@@ -63,7 +63,7 @@ from slipstream.cli.shared.inputs import (
     write_or_refuse,
 )
 from slipstream.cli.shared.interrupts import watch_interrupts
-from slipstream.cli.shared.options import ANSWER, ExecutorName, JobFile, Json, Settings, take_request
+from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
 from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
 from slipstream.planner.budget import STEP_SECONDS, CountCallback
 from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
@@ -96,7 +96,7 @@ class SimulateRequest(msgspec.Struct, frozen=True):
     policy: Annotated[list[str] | None, Option(rich_help_panel=FOLLOWED, metavar="NAME", help=(
         f"Only this policy; may be repeated. Known: {', '.join(POLICIES)}."))] = None
     html: Annotated[Path | None, Option(rich_help_panel=ANSWER, metavar="FILE", help=(
-        "The report. Default: the job file's name with -simulation.html, here; none with --json."))] = None
+        "Write the report to this file, a page that works offline."))] = None
     table: Annotated[Path | None, Option(rich_help_panel=FOLLOWED, metavar="DIR", help=(
         "A table of schedules to take this planner's from, at once and with layers moved; what is not in it is planned "
         "on the spot."))] = None
@@ -143,6 +143,7 @@ class SimulateRequest(msgspec.Struct, frozen=True):
     steps: Annotated[int | None, Option(rich_help_panel=FOLLOWED, metavar="N", min=0, max=10**15, help=(
         "Search for so many counted steps for each plan, as `slipstream plan` does. A core makes about 400,000 a "
         f"second. Default: those of {PLAN_SECONDS:g} s, where layers move of at most {SETTLE_SECONDS:g} s."))] = None
+    force: Force = False
     json: Json = False
 
 
@@ -150,8 +151,8 @@ class SimulateRequest(msgspec.Struct, frozen=True):
 def simulate(request: SimulateRequest) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
-    A policy is a way to react to failures, of this project or another one. Prints a summary and writes a report that
-    works offline. Ctrl-C keeps the policies that were finished.
+    A policy is a way to react to failures, of this project or another one. Prints a summary; --html
+    writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
     job = read_job_or_refuse(request.job, request.settings)
     require_trainable_tables(request.job, job)
@@ -161,8 +162,7 @@ def simulate(request: SimulateRequest) -> None:
     _require_consistent(request)
     dead = failed_workers(job, request.failed, None)
     make = _trace_maker(request, job, dead)
-    target = request.html if request.html is not None or request.json else Path(f"{request.job.stem}-simulation.html")
-    require_writable(target if request.seeds == 1 else None)
+    require_writable(request.html)
     table = None if request.table is None else load_table_or_refuse(request.table, "--table: ")
     first = make(request.seed)
     if job.time.slow:
@@ -191,16 +191,18 @@ def simulate(request: SimulateRequest) -> None:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
     tokens, searched = request.tokens or _tokens_per_sample(job), _describe_search(request.steps)
-    if target is not None:
+    if request.html is not None:
         notes = _report_notes(costs, samples, request.table, searched)
-        write_or_refuse(target, build_report(result, job=job.name, shape=_describe_grid(job), notes=notes,
+        write_or_refuse(request.html, build_report(result, job=job.name, shape=_describe_grid(job), notes=notes,
                                              tokens=tokens))
     if request.json:
         print_json(_build_answer(result, tokens))
     else:
         _print_summary(result, job, tokens, searched)
-    if target is not None:
-        err.print(f"report written to {target}", soft_wrap=True)
+    if request.html is not None:
+        err.print(f"report written to {request.html}", soft_wrap=True)
+    elif not request.json:
+        err.print("note: --html FILE writes the report, a page with charts", style="dim", soft_wrap=True)
     if len(result.runs) < len(policy_kinds):
         err.print("interrupted: some policies are missing", style="yellow")
         raise typer.Exit(130)
@@ -406,6 +408,9 @@ def _build_answer(result: Comparison, tokens: int | None) -> dict[str, object]:
     trace = result.trace
     return {
         "policies": result.mean_throughputs(),
+        "with_planned_schedules": {name: run.throughput for name, run in result.planned.items()},
+        "failure_seconds": {name: result.failure_seconds(name) for name in result.runs
+                            if not POLICIES[name].is_reference},
         "fault_free": {name: run.fault_free_rate for name, run in result.runs.items()},
         "lost_seconds": {name: {cause.value: seconds for cause, seconds in run.seconds_lost(result.best_rate).items()}
                          for name, run in result.runs.items() if not POLICIES[name].is_reference},
@@ -424,22 +429,37 @@ def _build_answer(result: Comparison, tokens: int | None) -> dict[str, object]:
 
 def _print_summary(result: Comparison, job: Job, tokens: int | None, searched: str) -> None:
     out.print(f"{job.name}: {_describe_grid(job)}; {describe_trace(result.trace)}", soft_wrap=True)
-    grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
+    grid = Grid("policy", "samples/s", "when whole", "hours lost to failures", "mostly", box=None,
+                header_style="bold")
     for name, run in result.runs.items():
         if POLICIES[name].is_reference:
             grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", "", "a reference line",
                          style="dim")
             continue
         lost = run.seconds_lost(result.best_rate)
+        lost[Cause.WHOLE] = 0.0  # of the schedule, not of failures
         total = sum(lost.values())
         causes = sorted((cause for cause in Cause if lost[cause] > 0.01 * total), key=lambda cause: -lost[cause])[:2]
         mostly = ", ".join(f"{cause} {lost[cause] / total:.0%}" for cause in causes if total > 0)
-        grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{total / 3600:.2f}", mostly)
+        grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}",
+                     f"{result.failure_seconds(name) / 3600:.2f}", mostly)
     out.print(grid)
+    if result.planned:
+        out.print(_planned_table(result))
     out.print(_measures_table(result, tokens))
     out.print(summarize_comparison(result), soft_wrap=True)
     for note in (*result.trace.notes, searched):
         err.print(f"note: {note}", style="dim", soft_wrap=True)
+
+
+def _planned_table(result: Comparison) -> Grid:
+    """Return a table, to be printed, of other systems' policies if they run this planner's schedules."""
+    grid = Grid("with our schedules", "samples/s", "when whole", "hours lost to failures", box=None,
+                header_style="bold")
+    for name, run in result.planned.items():
+        grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}",
+                     f"{result.failure_seconds(name, planned=True) / 3600:.2f}")
+    return grid
 
 
 def _measures_table(result: Comparison, tokens: int | None) -> Grid:

@@ -108,17 +108,17 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
     _require_model(request, job)
     job, config = _with_recomputation(request, job, config)
     iterations = config.training.iterations
+    rehearsals = read_rehearsals(job, request.kill, request.bring_back, request.slow)
+    absent = failed_workers(job, request.failed, request.failed_node) if request.schedule is None else \
+        read_schedule_or_refuse(request.schedule).failed
+    for line in rehearsals.find_conflicts(iterations, absent):
+        refuse(line)
     takeover = read_takeover_record(request.folder) is not None  # of a node 0 that has died: its workers may live
     resumed = find_start(request, needed=not takeover)
     if not takeover:
         if resumed is not None and warn_if_done(request, resumed, iterations):
             return
         _require_startable(request, job, config, resumed)
-    rehearsals = read_rehearsals(job, request.kill, request.bring_back, request.slow)
-    absent = failed_workers(job, request.failed, request.failed_node) if request.schedule is None else \
-        read_schedule_or_refuse(request.schedule).failed
-    for line in rehearsals.find_conflicts(iterations, absent):
-        refuse(line)
     fault_free, file = None, request.schedule
     if takeover and (request.folder / "schedule.json").exists():
         file = request.folder / "schedule.json"  # its workers wait only for a limited time

@@ -37,7 +37,7 @@ def build_document(title: str, body: str, script: str = "") -> bytes:
     """Return an HTML file that needs no network and no fonts. `body` and `script` are inserted unchanged."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+            f"<title>{escape(title)} · Slipstream</title><style>{STYLE}</style></head>\n"
             f"<body>\n{body}\n{f'<script>{script}</script>' if script else ''}\n</body></html>\n").encode()
 
 

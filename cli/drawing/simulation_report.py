@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 
 from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
-from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps
+from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps, nice_top
 from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
@@ -22,6 +22,8 @@ MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
 """Colours that policies without a colour in `COLOURS` take in turn."""
 OURS = ("slipstream", "slipstream-fixed")
 """Names of the policies that simulate this project's own runtime."""
+TO_FAILURES = "lost to failures"
+"""Name of the part of the lost time that is not due to a slower schedule."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
     Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#6e7781", Cause.SLOW: "#8c6d31",
@@ -52,9 +54,12 @@ def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[st
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
              f'<p class="dim">{escape(shape)} &middot; trace {escape(describe_trace(result.trace))}</p>',
              f'<p class="lead">{escape(_compare_leader(result))}</p>',
-             "<h2>Hours lost, by cause</h2>",
-             f'<p class="dim">Against a job that always trains {result.best_rate:.4g} samples a second, the most that '
-             "any of these makes with all workers alive. Shorter bars are better.</p>", _causes_chart(result),
+             "<h2>Schedule and failures</h2>",
+             f'<p class="dim">Hours lost against a job that always trains {result.best_rate:.4g} samples a second, the '
+             "most that any of these makes with all workers alive: because the policy's own schedule is slower even "
+             "then, and to failures. Shorter bars are better.</p>", _schedule_and_failures_chart(result),
+             *_like_for_like(result),
+             "<h2>Hours lost to failures, by cause</h2>", _causes_chart(result),
              "<h2>Mean throughput</h2>", _throughput_table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
              "<h2>Throughput over time</h2>", _policy_legend(result, shown), _throughput_chart(result, shown),
              "<h2>Live workers</h2>", _live_workers_chart(result),
@@ -211,19 +216,59 @@ def _policy_legend(result: Comparison, shown: Collection[str]) -> str:
     return f'<div class="legend">{"".join(labels)}</div>'
 
 
+def _hours_by_cause(result: Comparison, name: str) -> dict[Cause, float]:
+    lost = result.runs[name].seconds_lost(result.best_rate)
+    return {cause: seconds / 3600 for cause, seconds in lost.items()}
+
+
+def _schedule_and_failures_chart(result: Comparison) -> str:
+    """Return a chart of two colours: hours lost to the policy's own schedule, and hours lost to failures."""
+    rows = {}
+    for name in rank_policies(result):
+        hours = _hours_by_cause(result, name)
+        whole = hours.pop(Cause.WHOLE)
+        rows[name] = {Cause.WHOLE.value: whole, TO_FAILURES: sum(hours.values())}
+    colours = {Cause.WHOLE.value: CAUSE_COLOURS[Cause.WHOLE], TO_FAILURES: CAUSE_COLOURS[Cause.SWITCH]}
+    legend = "".join(f"<label>{colour_swatch(colour)}{escape(part)}</label>" for part, colour in colours.items())
+    hours = result.trace.length_seconds / 3600
+    return f'<div class="legend">{legend}</div>' + draw_bars(
+        rows, colours, total=nice_top(max((sum(row.values()) for row in rows.values()), default=0.0)),
+        x=f"hours lost, of {hours:,.4g}", unit="h")
+
+
+def _like_for_like(result: Comparison) -> list[str]:
+    """Return a heading and a table of each policy with its own schedules and with this planner's."""
+    rows = []
+    for name in rank_policies(result):
+        run, planned = result.runs[name], result.planned.get(name)
+        cells = [f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{result.failure_seconds(name) / 3600:.2f}"]
+        cells += ["its own"] * 3 if planned is None else [
+            f"{planned.throughput:.4g}", f"{planned.fault_free_rate:.4g}",
+            f"{result.failure_seconds(name, planned=True) / 3600:.2f}"]
+        rows.append((False, (name, *cells)))
+    head = ("policy", "samples / s", "when whole", "hours lost to failures", "samples / s, with our schedules",
+            "when whole", "hours lost to failures")
+    return ["<h2>With the same schedules</h2>",
+            '<p class="dim">Left: each policy with the schedules that it publishes. Right: with this planner&rsquo;s, '
+            "as far as its way to handle failures allows. Hours are of its own rate when whole.</p>",
+            build_table(head, rows)]
+
+
 def _causes_chart(result: Comparison) -> str:
-    rows = {name: {cause: seconds / 3600 for cause, seconds in result.runs[name].seconds_lost(result.best_rate).items()}
-            for name in rank_policies(result)}
-    return draw_hours_by_cause(rows, result.trace.length_seconds / 3600)
+    rows = {name: {**_hours_by_cause(result, name), Cause.WHOLE: 0.0} for name in rank_policies(result)}
+    longest = max((sum(row.values()) for row in rows.values()), default=0.0)
+    return draw_hours_by_cause(rows, result.trace.length_seconds / 3600, top=nice_top(longest))
 
 
-def draw_hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float) -> str:
-    """Return a chart, as HTML, with a stacked bar of lost hours for each policy, and a part of it for each cause. The
-    argument `rows` has the hours by policy and cause; the axis ends at `hours`."""
+def draw_hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float, *, top: float | None = None) -> str:
+    """Return a chart, as HTML, with a stacked bar of lost hours for each policy, and a part of it for each cause.
+
+    The argument `rows` has the hours by policy and cause, of `hours` in all. The axis ends at `top`; None: at `hours`.
+    """
     legend = "".join(f"<label>{colour_swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
                      if any(row[cause] > 0.001 for row in rows.values()))
     chart = draw_bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},
-                      {cause.value: colour for cause, colour in CAUSE_COLOURS.items()}, total=hours,
+                      {cause.value: colour for cause, colour in CAUSE_COLOURS.items()}, total=top or hours,
                       x=f"hours lost, of {hours:,.4g}", unit="h")
     return f'<div class="legend">{legend}</div>{chart}'
 

@@ -1,5 +1,7 @@
 """The cost of a failure for the preset of the README: a day with none, one and five workers dead."""
 
+from collections.abc import Sequence
+
 from slipstream.cli.fleet.availability_trace import build_death_trace
 from slipstream.cli.fleet.costs import costs_for
 from slipstream.cli.fleet.figure import Cell, Figure, Series
@@ -25,6 +27,14 @@ POLICY_LABELS = {
     "checkpoint-restart": "restart from a checkpoint on whole pipelines",
 }
 """Name of each policy in the README."""
+LIKE_FOR_LIKE = ("oobleck", "torchft", "checkpoint-restart")
+"""Policies that are also shown with this planner's schedules. With them, ReCycle is Slipstream at once."""
+
+
+def _build_row(text: str, rates: Sequence[float]) -> tuple[Cell, ...]:
+    """Return a row: samples per second with all workers alive, then of each case with its change in percent."""
+    whole, *others = rates
+    return (text, f"{whole:.1f}", *(f"{rate:.1f} ({round(100 * (rate / whole - 1))} %)" for rate in others))
 
 
 def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) -> Figure:
@@ -34,19 +44,22 @@ def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) ->
     job = parse_job(preset_text(PRESET) + "\n[network]\noverlap = true\n" * overlap)
     kinds, costs = [POLICIES[name] for name in POLICY_LABELS], costs_for(PARAMETERS, job.stages)
     by_case = {}
+    planned_by_case = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
         workers = [Worker.parse(worker) for worker in dead]
         throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True,
                                   dead=workers)
         trace = build_death_trace(job, workers)
         by_case[name] = simulate_traces(kinds, throughputs, costs, [trace])
+        planned_by_case[name] = simulate_traces([POLICIES[kind] for kind in LIKE_FOR_LIKE],
+                                                throughputs.with_planned_pipelines(), costs, [trace])
         progress(done, 1 + len(CASES))
     values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in by_case.items()}
-    rows: list[tuple[Cell, ...]] = []
-    for policy, text in POLICY_LABELS.items():
-        whole, *others = (one[policy] for one in values.values())
-        rows.append((text, f"{whole:.1f}", *(
-            f"{value:.1f} ({round(100 * (value / whole - 1))} %)" for value in others)))
+    rows = [_build_row(text, [float(by_case[case][policy][0]) for case in by_case])
+            for policy, text in POLICY_LABELS.items()]
+    rows += [_build_row(f"with our schedules: {POLICY_LABELS[policy]}",
+                        [float(planned_by_case[case][policy][0]) for case in by_case])
+             for policy in LIKE_FOR_LIKE]
     return Figure(
         name="failure-cost" + "-overlapped" * overlap,
         title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",

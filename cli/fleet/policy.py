@@ -124,6 +124,9 @@ class Policy(ABC):
 
     is_reference: ClassVar[bool] = False
     """True if this is only a line to compare with, and not a system that exists."""
+    plans_schedules: ClassVar[bool] = False
+    """True if the policy always runs this planner's schedules. Others run the schedule that they publish, and are also
+    simulated with this planner's."""
     pauses: ClassVar[bool] = False
     """True if training stops while a checkpoint is written. Otherwise it is written in the background."""
     balances_speeds: ClassVar[bool] = False
@@ -145,8 +148,8 @@ class Policy(ABC):
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second with all workers alive, without checkpoints. The default is that of 1F1B."""
-        return self.throughputs.one_f_one_b_rate(self.scenario.pipelines)
+        """Samples per second with all workers alive, without checkpoints. The default is that of whole pipelines."""
+        return self.throughputs.whole_pipelines_rate(self.scenario.pipelines)
 
     @abstractmethod
     def start(self, live: Sequence[int]) -> list[Phase]:

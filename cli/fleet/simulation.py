@@ -138,6 +138,16 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     runs: Mapping[str, PolicyRun]
     best_rate: float
     """Samples per second of the fastest policy with all workers alive, which lost time is measured against."""
+    planned: Mapping[str, PolicyRun] = msgspec.field(default_factory=dict)
+    """Runs of other systems' policies if they, too, run this planner's schedules."""
+
+    def failure_seconds(self, name: str, *, planned: bool = False) -> float:
+        """Return the seconds that failures take of a policy, at its own rate with all workers alive.
+
+        Set `planned` to True for its run with this planner's schedules.
+        """
+        run = (self.planned if planned else self.runs)[name]
+        return run.length_seconds * (1 - run.throughput / run.fault_free_rate) if run.fault_free_rate else 0.0
 
     def mean_throughputs(self) -> dict[str, float]:
         """Return the mean useful samples per second, by name of policy."""
@@ -159,18 +169,24 @@ def compare_policies(policies: Sequence[type[Policy]], throughputs: Throughputs,
     """Simulate policies (ways to react to failures) over one trace, which must fit the job. The seconds that their
     reactions take are in `costs`.
 
+    Policies of other systems are simulated twice: with the schedules that they publish, and with this planner's.
+
     After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there are none.
     """
     scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
+    with_planned = scenario._replace(throughputs=throughputs.with_planned_pipelines())
     runs: dict[str, PolicyRun] = {}
+    planned: dict[str, PolicyRun] = {}
     try:
         for done, policy_class in enumerate(policies, 1):
             runs[policy_class.name] = simulate_policy(policy_class(scenario), trace)
+            if not policy_class.plans_schedules and not policy_class.is_reference:
+                planned[policy_class.name] = simulate_policy(policy_class(with_planned), trace)
             progress(done, len(policies))
     except KeyboardInterrupt:
         if not runs:
             raise
-    return Comparison(trace=trace, runs=runs, best_rate=max(
+    return Comparison(trace=trace, runs=runs, planned=planned, best_rate=max(
         [0.0, *(run.fault_free_rate for run in runs.values() if not POLICIES[run.policy].is_reference)]))
 
 

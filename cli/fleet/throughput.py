@@ -6,10 +6,11 @@ large job has separate peers for every failure, the plans for one failure in eac
 result is proven to be the shortest (`Throughputs._independent_rate`).
 """
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -57,6 +58,8 @@ class Throughputs:
         self._rebalanced_plans = RebalancedPlans(self.job, announce, settle_seconds, dead, table)
         self._cache: dict[Hashable, Any] = {}
         self._table = _read_table_periods(table, self.job, self._options) if table is not None else {}
+        self.plans_pipelines = False
+        """True if whole pipelines run this planner's schedules, and not 1F1B."""
 
     def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
         """Return the cached value of `key`, any hashable value; `find` computes it the first time."""
@@ -64,6 +67,15 @@ class Throughputs:
             self._cache[key] = find()
         value: Value = self._cache[key]
         return value
+
+    def with_planned_pipelines(self) -> Self:
+        """Return a copy in which systems of others run this planner's schedules, too.
+
+        Two systems are then compared by how they handle failures alone. Plans are shared with this object.
+        """
+        other = copy.copy(self)
+        other.plans_pipelines, other._cache = True, dict(self._cache)
+        return other
 
     # --- This planner -------------------------------------------------------------------------------------------------
 
@@ -141,21 +153,22 @@ class Throughputs:
         independent_rate = self._independent_rate(down, self.planned_rate)
         if independent_rate and self.samples / independent_rate <= self._single_failure_bound(down):
             return self.samples / independent_rate
-        period, is_best = self._search_period(down) if self._thorough else self._periods.planned_period(down)
+        period, is_best = self._search_period(self.job, down) if self._thorough else self._periods.planned_period(down)
         # If time ran out, ReCycle's rule may have found a better schedule, which this planner may also use.
         return period if is_best else min(period, self.samples / self.round_robin_rate(down))
 
-    def _search_period(self, down: DownByStage) -> tuple[float, bool]:
-        """Return the period in seconds that `slipstream plan` finds, and whether it is proven to be the shortest.
+    def _search_period(self, job: Job, down: DownByStage) -> tuple[float, bool]:
+        """Return the period in seconds that `slipstream plan` finds for a job, and whether it is proven to be the
+        shortest.
 
         There are `down` dead workers, one number per stage, in as many pipelines as possible. If the workers that the
         user named as dead are in the same stages, exactly these are dead.
         """
         columns = [column for column, count in enumerate(down) for _ in range(count)]
-        failed = [Worker(index % self.job.pipelines, column) for index, column in enumerate(columns)]
-        if sorted(worker.column for worker in self._dead) == columns:
+        failed = [Worker(index % job.pipelines, column) for index, column in enumerate(columns)]
+        if job is self.job and sorted(worker.column for worker in self._dead) == columns:
             failed = self._dead
-        schedule = plan_only(msgspec.structs.replace(self._options, method="cp-sat", slices=True), self.job,
+        schedule = plan_only(msgspec.structs.replace(self._options, method="cp-sat", slices=True), job,
                              failed).schedule
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
@@ -187,8 +200,11 @@ class Throughputs:
 
         Without failures, it is 1F1B; otherwise backward passes are split into I and W, each worker runs its optimizer
         step by itself, and micro-batches are re-routed round-robin. Healthy workers keep to 1F1B, so it is never faster
-        than that. The best of some list schedules replaces the published solver.
+        than that. The best of some list schedules replaces the published solver. If whole pipelines run this planner's
+        schedules, re-routed work does, too.
         """
+        if self.plans_pipelines:
+            return self.in_place_rate(down)
         whole = self.one_f_one_b_rate(self.job.pipelines)
         if not any(down) or self._independent_rate(down, self.recycle_rate) == whole:
             return whole
@@ -208,7 +224,7 @@ class Throughputs:
 
         return self.compute_once(("round robin", down, backward, optimizer), compute_rate)
 
-    # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
+    # --- Whole pipelines ----------------------------------------------------------------------------------------------
 
     def one_f_one_b_rate(self, pipelines: int) -> float:
         """Return the samples per second of 1F1B (fused, synchronous) on pipelines that share the global batch
@@ -217,22 +233,50 @@ class Throughputs:
             return 0.0
         return self.compute_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
+    def whole_pipelines_rate(self, pipelines: int) -> float:
+        """Return the samples per second of whole pipelines that share the global batch evenly.
+
+        They run 1F1B or, if `plans_pipelines`, this planner's schedule where that is faster.
+        """
+        rate = self.one_f_one_b_rate(pipelines)
+        return max(rate, self._planned_pipelines_rate(pipelines)) if self.plans_pipelines else rate
+
+    def _planned_pipelines_rate(self, pipelines: int) -> float:
+        """Return the samples per second of this planner's schedule, layers in place, on this many whole pipelines."""
+        if pipelines == self.job.pipelines:
+            return self.in_place_rate((0,) * self.job.stages)
+        return self.compute_once(("planned pipelines", pipelines),
+                                 lambda: self.samples / self._planned_pipelines_period(pipelines))
+
+    def _planned_pipelines_period(self, pipelines: int) -> float:
+        if pipelines < 1:
+            return math.inf
+        self._announce(f"planning {pipelines} whole pipelines")
+        job = msgspec.structs.replace(self.job, pipelines=pipelines, microbatches=self._share_batch(pipelines))
+        whole = (0,) * job.stages
+        return self._search_period(job, whole)[0] if self._thorough else \
+            Periods(job, self._options).planned_period(whole)[0]
+
+    def _share_batch(self, pipelines: int) -> tuple[int, ...]:
+        """Return the micro-batches of each of some pipelines that share the job's evenly."""
+        total = sum(self.job.microbatches)
+        if pipelines == self.job.pipelines:
+            return self.job.microbatches
+        return tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
+
     def scale_by_formula(self, whole: float, now: float) -> float:
-        """Return the samples per second of a system whose iteration times are given by a formula: 1F1B's rate with all
+        """Return the samples per second of a system whose iteration times are given by a formula: the rate with all
         workers alive, times the ratio of these times.
 
         By the formula, the micro-batches of an iteration take `whole` seconds with all workers alive, and `now` seconds
         after failures. The longest optimizer step is added to both.
         """
         step = self.loads.longest_step
-        return self.one_f_one_b_rate(self.job.pipelines) * (whole + step) / (now + step)
+        return self.whole_pipelines_rate(self.job.pipelines) * (whole + step) / (now + step)
 
     def _one_f_one_b_period(self, pipelines: int) -> float:
-        total = sum(self.job.microbatches)
-        counts = self.job.microbatches if pipelines == self.job.pipelines else \
-            tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
         # Pipelines wait for each other only at the end: the one with the most micro-batches decides.
-        return self._periods.one_f_one_b_period(max(counts))
+        return self._periods.one_f_one_b_period(max(self._share_batch(pipelines)))
 
     # --- Reference ---------------------------------------------------------------------------------------------------
 

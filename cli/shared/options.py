@@ -67,6 +67,8 @@ ShareDown = Annotated[float, typer.Option("--share-down", rich_help_panel=PLANNE
                                           "are down in the mean.")]
 OutFile = Annotated[Path | None, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(
     "Write the schedule to this file."))]
+Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help=(
+    "Overwrite files that exist, whatever they are."))]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=ANSWER, help="Print one JSON object.")]
 
 

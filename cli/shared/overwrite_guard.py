@@ -1,11 +1,18 @@
-"""Prevent a command from overwriting what it reads, or a file of a table, run or checkpoint."""
+"""Prevent a command from overwriting what is not its own to replace.
 
+This module has the rule for all commands. An output never replaces what the command reads, nor a file of a table, run
+or checkpoint. It replaces another file only if that is of the kind that the option writes (`REPLACEABLE`), or if
+--force is given: a file that the same command wrote before is written again, and a job file is not.
+"""
+
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.cli.shared.console import refuse
 from slipstream.planner.job.file import extended_files
+from slipstream.schedules.codec import FORMAT
 
 OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg")
 """Options that name a file to write."""
@@ -18,13 +25,35 @@ RUN_FILES = frozenset({"schedule.json", ".running.json", "losses.jsonl", "metric
                        "trace.json", "parameters", "hugging-face", "checkpoints", "logs"})
 JOB_SUFFIX = ".toml"
 CHECKPOINT = "manifest.json"
+HEAD_BYTES = 4096
+"""Number of bytes at the beginning of a file by which its kind is recognised."""
 
 
-def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> None:
-    """Exit 2 if an output of a command is also an input, another output, or a file of a table, run or checkpoint.
+class OutputKind(NamedTuple):
+    """Kind of file that an option writes."""
 
-    The command's parameters are `params`, as click has them, and `values` maps their names to their values. Files are
-    compared by identity in the file system, whatever their names. Pipes and devices may be both input and output.
+    name: str
+    """The kind with its article, as in messages."""
+    opening: re.Pattern[bytes]
+    """What matches at the beginning of every file of this kind."""
+
+
+SCHEDULE = OutputKind("a schedule", re.compile(rb'\{"format":"%s"' % FORMAT.encode()))
+ORDER = OutputKind("an order of ops", re.compile(rb"(?:\d+[A-Z][A-Z_0-9]*|,)+(?:\r?\n|$)"))
+PAGE = OutputKind("a page of Slipstream", re.compile(rb"<!doctype html>.*?<title>[^<]*Slipstream</title>", re.DOTALL))
+PICTURE = OutputKind("an SVG picture", re.compile(rb"<svg\b"))
+TRACE = OutputKind("a trace of ops", re.compile(rb'\{"displayTimeUnit":'))
+REPLACEABLE = {"--html": PAGE, "--svg": PICTURE, "--perfetto": TRACE, "plan --out": SCHEDULE,
+               "lookup --out": SCHEDULE, "export --out": ORDER}
+"""Kind of file that an option, or the option of a command, replaces without --force; none for a job file."""
+
+
+def require_no_overwriting(command: str, params: Iterable[Any], values: Mapping[str, Any]) -> None:
+    """Exit 2 if an output of a command would overwrite what it must not.
+
+    The command's parameters are `params`, as click has them, and `values` maps their names to their
+    values. Files are compared by identity in the file system, whatever their names. Pipes and
+    devices may be both input and output. A command without --force decides itself what it replaces.
     """
     given = [(param, value) for param in params for value in _flatten_texts(values.get(param.name))]
     outputs = [(param, Path(value)) for param, value in given if is_output_file(param)]
@@ -39,6 +68,22 @@ def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> 
             refuse(f"{name} {path}: is read by this command; give another file to write")
         if (owner := _describe_owner(path)) is not None:
             refuse(f"{name} {path}: is a file of {owner}; give another file to write")
+        if values.get("force") is False:
+            _require_replaceable(name, path, REPLACEABLE.get(f"{command} {name}", REPLACEABLE.get(name)))
+
+
+def _require_replaceable(option: str, path: Path, kind: OutputKind | None) -> None:
+    """Exit 2 if a file exists that is not of this kind; None: whatever it is. Empty files may be replaced."""
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except (OSError, ValueError):  # opening it to write gives the reason
+        return
+    if head and (kind is None or not kind.opening.match(head)):
+        reason = "" if kind is None else f" and is not {kind.name}"
+        refuse(f"{option} {path}: exists already{reason}; --force overwrites it")
 
 
 def is_output_file(param: Any) -> bool:

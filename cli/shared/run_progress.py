@@ -159,6 +159,8 @@ def show_progress(iterations: int, tokens: int) -> Iterator[ProgressDisplay]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
             WriterThread() as write:
+        if bar.disable:  # a log: the first iteration may be a minute away
+            write(lambda: err.print("starting the workers"))
         yield ProgressDisplay(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens), write)
 
 

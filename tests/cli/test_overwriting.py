@@ -65,12 +65,34 @@ def test_no_command_writes_over_what_it_reads_or_over_a_part_of_something(comman
     assert contents(here) == before
 
 
-@pytest.mark.parametrize("command", ["show q.json --html run/page.html", "export q.json --out order.csv",
-                                     "show q.json --html page.html --svg picture.svg"])
+@pytest.mark.parametrize("command", [
+    "show q.json --html run/page.html", "export q.json --out order.csv", "plan q.toml --steps 0 --out new.json",
+    "show q.json --html page.html --svg picture.svg --perfetto trace.json",
+    "lookup tb --failed 1.1 --out answer.json"])
 def test_other_files_are_written_and_written_again(command, here):
     for _ in range(2):
         result = CliRunner().invoke(app, command.split())
         assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(("command", "reason"), [
+    ("plan q.toml --out other.toml", "is not a schedule"), ("show q.json --html other.toml", "is not a page"),
+    ("show q.json --svg other.toml", "is not an SVG picture"), ("export q.json --out other.toml", "is not an order"),
+    ("show q.json --perfetto hard.json", "is read by this command"),
+    ("show q.json --perfetto mine.json", "is not a trace"),
+    ("new --preset gpt-1.5b --out other.toml", "exists already; --force"),
+])
+def test_a_file_of_another_kind_is_replaced_only_by_force(command, reason, here):
+    Path("other.toml").write_text('name = "mine"\n')
+    write(by_hand(HEALTHY), Path("mine.json"))
+    before = contents(here)
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 2 and reason in result.stderr, result.output
+    assert contents(here) == before
+    if "hard.json" not in command:
+        forced = CliRunner().invoke(app, [*command.split(), "--force"])
+        assert forced.exit_code == 0, forced.output
+        assert contents(here) != before
 
 
 @pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="needs /dev/stdin")

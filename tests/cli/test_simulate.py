@@ -55,11 +55,11 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_job_and_a_trace_are_enough(job, tmp_path):
-    result = slipstream("simulate", job, "--trace", "trace.txt")
+    result = slipstream("simulate", job, "--trace", "trace.txt", "--html", "page.html")
     assert result.exit_code == 0 and all(name in result.stdout for name in POLICIES)
     assert "slipstream trains" in result.stdout and "x oobleck" in result.stdout
     assert "drawn at random: the file gives only their number" in result.stderr.replace("\n", " ")
-    text = (tmp_path / "job-simulation.html").read_text()
+    text = (tmp_path / "page.html").read_text()
     assert text.startswith("<!doctype html>") and "Hours lost, by cause" in text
     assert "slipstream trains most: " in text and ", the last." in text
     # Nothing is fetched from anywhere.
@@ -71,11 +71,11 @@ def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
         name = "newcomer"
 
     monkeypatch.setitem(POLICIES, "newcomer", Newcomer)
-    result = slipstream("simulate", job, "--trace", "trace.txt")
+    result = slipstream("simulate", job, "--trace", "trace.txt", "--html", "page.html")
     assert result.exit_code == 0, result.output
     colours = {name: policy_colour(name) for name in POLICIES}
     assert len(set(colours.values())) == len(POLICIES)
-    assert colours["newcomer"] in Path("job-simulation.html").read_text()
+    assert colours["newcomer"] in Path("page.html").read_text()
 
 
 def test_dead_workers_cost_what_plan_says_for_them(job):
@@ -284,11 +284,11 @@ def browse(browser, page, *options):
 
 def test_the_report_in_a_browser(browser, job, tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
-    page = tmp_path / "job-simulation.html"
-    browse(browser, page, "--window-size=1050,1900", f"--screenshot={tmp_path / 'page.png'}")
+    page = tmp_path / "page.html"
+    assert slipstream("simulate", job, "--trace", "trace.txt", "--html", page).exit_code == 0
+    browse(browser, page, "--window-size=1050,3000", f"--screenshot={tmp_path / 'page.png'}")
     pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
-    assert pixels.shape == (1900, 1050, 3)
+    assert pixels.shape == (3000, 1050, 3)
     for name in ("slipstream", "oobleck", "checkpoint-restart"):  # in legends, or drawn
         wanted = [int(COLOURS[name][index:index + 2], 16) for index in (1, 3, 5)]
         assert (np.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
@@ -299,8 +299,8 @@ def test_the_report_in_a_browser(browser, job, tmp_path):
 
 
 def test_lines_can_be_switched_off(browser, job, tmp_path):
-    assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
-    page = tmp_path / "job-simulation.html"
+    page = tmp_path / "page.html"
+    assert slipstream("simulate", job, "--trace", "trace.txt", "--html", page).exit_code == 0
     text = page.read_text()
     first = [part.split(">")[0] for part in text.split("<polyline ")[1:]]
     before = {line.split('data-name="')[1].split('"')[0] for line in first if "display: none" not in line}

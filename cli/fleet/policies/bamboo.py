@@ -41,7 +41,7 @@ class Bamboo(Policy):
         return self._rate_for_machines(self.scenario.workers)
 
     def _rate_for_machines(self, machines: int) -> float:
-        whole = self.costs.bamboo_fault_free_share * self.throughputs.one_f_one_b_rate(self.scenario.pipelines)
+        whole = self.costs.bamboo_fault_free_share * self.throughputs.whole_pipelines_rate(self.scenario.pipelines)
         return whole * machines / self.scenario.workers
 
     def steady_rate(self, failures: int) -> float:

@@ -28,7 +28,7 @@ class Restart(Policy):
 
     def steady_rate(self, failures: int) -> float:
         """Return the samples per second on as many whole pipelines as this many failures leave machines for."""
-        return self.throughputs.one_f_one_b_rate((self.scenario.workers - failures) // self.scenario.stages)
+        return self.throughputs.whole_pipelines_rate((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Form as many whole pipelines of the machines in `live` (by number) as possible, and return the phases (spans
@@ -72,7 +72,7 @@ class Restart(Policy):
         begin = now + sum(phase.seconds for phase in before)
         self._grow_at = self._grow_at or self.checkpoints.next_after(begin)
         until = self._grow_at - begin
-        later = self.throughputs.one_f_one_b_rate(usable // self.scenario.stages)
+        later = self.throughputs.whole_pipelines_rate(usable // self.scenario.stages)
         return [*before, self.training_phase(self._rate).with_seconds(until),
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
 
@@ -101,4 +101,4 @@ class Restart(Policy):
             self._machines_in_use[machine] = None
 
     def _current_rate(self) -> float:
-        return self.throughputs.one_f_one_b_rate(len(self._machines_in_use) // self.scenario.stages)
+        return self.throughputs.whole_pipelines_rate(len(self._machines_in_use) // self.scenario.stages)

@@ -53,6 +53,7 @@ class Slipstream(Rerouting):
     source = "this repository: `slipstream plan`, `slipstream table`"
     assumptions = AT_ONCE_ASSUMPTIONS + SETTLED_ASSUMPTIONS
     balances_speeds = True
+    plans_schedules = True
     moves_layers: ClassVar[bool] = True
 
     def __init__(self, scenario: Scenario) -> None:

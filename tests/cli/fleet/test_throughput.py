@@ -45,6 +45,17 @@ def test_whole_pipelines_share_the_batch():
     assert [throughputs.one_f_one_b_rate(count) for count in (0, 1, 2)] == expected
 
 
+def test_systems_of_others_are_compared_with_the_same_schedules():
+    throughputs = Throughputs(job())
+    planned, whole = throughputs.with_planned_pipelines(), (0, 0)
+    for count in (0, 1, 2, 3):
+        assert planned.whole_pipelines_rate(count) >= throughputs.whole_pipelines_rate(count)
+        assert throughputs.whole_pipelines_rate(count) == throughputs.one_f_one_b_rate(count)
+    assert planned.whole_pipelines_rate(3) == throughputs.in_place_rate(whole) > throughputs.one_f_one_b_rate(3)
+    assert planned.whole_pipelines_rate(2) < planned.whole_pipelines_rate(3)
+    assert planned.recycle_rate((1, 0)) == throughputs.in_place_rate((1, 0))
+
+
 def test_a_stage_without_workers_trains_nothing():
     throughputs = Throughputs(job())
     assert throughputs.planned_rate((3, 0)) == throughputs.recycle_rate((3, 0)) == 0.0
