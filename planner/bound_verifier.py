@@ -8,7 +8,8 @@ import msgspec
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.assumptions import is_provable_by_search, pieces_are_independent
-from slipstream.planner.model.bounds import layout_lower_bound, placement_bound, strongest_bound
+from slipstream.planner.model.bounds import layout_lower_bound, strongest_bound
+from slipstream.planner.model.bounds_placements import placement_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import (
     build_held_problem,

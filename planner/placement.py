@@ -31,7 +31,7 @@ from slipstream.planner.job.divisions import StageLoads, change_at_random, known
 from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.job.layers import limited_ratio
 from slipstream.planner.model.assemble import with_converted_bound
-from slipstream.planner.model.bounds import placement_bound
+from slipstream.planner.model.bounds_placements import placement_bound
 from slipstream.planner.model.from_job import build_layered_problem, choose_memory_unit, choose_tick
 from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, Problem
 from slipstream.planner.normalise import normal_form

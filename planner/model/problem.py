@@ -382,7 +382,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         run."""
         same = self.column_of[stage] == self.column_of[stage + 1]
         # With several chains, a worker holds stages of both directions, and may run consecutive ones.
-        return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
+        can_stay = self.grid.chains > 1 and (self.sharing or self.failed)
+        return 0 if same or can_stay else self.times.transfer
 
     @property
     def bound_scope(self) -> Scope:

@@ -17,8 +17,8 @@ from slipstream.planner.model.memory import activation_room, memory_changes
 from slipstream.planner.model.problem import LiveWorker, MicroBatch, Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
-from slipstream.schedules.memory import CHANGING_AT_START
 from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.memory import CHANGING_AT_START
 from slipstream.schedules.precedence import OpKey, producers_with_rules
 from slipstream.schedules.schedule import OpKind, Worker
 
