@@ -10,6 +10,7 @@ from slipstream.planner.budget import Budget
 from slipstream.planner.model.assumptions import is_provable_by_search, pieces_are_independent
 from slipstream.planner.model.bounds import layout_lower_bound, strongest_bound
 from slipstream.planner.model.bounds_placements import placement_bound
+from slipstream.planner.model.bounds_roles import roles_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import (
     build_held_problem,
@@ -18,7 +19,6 @@ from slipstream.planner.model.from_job import (
     layers_in_place,
 )
 from slipstream.planner.model.problem import Bound, LayerTicks, LayoutScope, Problem
-from slipstream.planner.normalise import WindowBounds
 from slipstream.planner.overlapped import keep_column_minimum, min_exposed_ticks
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.report import shared_ticks
@@ -61,7 +61,7 @@ def _bound_without_search(schedule: Schedule) -> Bound:
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
         return Bound(ticks, Scope.LAYERS)
     if schedule.scope is Scope.ROLES:
-        return WindowBounds(lambda failed: _problem_in_place(schedule, failed)).failures_bound(len(schedule.failed))
+        return roles_bound(_problem_in_place(schedule, ()), schedule.failed)
     problem = _problem_in_place(schedule, _vacant_roles(schedule))
     bound = strongest_bound(problem)
     return Bound(bound.ticks, schedule.scope, bound.counts)

@@ -411,7 +411,7 @@ class Scope(StrEnum):
     PLACE = "layers in place"
     """Workers keep their layers, and slices of a micro-batch may begin and end within a stage."""
     ROLES = "roles"
-    """Any roles may be vacant, as many as workers failed: live workers may take over roles; slow ones keep theirs."""
+    """Any roles may be vacant, as many as workers failed, and any live workers may play the others."""
     LAYERS = "any layers"
     """Any live worker may hold any layers."""
     PLACEMENT = "any placement"
