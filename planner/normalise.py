@@ -357,7 +357,7 @@ def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) 
     It is in ticks of `bounding_problem` with all workers alive.
     """
     stateless = _without_state(job)
-    whole = bounding_problem(options, stateless, ())
+    whole = bounding_problem(options, stateless, (), down=True)
     if whole.memory is None or not stateless.memory:
         return roles_bound(whole, failed)
     memory, weights = whole.memory, [0] * whole.grid.columns

@@ -26,8 +26,8 @@ from slipstream.planner.model.from_job import build_layered_problem
 from slipstream.planner.model.problem import LayoutScope, NoPlanError
 from slipstream.planner.normalise import any_roles_bound
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import bounding_problem, has_overlapping_reductions
-from slipstream.planner.plan import plan_only
+from slipstream.planner.overlapped import bounding_problem
+from slipstream.planner.plan import bounding_problem_in, plan_only
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 AUTO = "auto"
@@ -227,11 +227,9 @@ def _bound_in_scope(job: Job, scope: Scope, options: PlanOptions, failed: Sequen
         below = build_layered_problem(job, failed, LayoutScope(layers="move"), down=True)
         return _BoundInTicks(work_bound(below), below.tick_seconds)
     if scope is Scope.ROLES:
-        whole = bounding_problem(options, job, ())
+        whole = bounding_problem(options, job, (), down=True)
         return _BoundInTicks(any_roles_bound(job, failed, options).ticks, whole.tick_seconds)
-    problem = options.make_problem(job, failed)
-    if problem.bound_scope is not scope or has_overlapping_reductions(job):
-        problem = bounding_problem(options, job, failed)
+    problem = bounding_problem_in(scope, options, job, failed)
     if job.layer_values is not None and problem.can_cut_stages:  # layers may be equal with one choice only
         problem = replace(problem, parts=(0,) * len(problem.parts))
     return _BoundInTicks(strongest_bound(problem).ticks, problem.tick_seconds)
