@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from operator import add
 
 import msgspec
 
@@ -363,13 +364,14 @@ def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) 
     memory, weights = whole.memory, [0] * whole.grid.columns
     for stage, amount in enumerate(stateless.memory.weights):
         weights[whole.column_of[stage]] += math.ceil(exact_decimal(amount) / exact_decimal(memory.unit))
+    own = {room.worker: room.capacity for room in memory.capacity_of or ()}
+    most = max(map(add, memory.capacity, weights)) if any(weights) else 0
 
     def room_of(worker: Worker, column: int) -> int:
-        # A capacity of its own is what is left beside the worker's own stages, or beside those of any role.
-        room = memory.capacity_for(worker, column)
-        if worker.column >= whole.grid.columns or room == memory.capacity[column]:
-            return room
-        return room + max(0, weights[worker.column] - weights[column])
+        # What weights leave of a worker's memory in another role; a schedule file without weights counts none.
+        if worker in own:
+            return own[worker] + max(0, weights[worker.column] - weights[column])
+        return max(memory.capacity[column], most - weights[column])
 
     return roles_bound(whole, failed, room_of)
 
