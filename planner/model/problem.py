@@ -233,6 +233,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     With layers in place, these are the stages of its direction on the workers of its pipeline, some of which may be
     down.
     """
+    rounds_down: bool = False
+    """True if costs are rounded down, for bounds: then ops of slow workers are rounded down, too."""
     assigned: bool = False
     """True if the routes decide which worker runs each unit, as in a layout. All holders then share micro-batches.
 
@@ -301,17 +303,25 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
-        """Live workers that hold each slice, sorted, by slice number. With layers in place, only those in the stage's
-        column."""
+        """Live workers that hold each slice, sorted, by slice number.
+
+        With layers in place and one direction, only those in the stage's column. With two directions, workers of both
+        columns that hold its layers.
+        """
         members: list[list[Worker]] = [[] for _ in self.groups.held]
         for worker in self.live_workers:
             members[self.group_number(worker)].append(worker)
         by_slice = [sorted(worker for group in groups for worker in members[group])
                     for groups in find_holding_groups(self.layers_by_slice, self.groups.held)]
-        if not self.assigned:
+        if not self.assigned and self.grid.chains == 1:
             by_slice = [[worker for worker in workers if worker.column == column]
                         for column, workers in zip(self.column_of, by_slice, strict=True)]
         return tuple(map(tuple, by_slice))
+
+    def holders_in_column(self, stage: int) -> tuple[Worker, ...]:
+        """Return the live workers in the column of a stage, sorted."""
+        column = self.column_of[stage]
+        return tuple(Worker(pipeline, column) for pipeline in self.live_pipelines_by_column[column])
 
     @property
     def has_unequal_time(self) -> bool:
@@ -324,7 +334,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.sharing:
             return self.holders_by_slice[slice_]
         own = self.home_worker(slice_, pipeline)
-        may_hand_on = self.shedding and len(self.holders_by_slice[slice_]) < self.grid.pipelines
+        may_hand_on = self.shedding and len(self.live_pipelines_by_column[self.column_of[slice_]]) < self.grid.pipelines
         return self.holders_by_slice[slice_] if may_hand_on or own in self.failed else (own,)
 
     @cached_property
@@ -343,7 +353,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self.usual_ticks(kind, slice_)
         if kind is OpKind.B:
             return self.op_ticks(OpKind.I, slice_, worker) + self.op_ticks(OpKind.W, slice_, worker)
-        return -(-self.usual_ticks(kind, slice_) * self.workers[worker].per_mille // 1000)
+        slowed = self.usual_ticks(kind, slice_) * self.workers[worker].per_mille
+        return slowed // 1000 if self.rounds_down else -(-slowed // 1000)
 
     def usual_ticks(self, kind: OpKind, slice_: int) -> int:
         """Return the ticks that op `kind` (F, I, W, B or A) of slice number `slice_` takes on a worker of the usual
@@ -356,11 +367,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {(kind, number): self.times.duration_ticks(kind, number, nobody)
                 for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_by_slice))}
 
-    def fastest_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks that op `kind` of slice number `slice_` takes on the fastest live worker that holds the
-        slice."""
-        holders = self.holders_by_slice[slice_]
-        return min(self.op_ticks(kind, slice_, worker)
+    def copies_of(self, stage: int) -> tuple[int, ...]:
+        """Return the numbers of the stages of all directions that have the layers of this stage, itself included."""
+        if self.grid.chains == 1:
+            return (stage,)
+        layers = self.layers_by_slice
+        return tuple(other for other in range(len(self.grid.stages)) if layers[other] == layers[stage])
+
+    def fastest_ticks(self, kind: OpKind, stage: int) -> int:
+        """Return the ticks that op `kind` of a stage, or of a copy of it, takes on the fastest live holder."""
+        holders = self.holders_by_slice[stage]
+        return min(self.op_ticks(kind, copy, worker) for copy in self.copies_of(stage)
                    for worker in (holders if self.has_slow_workers else holders[:1]))
 
     def min_transfer_ticks(self, stage: int) -> int:
@@ -368,7 +385,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         run."""
         same = self.column_of[stage] == self.column_of[stage + 1]
         # With several chains, a worker holds stages of both directions, and may run consecutive ones.
-        return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
+        can_stay = self.grid.chains > 1 and (self.sharing or self.failed)
+        return 0 if same or can_stay else self.times.transfer
 
     @property
     def bound_scope(self) -> Scope:

@@ -64,7 +64,7 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     if rule == "spread":
         return hosts | _assign_spread(problem, rerouted, lost)
     for stage, units in rerouted.items():
-        live = problem.holders_by_slice[stage]
+        live = problem.holders_in_column(stage)
         hosts |= _assign_round_robin(live, units) if rule == "round-robin" \
             else _assign_least_loaded(problem, stage, units, lost)
     return hosts
@@ -160,7 +160,7 @@ def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
     """Return, by pipeline, the sum of the ticks of all compute ops (F, I and W, or F and B) of one micro-batch at this
     stage on that pipeline's live worker. Pipelines without one are left out."""
     return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
-            for host in problem.holders_by_slice[stage]}
+            for host in problem.holders_in_column(stage)}
 
 
 def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
