@@ -57,7 +57,6 @@ from slipstream.planner.search.engine import Method, find_best_candidate
 from slipstream.planner.search.incumbent import CandidateSource, Incumbent, SolvedPiece, divide_problem
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
-from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import BackwardMode, LayerCosts, OptimizerMode, Schedule, Scope, Worker
 
 # --- The fault-free period that plans are compared with ---------------------------------------------------------------
@@ -156,7 +155,7 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
     def iterate_layouts(largest_fine: float) -> Iterator[Incumbent]:
         try:
             for layout in generate_layouts(layered, largest_fine=largest_fine, params=options.params.layouts):
-                yield divide_problem(with_layout(layered, layout), least, moved=_moved_memory(layered, layout))
+                yield divide_problem(with_layout(layered, layout), least, moved=layered.moved_memory(layout.holds))
         except LookupError as error:
             if options.from_checkpoint:
                 raise
@@ -164,6 +163,7 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
                               ) from None
 
     return CandidateSource(first=problem and _with_layer_costs(problem, lower, scale, units), layouts=iterate_layouts,
+                           layered=layered, layered_bound=least,
                            bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
                            units=layered.grid.total_microbatches * layered.grid.depth, moving=options.layers == "move")
 
@@ -188,17 +188,6 @@ def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fra
     costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                        **msgspec.structs.asdict(below.costs))
     return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))
-
-
-def _moved_memory(given: Problem, layout: Layout) -> int:
-    """Return the memory units, in all, of the layers that workers hold in a layout and did not hold in the problem
-    `given`.
-
-    If the job gives no weights, return the number of these layers.
-    """
-    weights = given.costs.weights if any(given.costs.weights) else (1,) * given.grid.layer_count
-    return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.workers[worker].holds
-               for layer in layers_in(ranges).difference(given.list_held_layers(worker)))
 
 
 # --- Plans ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.planner.model.problem import MicroBatch, Problem, Unit
+from slipstream.planner.model.reduce_groups import Reduction
 from slipstream.schedules.precedence import RULES, OpKey
 from slipstream.schedules.schedule import Worker
 
@@ -74,6 +75,12 @@ class ProblemArrays:
         """Row of the worker that runs a unit if its pipeline is healthy, by unit; -1 if that worker is down."""
         return to_ints([self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
                         for unit in self.units])
+
+    @cached_property
+    def own_awaiting(self) -> Ints:
+        """Reductions, whether groups share them or not, that wait for W of each slice, [slice, number], padded with
+        -1."""
+        return _awaiting_by_slice(self.problem, self.problem.groups.reductions)
 
     def _build_ops(self) -> "Ops":
         from slipstream.planner.kernel import Ops  # numba takes a third of a second to load
@@ -158,9 +165,13 @@ def build_reduction_arrays(problem: Problem) -> "Reductions":
     return Reductions(
         sharers=pad_rows([groups for _, groups in shared]),
         ticks=to_ints([problem.reduction_ticks(layers) for layers, _ in shared]),
-        between=pad_rows(of_group),
-        awaiting=pad_rows([[number for number, ((low, high), _) in enumerate(shared) if low < end and first < high]
-                           for first, end in problem.layers_by_slice]))
+        between=pad_rows(of_group), awaiting=_awaiting_by_slice(problem, shared))
+
+
+def _awaiting_by_slice(problem: Problem, reductions: Sequence[Reduction]) -> Ints:
+    """Return the numbers of the reductions that wait for W of each slice, [slice, number], padded with -1."""
+    return pad_rows([[number for number, ((low, high), _) in enumerate(reductions) if low < end and first < high]
+                     for first, end in problem.layers_by_slice])
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Ints:

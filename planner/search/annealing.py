@@ -141,7 +141,7 @@ def _rows_by_pipeline(arrays: ProblemArrays) -> Ints:
 def _host_rows_by_slice(arrays: ProblemArrays) -> Ints:
     """Return the rows (numbers among the live workers) of the holders of each slice, [slice, number], padded with
     -1."""
-    return pad_rows([[arrays.row_of[worker] for worker in holders] for holders in arrays.problem.holders_by_slice])
+    return pad_rows([[arrays.row_of[worker] for worker in hosts] for hosts in arrays.problem.hosts_by_slice])
 
 
 def _op_ticks(arrays: ProblemArrays) -> Ints:

@@ -1,10 +1,11 @@
 """Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never becomes worse."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import accumulate, pairwise
 from itertools import chain as chain_of
+from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
@@ -13,7 +14,7 @@ from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
 from slipstream.planner.model.memory import activation_room, memory_changes
 from slipstream.planner.model.problem import LiveWorker, MicroBatch, Problem, Unit
-from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.model.start_times import place_in_bubbles, solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
 from slipstream.schedules.memory import CHANGING_AT_START
 from slipstream.schedules.precedence import OpKey, producers_with_rules
@@ -24,7 +25,7 @@ from slipstream.schedules.schedule import OpKind, Worker
 
 class Variables:
     """Variables of the CP-SAT model: a start per op, a literal per possible host of a unit, the first start and the
-    last end in each column, and the period.
+    last end in each column, starts of reductions that may lie in bubbles, and the period.
 
     A host is a worker that may run the unit. Units with a single possible host have no literal.
     """
@@ -45,6 +46,11 @@ class Variables:
         self.first = [model.new_int_var(0, horizon, f"R{column}") for column in columns]
         self.last = [model.new_int_var(0, horizon, f"E{column}") for column in columns]
         self.period = model.new_int_var(0, 2 * horizon, "period")
+        self.reduction: dict[int, IntVar] = {}
+        """Start of each reduction, by its number, if reductions may lie in bubbles."""
+        if problem.reduces_in_bubbles:
+            self.reduction = {number: model.new_int_var(0, horizon, f"A {number}")
+                              for number in range(len(problem.groups.reductions))}
 
     def _add_unit(self, model: CpModel, problem: Problem, unit: Unit) -> None:
         hosts = self.hosts[unit]
@@ -97,7 +103,7 @@ class Constraints:
     def add_rules(self) -> None:
         """Add the rules of a schedule to the model: data flows, no overlap, memory, busy windows."""
         self._add_data_flows()
-        self._add_no_overlap()
+        self.add_no_overlap()
         self._add_memory_limits()
         self._add_windows()
 
@@ -139,10 +145,18 @@ class Constraints:
             away = self._model.add(variables.start[key] >= variables.end[producer] + hop)
             away.only_enforce_if(literal, *([other.negated()] if other is not None else []))
 
-    def _add_no_overlap(self) -> None:
-        """Require that no two ops of a worker overlap."""
-        for runs in self._variables.runs.values():
-            self._model.add_no_overlap(interval for *_, interval in runs)
+    def add_no_overlap(self) -> None:
+        """Require that no two ops of a worker overlap, reductions in bubbles included."""
+        problem, variables = self._problem, self._variables
+        for worker, runs in variables.runs.items():
+            group = problem.group_number(worker)
+            reductions = [self._model.new_fixed_size_interval_var(start, self._reduction_ticks(number), f"A {number}")
+                          for number, start in variables.reduction.items()
+                          if group in problem.groups.reductions[number][1]]
+            self._model.add_no_overlap([*(interval for *_, interval in runs), *reductions])
+
+    def _reduction_ticks(self, number: int) -> int:
+        return self._problem.reduction_ticks(self._problem.groups.reductions[number][0])
 
     def _add_memory_limits(self) -> None:
         """Require that activations (from F's start to I's end) and what W needs (from I's end to W's end) together
@@ -154,12 +168,12 @@ class Constraints:
             demands: list[tuple[IntervalVar, int]] = []
             for kind, unit, _ in self._variables.runs[worker]:
                 if kind is OpKind.F:
-                    demands += self._make_memory_intervals(unit, worker)
+                    demands += self.make_memory_intervals(unit, worker)
             if sum(demand for _, demand in demands) > activation_room(problem, worker):
-                self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
-                                           activation_room(problem, worker))
+                amounts, room = coarsen_memory([demand for _, demand in demands], activation_room(problem, worker))
+                self._model.add_cumulative([interval for interval, _ in demands], amounts, room)
 
-    def _make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
+    def make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
         """Return pairs (interval, memory units that a unit takes on a host during it); the intervals are present if the
         host is chosen."""
         problem, variables = self._problem, self._variables
@@ -183,23 +197,42 @@ class Constraints:
         Columns that reduce gradients together end together.
 
         Staggered: period >= E_c - R_c + A + O. Synchronous: every O waits for the last compute op of the job, so period
-        >= E_c + A + O and period >= E_c + O of any column, from time 0.
+        >= E_c + A + O and period >= E_c + O of any column, from time 0. If a reduction may lie in a bubble, it follows
+        the last W of its layers, and instead of E_c + A, the end of the column's last reduction counts.
         """
         problem, variables, model = self._problem, self._variables, self._model
         for key, start in variables.start.items():
             column = problem.column_of[key[1]]
             model.add(variables.first[column] <= start)
             model.add(variables.last[column] >= variables.end[key])
+        self._add_reductions()
         for column in range(problem.grid.columns):
-            closing = problem.column_closing_ticks(column)
+            closing = problem.times.optimizer[column] if variables.reduction else problem.column_closing_ticks(column)
             if problem.reduction_root[column] != column:
                 model.add(variables.last[column] == variables.last[problem.reduction_root[column]])
             if problem.optimizer == "staggered":
                 model.add(variables.period >= variables.last[column] - variables.first[column] + closing)
-            else:
-                model.add(variables.period >= variables.last[column] + closing)
-                slowest = max(problem.times.optimizer)
+                continue
+            model.add(variables.period >= variables.last[column] + closing)
+            slowest = max(problem.times.optimizer)
+            if not variables.reduction:
                 model.add(variables.period >= variables.last[column] + slowest)
+        if problem.optimizer == "synchronous" and variables.reduction:
+            for end in variables.end.values():
+                model.add(variables.period >= end + max(problem.times.optimizer))
+
+    def _add_reductions(self) -> None:
+        """Require that a reduction in a bubble follows each W of its layers, and let E_c be at least its end in the
+        columns that take part."""
+        problem, variables, model = self._problem, self._variables, self._model
+        for number, start in variables.reduction.items():
+            (low, high), groups = problem.groups.reductions[number]
+            for key, end in variables.end.items():
+                first, last = problem.layers_by_slice[key[1]]
+                if key[0] is problem.op_kinds[-1] and low < last and first < high:
+                    model.add(start >= end)
+            for column in {worker.column for worker in problem.live_workers if problem.group_number(worker) in groups}:
+                model.add(variables.last[column] >= start + self._reduction_ticks(number))
 
     def _order_microbatches(self) -> None:
         """Break symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
@@ -277,6 +310,23 @@ class Constraints:
                     literal = variables.host_literals[Unit(stage, *batch), worker]
                     earlier = [variables.host_literals[Unit(stage, *other), before] for other in batches[:number]]
                     self._model.add_bool_or(literal.negated(), *earlier)
+
+
+MAX_MODEL_MEMORY = 2**20
+"""Largest room of a worker, in the model's units of memory. The solver multiplies memory by ticks, which overflows if
+both are fine, and then ends the process or denies that any plan exists."""
+
+
+def coarsen_memory(amounts: Sequence[int], room: int) -> tuple[list[int], int]:
+    """Return amounts of memory and the room of a worker in a unit that is coarse enough for the solver.
+
+    It is their exact common divisor if that suffices. Otherwise amounts are rounded down: every plan within the room
+    stays within it, so that bounds hold, but a plan by these amounts may exceed the room by a trifle.
+    """
+    unit = max(1, math.gcd(*amounts))
+    if room // unit > MAX_MODEL_MEMORY:
+        unit = -(-room // MAX_MODEL_MEMORY)
+    return [min(amount // unit, room // unit + 1) for amount in amounts], room // unit
 
 
 # --- What may change names --------------------------------------------------------------------------------------------
@@ -370,22 +420,70 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
     hint_period = solution_period(hint)
     model, variables = _build_model(problem, lower_bound, hint_period)
     _give_hint(model, problem, variables, hint, hint_period)
-    solver, status = _run_solver(model, variables, budget, params, _OnSolution(progress))
+    solver, status = run_solver(model, variables, budget, params, _OnSolution(progress))
     if status == cp_model.UNKNOWN:
         return hint, hint_period, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT reports {solver.status_name(status)} for a model with a known plan")
     solution = _read_solution(hint.arrays, variables, solver)
     new_period = solution_period(solution)
-    assert new_period <= hint_period, f"CP-SAT returned period {new_period}, longer than its hint's {hint_period}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
+    if not is_within_room(solution):
+        return hint, hint_period, min(bound, hint_period)
+    assert new_period <= hint_period, f"CP-SAT returned period {new_period}, longer than its hint's {hint_period}"
     return solution, new_period, min(bound, new_period)
+
+
+class FirstPlan(NamedTuple):
+    """Result of a search for a plan of a problem for which none was known."""
+
+    solution: Solution | None
+    """Plan; None if none was found."""
+    is_impossible: bool
+    """True if CP-SAT has proven that no plan exists."""
+
+
+def find_solution(problem: Problem, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> FirstPlan:
+    """Search with CP-SAT, within the budget, for the shortest plan of a problem of which no plan is known."""
+    if not all(problem.allowed_hosts(unit.slice, unit.pipeline) for unit in problem.iterate_units()):
+        return FirstPlan(None, is_impossible=True)
+    model, variables = _build_model(problem, 0, ample_period(problem))
+    solver, status = run_solver(model, variables, budget, params)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return FirstPlan(None, is_impossible=status == cp_model.INFEASIBLE)
+    hosts = {unit: problem.allowed_hosts(unit.slice, unit.pipeline)[0] for unit in variables.units}
+    solution = _read_solution(ProblemArrays(problem, hosts), variables, solver)
+    return FirstPlan(solution if is_within_room(solution) else None, is_impossible=False)
+
+
+def ample_period(problem: Problem) -> int:
+    """Return a number of ticks in which all ops of a problem can run one after the other, wherever they run."""
+    ops = sum(max(problem.op_ticks(kind, unit.slice, host) for host in problem.allowed_hosts(unit.slice, unit.pipeline))
+              + problem.times.transfer for unit in problem.iterate_units() for kind in problem.op_kinds)
+    return ops + sum(problem.times.all_reduce) + max(problem.times.optimizer)
+
+
+def is_within_room(solution: Solution) -> bool:
+    """Return whether all workers keep within their memory, which a model with coarsened memory does not ensure."""
+    arrays, problem = solution.arrays, solution.arrays.problem
+    if problem.memory is None:
+        return True
+    kinds = arrays.ops.kinds
+    rooms = [activation_room(problem, worker) for worker in arrays.workers]
+    changes = [memory_changes(problem, number) for number in range(len(problem.layers_by_slice))]
+    used = [0] * len(rooms)
+    for op in solution.order.tolist():
+        row = arrays.ops.worker[op // kinds]
+        used[row] += changes[arrays.ops.slice[op // kinds]][op % kinds]
+        if used[row] > rooms[row]:
+            return False
+    return True
 
 
 def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
     """Return whether CP-SAT proves within the budget that no plan has a shorter period than `period` ticks."""
     model, variables = _build_model(problem, 0, period - 1)
-    return _run_solver(model, variables, budget, params)[1] == cp_model.INFEASIBLE
+    return run_solver(model, variables, budget, params)[1] == cp_model.INFEASIBLE
 
 
 def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
@@ -401,7 +499,7 @@ def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_mode
     return model, variables
 
 
-def _run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
+def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
                 on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
     """Solve the model within the budget in another thread, so that this thread can stop the search; `on_solution` is
     called for each better plan.
@@ -458,12 +556,27 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
     for (unit, host), literal in variables.host_literals.items():
         runs = hint.hosts[Unit(unit.slice, *renaming.original_microbatch(unit.pipeline, unit.microbatch))]
         model.add_hint(literal, renaming.canonical_worker(runs) == host)
+    if variables.reduction:
+        _hint_reductions(model, problem, variables, hint, shift, last)
     for column, tied in enumerate(problem.reduction_root):
         last[tied] = max(last[tied], last[column])
     for column, tied in enumerate(problem.reduction_root):
         model.add_hint(variables.first[column], first[column])
         model.add_hint(variables.last[column], last[tied])
     model.add_hint(variables.period, period)
+
+
+def _hint_reductions(model: cp_model.CpModel, problem: Problem, variables: Variables, hint: Solution, shift: int,
+                     last: list[int]) -> None:
+    """Add the reductions of a plan that begins at tick `shift` to the hint, and their ends to those of the columns,
+    `last`."""
+    begins = (place_in_bubbles([hint]).begin - shift).tolist()
+    for number, start in variables.reduction.items():
+        layers, groups = problem.groups.reductions[number]
+        model.add_hint(start, begins[number])
+        for worker in problem.live_workers:
+            if problem.group_number(worker) in groups:
+                last[worker.column] = max(last[worker.column], begins[number] + problem.reduction_ticks(layers))
 
 
 def _read_solution(arrays: ProblemArrays, variables: Variables, solver: cp_model.CpSolver) -> Solution:

@@ -38,7 +38,7 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     """Return the worker of each unit: the one that the layout gives, else the one of the micro-batch's own pipeline if
-    it is alive, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages (`ASSIGNMENT_RULES`).
+    it is alive and has room, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages (`ASSIGNMENT_RULES`).
 
     The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`.
     """
@@ -53,7 +53,7 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
             units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)
                      if stage in problem.grid.stages_of_microbatch(microbatch)]
             own = problem.home_worker(stage, pipeline)
-            if own not in problem.failed:
+            if own in problem.hosts_by_slice[stage]:
                 hosts.update(dict.fromkeys(units, own))
             elif units:
                 rerouted.setdefault(stage, []).extend(units)
@@ -64,7 +64,7 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     if rule == "spread":
         return hosts | _assign_spread(problem, rerouted, lost)
     for stage, units in rerouted.items():
-        live = problem.holders_by_slice[stage]
+        live = problem.hosts_by_slice[stage]
         hosts |= _assign_round_robin(live, units) if rule == "round-robin" \
             else _assign_least_loaded(problem, stage, units, lost)
     return hosts
@@ -160,7 +160,7 @@ def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
     """Return, by pipeline, the sum of the ticks of all compute ops (F, I and W, or F and B) of one micro-batch at this
     stage on that pipeline's live worker. Pipelines without one are left out."""
     return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
-            for host in problem.holders_by_slice[stage]}
+            for host in problem.hosts_by_slice[stage]}
 
 
 def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
