@@ -97,7 +97,7 @@ class _Engine:
         if not self._candidates:
             self._add_first_plan(first, budget)
         elif several and not self._greedy and not self._is_over(budget):
-            self._add_small_layout(budget.with_share(self._layouts.small_share))
+            self._add_small_layout(budget, self._layouts.small_share)
         if not self._greedy and not is_plain_python():
             if several:
                 self._improve_small(budget.with_share(self._layouts.small_share))
@@ -139,8 +139,9 @@ class _Engine:
             candidate = improve_by_list_schedules(known, budget, self._params.lists, steps)
             self._candidates.append(with_solved_pieces(candidate, budget.solved or ()))
 
-    def _add_small_layout(self, budget: Budget) -> None:
-        """Add the layout that CP-SAT finds for a small job, if its period is shorter than that of all candidates."""
+    def _add_small_layout(self, budget: Budget, share: float = 1.0) -> None:
+        """Add the layout that CP-SAT finds for a small job within a share of the budget, if its period is shorter than
+        that of all candidates."""
         from slipstream.planner.search import layer_model  # the solver takes a third of a second to load
 
         layered, bound = self._proposals.layered, self._proposals.layered_bound
@@ -149,7 +150,8 @@ class _Engine:
         longest = None
         if self._candidates:
             longest = math.ceil(self._best_candidate.period_seconds / layered.tick_seconds - 1e-6) - 1
-        found = layer_model.search_layouts(layered, bound.ticks, longest, budget, self._params.cp_sat)
+        found = layer_model.search_layouts(layered, bound.ticks, longest, budget.with_share(share),
+                                           self._params.cp_sat)
         budget.tally.count_uses("CP-SAT: layers", helped=int(found is not None))
         if found is not None:
             problem, solution = found

@@ -260,9 +260,9 @@ class _LayerModel:
 
         keys = [model_key(key) for key in arrays.iterate_op_keys()]
         starts = [solver.value(variables.start[key]) for key in keys]
-        order = sorted(range(len(keys)), key=lambda op: self._flow_key(keys[op], starts[op], solver))
-        _, late = time_order(arrays, to_ints(order))
-        solution = arrays.make_solution(to_ints(order), late)
+        flow = sorted(range(len(keys)), key=lambda op: self._flow_key(keys[op], starts[op], solver))
+        order = arrays.make_solution(to_ints(flow), to_ints(starts)).order
+        solution = arrays.make_solution(order, time_order(arrays, order)[1])
         return (laid_out, solution) if is_within_room(solution) else None
 
     def _flow_key(self, key: OpKey, start: int, solver: cp_model.CpSolver) -> Sequence[int]:
