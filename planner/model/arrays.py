@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.planner.model.problem import MicroBatch, Problem, Unit
-from slipstream.planner.model.reduce_groups import Reduction
 from slipstream.schedules.precedence import RULES, OpKey
 from slipstream.schedules.schedule import Worker
 
@@ -75,12 +74,6 @@ class ProblemArrays:
         """Row of the worker that runs a unit if its pipeline is healthy, by unit; -1 if that worker is down."""
         return to_ints([self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
                         for unit in self.units])
-
-    @cached_property
-    def own_awaiting(self) -> Ints:
-        """Reductions, whether groups share them or not, that wait for W of each slice, [slice, number], padded with
-        -1."""
-        return _awaiting_by_slice(self.problem, self.problem.groups.reductions)
 
     def _build_ops(self) -> "Ops":
         from slipstream.planner.kernel import Ops  # numba takes a third of a second to load
@@ -150,14 +143,14 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 def build_reduction_arrays(problem: Problem) -> "Reductions":
-    """Return as arrays the gradient reductions in which several groups (workers that hold the same layers) take part. A
-    reduction is of a range of layers that the same groups hold.
+    """Return the gradient reductions as arrays. A reduction is of a range of layers that the same groups (workers that
+    hold the same layers) hold.
 
-    They are empty if no reduction is shared by groups: `Problem.ticks_after_group` then includes the reductions.
+    They are empty unless `Problem.times_each_reduction`: `Problem.ticks_after_group` then includes the reductions.
     """
     from slipstream.planner.kernel import Reductions
 
-    shared = problem.groups.reductions if problem.groups.has_shared_reductions else ()
+    shared = problem.groups.reductions if problem.times_each_reduction else ()
     of_group: list[list[int]] = [[] for _ in problem.groups.linked]
     for number, (_, groups) in enumerate(shared):
         for group in groups:
@@ -165,13 +158,9 @@ def build_reduction_arrays(problem: Problem) -> "Reductions":
     return Reductions(
         sharers=pad_rows([groups for _, groups in shared]),
         ticks=to_ints([problem.reduction_ticks(layers) for layers, _ in shared]),
-        between=pad_rows(of_group), awaiting=_awaiting_by_slice(problem, shared))
-
-
-def _awaiting_by_slice(problem: Problem, reductions: Sequence[Reduction]) -> Ints:
-    """Return the numbers of the reductions that wait for W of each slice, [slice, number], padded with -1."""
-    return pad_rows([[number for number, ((low, high), _) in enumerate(reductions) if low < end and first < high]
-                     for first, end in problem.layers_by_slice])
+        between=pad_rows(of_group),
+        awaiting=pad_rows([[number for number, ((low, high), _) in enumerate(shared) if low < end and first < high]
+                           for first, end in problem.layers_by_slice]))
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Ints:

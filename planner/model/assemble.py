@@ -15,6 +15,7 @@ from slipstream.planner.model.start_times import (
     compute_group_ends,
     compute_reduction_begins,
     compute_ticks_saved,
+    get_deadlines,
     latest_group_ends,
     place_in_bubbles,
     place_reductions,
@@ -42,14 +43,14 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
     periods = [solution_period(solution) for solution in solutions]
     least = max(periods)
     longest = solutions[periods.index(least)]
-    own = compute_group_ends(longest)
-    common = compute_group_ends(*at_0)
+    own = get_deadlines(longest)
+    common = get_deadlines(*at_0)
     choices += [latest_group_ends(longest.arrays, choice).tolist()
                 for choice in (np.where(own > NEVER, own, common), common)]
     best: tuple[int, list[Solution]] | None = None
     for choice in choices:
         late = [with_latest_starts(solution, choice) for solution in solutions]
-        longest_of_late = _aligned_period(late, choice)
+        longest_of_late = _aligned_period(late, compute_group_ends(*late) if problem.anneals_reductions else choice)
         if best is None or longest_of_late < best[0]:
             best = longest_of_late, late
         if longest_of_late <= least:

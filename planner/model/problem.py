@@ -454,15 +454,26 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return not self.groups.has_shared_reductions and any(
             sum(group in groups for _, groups in self.groups.reductions) > 1 for group in set(timed))
 
+    @property
+    def anneals_reductions(self) -> bool:
+        """True if annealing chooses when each reduction begins: some may lie in bubbles, and windows may be offset."""
+        return self.reduces_in_bubbles and self.optimizer == "staggered"
+
     def ticks_after_group(self, worker: Worker) -> int:
         """Return the ticks from the tick at which a worker's group (the workers that hold the same layers) is finished
         to the end of the worker's busy window.
 
-        A group is finished after its last reduction, and the optimizer step follows. If groups share no reductions, it
-        counts as finished after its compute ops, and the ticks of its reductions are added.
+        A group is finished after its last reduction, and the optimizer step follows. If reductions are not timed one by
+        one, it counts as finished after its compute ops, and the ticks of its reductions are added.
         """
-        return self.optimizer_ticks(worker) + (0 if self.groups.has_shared_reductions
+        return self.optimizer_ticks(worker) + (0 if self.times_each_reduction
                                                else self.ticks_of_reductions(self.group_number(worker)))
+
+    @property
+    def times_each_reduction(self) -> bool:
+        """True if each reduction has a time of its own: groups share some, or some may lie in bubbles. Otherwise the
+        reductions of a group follow its last compute op."""
+        return self.groups.has_shared_reductions or self.reduces_in_bubbles
 
     def ticks_of_reductions(self, group: int) -> int:
         """Return the ticks of all reductions in which a group (workers that hold the same layers) takes part."""

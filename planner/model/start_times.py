@@ -18,15 +18,36 @@ NEVER = -2**60
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
     """Return a copy of the solution in which every op starts as late as its order and the ends of groups allow.
 
-    The argument `ends` has the tick by which each group (workers that hold the same layers) must end its compute ops.
+    The argument `ends` has the tick by which each group (workers that hold the same layers) must end its compute ops,
+    or the deadlines of `get_deadlines` if `Problem.anneals_reductions`.
     """
-    start, ends = np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
-    _compute_latest(solution.arrays, solution.order, start, ends[solution.arrays.group], ends)
+    arrays, start, ends = solution.arrays, np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
+    begin = None
+    if arrays.problem.anneals_reductions:
+        begin, ends = ends, ends_of_reductions(arrays, ends)
+    _compute_latest(arrays, solution.order, start, ends[arrays.group], ends, begin)
     return solution.with_starts(start)
 
 
-def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints) -> None:
-    begin = to_ints([])
+def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
+    """Return the tick at which each group (workers that hold the same layers) ends its last reduction, if reductions
+    begin at `begin`; NEVER for a group without reductions."""
+    between, last = arrays.reductions.between, begin + arrays.reductions.ticks
+    latest: Ints = np.where(between >= 0, np.append(last, NEVER)[between], NEVER).max(axis=1)
+    return latest
+
+
+def get_deadlines(*pieces: Solution) -> Ints:
+    """Return what subproblems must agree on, given their solutions on one clock: the ticks by which groups (workers that
+    hold the same layers) end their compute ops or, if `Problem.anneals_reductions`, those at which reductions begin."""
+    if pieces[0].arrays.problem.anneals_reductions:
+        return place_in_bubbles(pieces).begin
+    return compute_group_ends(*pieces)
+
+
+def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints,
+                    begin: Ints | None = None) -> None:
+    begin = to_ints([]) if begin is None else begin
     if arrays.problem.can_reduce_early:
         sharers = arrays.reductions.sharers
         begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
@@ -56,8 +77,7 @@ def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
     lie between compute ops (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its
     layers at which no worker that takes part runs an op.
     """
-    begins: Ints = np.max([_last_awaited_ends(one.arrays, one.start, one.arrays.reductions.awaiting)
-                           for one in pieces], axis=0)
+    begins: Ints = np.max([_last_awaited_ends(one.arrays, one.start) for one in pieces], axis=0)
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
         spans = [(one.start[held], one.end[held]) for one in pieces
                  for held in [np.isin(one.arrays.group, groups)[one.arrays.ops.worker[one.arrays.ops.unit]]]]
@@ -90,7 +110,7 @@ def place_in_bubbles(pieces: Sequence[Solution]) -> BubblePlaces:
 
 
 def _place_in_bubbles(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> BubblePlaces:
-    ready = np.max([_last_awaited_ends(arrays, start, arrays.own_awaiting) for arrays, start in pieces], axis=0).tolist()
+    ready = np.max([_last_awaited_ends(arrays, start) for arrays, start in pieces], axis=0).tolist()
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
     begin, done = np.full(len(ticks), NEVER), np.full(len(problem.groups.held), NEVER)
     for group in range(len(done)):
@@ -163,12 +183,12 @@ def _last_ends(arrays: ProblemArrays, start: Ints) -> Ints:
     return last
 
 
-def _last_awaited_ends(arrays: ProblemArrays, start: Ints, awaiting: Ints) -> Ints:
-    """Return, for each reduction, the tick at which the last W of its layers ends; `awaiting` as in `Reductions`."""
-    ops = arrays.ops
+def _last_awaited_ends(arrays: ProblemArrays, start: Ints) -> Ints:
+    """Return, for each reduction, the tick at which the last W of its layers ends."""
+    ops, (sharers, _, awaiting, _) = arrays.ops, arrays.reductions
     last = np.full(len(awaiting), NEVER)
     np.maximum.at(last, ops.slice, (start + ops.duration)[ops.kinds - 1::ops.kinds])
-    begins = np.full(len(arrays.problem.groups.reductions) + 1, NEVER)
+    begins = np.full(len(sharers) + 1, NEVER)
     np.maximum.at(begins, awaiting, last[:, None])
     return begins[:-1]
 
@@ -206,7 +226,7 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
     """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end so that
     no reduction ends later than if they end at `ends`."""
     late = np.array(ends, dtype=np.int64)
-    if not arrays.problem.can_reduce_early:
+    if not (arrays.problem.can_reduce_early or arrays.problem.anneals_reductions):
         sharers, ticks, *_ = arrays.reductions
         kernel_loops().delay_deadlines(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks),
                                        np.zeros_like(ticks))
