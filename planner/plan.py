@@ -302,7 +302,7 @@ class _ReferenceSearch:
         budget = msgspec.structs.replace(self._budget.with_seconds(seconds), progress=SearchProgress(progress))
         if self.best and (self.best.is_close or budget.seconds_left < 0.0):
             return
-        with suppress(TooLargeError):
+        with suppress(TooLargeError, NoPlanError):  # layers in place may have none where others do
             self.add_plan(_plan_whole_or_blocks(self._options, self._job, (), budget, self._speed, grace=False))
 
     def add_plan(self, plan: Plan) -> None:
@@ -349,7 +349,7 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
     if options.layers == "move" and options.method == "cp-sat" and options.steps is None:
         seconds = options.params.layouts.quick_share * seconds_given
         quick_options = msgspec.structs.replace(options, method="greedy").with_limit(seconds)
-        with suppress(TooLargeError):
+        with suppress(TooLargeError, NoPlanError):
             quick_plan = _plan_whole_or_blocks(quick_options, job, failed, budget.with_seconds(seconds), speed)
             if quick_plan.schedule.status == "optimal":
                 return quick_plan
@@ -449,10 +449,15 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
         return _solve_and_check(options, job, failed, None, budget)
     try:
         problem = options.make_problem(job, failed)
-    except NoPlanError:
-        if options.layers != "move":
+    except NoPlanError as refusal:
+        if options.layers != "move" and not (options.slices and job.layers and max(job.layers) > 1):
             raise
-        return _solve_and_check(options, job, failed, None, budget)
+        try:  # a micro-batch for which no worker has room at a stage may fit if it is cut
+            return _solve_and_check(options, job, failed, None, budget)
+        except NoPlanError:
+            if options.layers == "move":
+                raise
+            raise refusal from None
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:

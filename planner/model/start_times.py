@@ -293,7 +293,13 @@ def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
             start
     if arrays.problem.can_reduce_early:  # linked groups end together here; annealing separates them
         ends = np.array([ends[list(groups)].max() for groups in arrays.problem.groups.linked])
+    if arrays.problem.anneals_reductions:  # those that fit a bubble now keep it
+        begin = _place_in_bubbles(arrays.problem, [(arrays, start)]).begin
+        free = ends_of_reductions(arrays, begin)[arrays.group]
+        _compute_latest(arrays, order, start, free, ends, begin)
+        ends = _ends_by_group(arrays, _last_ends(arrays, start))
+        return _period_of_windows(arrays, free, ends, _ticks_saved(arrays.problem, [(arrays, start)])), start
     ends = latest_group_ends(arrays, ends)
     free = ends[arrays.group]
     _compute_latest(arrays, order, start, free, ends)
-    return _period_of_windows(arrays, free, ends, _ticks_saved(arrays.problem, [(arrays, start)])), start
+    return _period_of_windows(arrays, free, ends, np.zeros_like(ends)), start

@@ -63,7 +63,11 @@ def find_best_candidate(given: Problem | CandidateSource, method: Method, budget
 def _make_baseline(problem: Problem, method: Method, params: SearchParams) -> Incumbent:
     divide = not problem.failed or problem.operation_count > params.blocks.largest_baseline
     pieces = decompose(problem, params.pieces) if divide else (make_whole_piece(problem),)
-    return order_pieces(problem, pieces, BASELINES[method], strongest_bound(problem), method)
+    try:
+        return order_pieces(problem, pieces, BASELINES[method], strongest_bound(problem), method)
+    except StuckError:
+        raise NoPlanError(f"{method} gets stuck because workers lack memory; expected more [memory] capacity, or "
+                          "--method cp-sat") from None
 
 
 class _Engine:
