@@ -7,6 +7,7 @@ from fractions import Fraction
 import msgspec
 
 from slipstream.planner.budget import Budget
+from slipstream.planner.model.assumptions import is_provable_by_search, pieces_are_independent
 from slipstream.planner.model.bounds import layout_lower_bound, placement_bound, strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import (
@@ -40,10 +41,10 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     )
 
     problem = _problem_in_place(schedule, _vacant_roles(schedule))
-    # Pipelines that share no micro-batches are independent: what is proven of one holds for all.
-    parts = [problem] if problem.sharing else [piece.problem for piece in decompose(problem)]
+    parts = [piece.problem for piece in decompose(problem)] if pieces_are_independent(problem) else [problem]
     largest = DEFAULTS.cp_sat.largest_proof
-    if any(part.host_operation_count <= largest and disproves_shorter(part, claimed, budget) for part in parts):
+    if any(is_provable_by_search(part) and part.host_operation_count <= largest
+           and disproves_shorter(part, claimed, budget) for part in parts):
         return Bound(claimed, schedule.scope, BOUND_DESCRIPTION)
     return bound
 

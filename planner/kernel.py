@@ -1848,8 +1848,8 @@ def shift_deadline(chain, cycle, before, allowance):
 
 @jit
 def _shift_reduction(random, instance, state, late, worker, last, ticks):
-    """Let a reduction that keeps the op `last` from starting later begin `ticks` later or, half of the time and if there
-    is none, put a random reduction of the worker's group directly before a random op of the worker. TIMED only."""
+    """Let a reduction that keeps the op `last` from starting later begin `ticks` later or, half of the time and if
+    there is none, put a random reduction of the worker's group directly before a random op of it. TIMED only."""
     group = instance.group[state.worker[instance.unit[last]]]
     tick = late[last] + state.duration[last]
     for index in range(instance.between.shape[1]):

@@ -44,7 +44,7 @@ from slipstream.planner.model.from_job import (
     count_equal_layers,
     with_layout,
 )
-from slipstream.planner.model.problem import Bound, Layout, LayoutScope, NoPlanError, Problem
+from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import (
     add_overlapping_reductions,

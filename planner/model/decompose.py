@@ -54,10 +54,10 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
     """Divide a problem into subproblems, groups of pipelines with dead workers (broken ones) first; return one if
     dividing gains nothing.
 
-    For healthy pipelines with equal numbers of micro-batches this is exact: they may run equal plans without lengthening
-    any window. For broken pipelines, and for those that read more micro-batches than their share, it decides which
-    peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest one must run
-    anyway.
+    For healthy pipelines with equal numbers of micro-batches this is exact: they may run equal plans without
+    lengthening any window. For broken pipelines, and for those that read more micro-batches than their share, it
+    decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest one
+    must run anyway.
     """
     whole = make_whole_piece(problem)
     if problem.assigned:

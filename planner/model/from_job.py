@@ -157,8 +157,8 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
 
     With `sharing`, any live holder of a stage may run any micro-batch; else only those of failed workers change
     workers. The default is True if sharing can shorten a plan: if workers are down, slow or have different memory, if
-    pipelines read different numbers of micro-batches, or if no worker has room for all of its virtual stages. If `sliced` is set with `sharing`, lower bounds of the problem
-    also hold for micro-batches that are cut.
+    pipelines read different numbers of micro-batches, or if workers lack room for all of their virtual stages. If
+    `sliced` is set with `sharing`, lower bounds of the problem also hold for micro-batches that are cut.
 
     Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
     """

@@ -301,14 +301,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
-        """Live workers that hold each slice, sorted, by slice number. With layers in place, only those in the stage's
-        column."""
+        """Live workers that hold each slice, sorted, by slice number.
+
+        With layers in place and one direction, only those in the stage's column. With two directions, workers of both
+        columns that hold its layers.
+        """
         members: list[list[Worker]] = [[] for _ in self.groups.held]
         for worker in self.live_workers:
             members[self.group_number(worker)].append(worker)
         by_slice = [sorted(worker for group in groups for worker in members[group])
                     for groups in find_holding_groups(self.layers_by_slice, self.groups.held)]
-        if not self.assigned:
+        if not self.assigned and self.grid.chains == 1:
             by_slice = [[worker for worker in workers if worker.column == column]
                         for column, workers in zip(self.column_of, by_slice, strict=True)]
         return tuple(map(tuple, by_slice))
@@ -331,13 +334,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(tuple(worker for worker in holders if most[number] <= room[worker])
                      for number, holders in enumerate(self.holders_by_slice))
 
+    def hosts_in_column(self, stage: int) -> tuple[Worker, ...]:
+        """Return the live workers in the column of a stage that have room for a micro-batch of it, sorted."""
+        return tuple(worker for worker in self.hosts_by_slice[stage] if worker.column == self.column_of[stage])
+
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """Return the workers that may run slice number `slice_` for the micro-batches of this pipeline."""
         hosts = self.hosts_by_slice[slice_]
         if self.sharing:
             return hosts
         own = self.home_worker(slice_, pipeline)
-        may_hand_on = self.shedding and len(self.holders_by_slice[slice_]) < self.grid.pipelines
+        may_hand_on = self.shedding and len(self.live_pipelines_by_column[self.column_of[slice_]]) < self.grid.pipelines
         return hosts if may_hand_on or own not in hosts else (own,)
 
     @cached_property
@@ -369,11 +376,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {(kind, number): self.times.duration_ticks(kind, number, nobody)
                 for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_by_slice))}
 
-    def fastest_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks that op `kind` of slice number `slice_` takes on the fastest live worker that holds the
-        slice."""
-        holders = self.holders_by_slice[slice_]
-        return min(self.op_ticks(kind, slice_, worker)
+    def copies_of(self, stage: int) -> tuple[int, ...]:
+        """Return the numbers of the stages of all directions that have the layers of this stage, itself included."""
+        if self.grid.chains == 1:
+            return (stage,)
+        layers = self.layers_by_slice
+        return tuple(other for other in range(len(self.grid.stages)) if layers[other] == layers[stage])
+
+    def fastest_ticks(self, kind: OpKind, stage: int) -> int:
+        """Return the ticks that op `kind` of a stage, or of a copy of it, takes on the fastest live holder."""
+        holders = self.holders_by_slice[stage]
+        return min(self.op_ticks(kind, copy, worker) for copy in self.copies_of(stage)
                    for worker in (holders if self.has_slow_workers else holders[:1]))
 
     def min_transfer_ticks(self, stage: int) -> int:

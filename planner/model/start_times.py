@@ -38,8 +38,8 @@ def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
 
 
 def get_deadlines(*pieces: Solution) -> Ints:
-    """Return what subproblems must agree on, given their solutions on one clock: the ticks by which groups (workers that
-    hold the same layers) end their compute ops or, if `Problem.anneals_reductions`, those at which reductions begin."""
+    """Return what subproblems must agree on, given their solutions on one clock: the ticks by which groups (workers
+    that hold the same layers) end their compute ops or, if `Problem.anneals_reductions`, the starts of reductions."""
     if pieces[0].arrays.problem.anneals_reductions:
         return place_in_bubbles(pieces).begin
     return compute_group_ends(*pieces)
@@ -101,7 +101,7 @@ class BubblePlaces(NamedTuple):
 
 
 def place_in_bubbles(pieces: Sequence[Solution]) -> BubblePlaces:
-    """Return the places of all reductions at which each group finishes first, between compute ops that stay as they are.
+    """Return the places of all reductions at which each group finishes first; compute ops stay as they are.
 
     The solutions of all subproblems, `pieces`, must be on one clock, and `Problem.reduces_in_bubbles` must be true. A
     reduction follows the last W of its layers, where all workers of its group are idle for as long as it takes.

@@ -93,7 +93,8 @@ def _make_instance(arrays: ProblemArrays) -> Instance:
     return Instance(
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=arrays.ops.predecessors, successors=arrays.ops.successors,
-        group=arrays.group, linked=pad_rows(problem.groups.linked), interleaved=TIMED if problem.anneals_reductions else int(problem.can_reduce_early),
+        group=arrays.group, linked=pad_rows(problem.groups.linked),
+        interleaved=TIMED if problem.anneals_reductions else int(problem.can_reduce_early),
         sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
         between=arrays.reductions.between,
         tail=_tail_ticks(arrays),
@@ -126,8 +127,8 @@ def _tail_ticks(arrays: ProblemArrays) -> Ints:
     """Return, for each worker, the ticks from the tick at which its group is finished to the end of its busy window.
 
     A group is the workers that hold the same layers. It is finished after its last reduction, but counts as finished
-    after its compute ops if reductions are not timed one by one. With a synchronous optimizer, all windows then end with the
-    iteration: no step starts before the last compute op.
+    after its compute ops if reductions are not timed one by one. With a synchronous optimizer, all windows then end
+    with the iteration: no step starts before the last compute op.
     """
     problem = arrays.problem
     if problem.optimizer == "staggered" or problem.times_each_reduction:

@@ -1,6 +1,7 @@
 """Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never becomes worse."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import accumulate, pairwise
@@ -14,8 +15,9 @@ from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
 from slipstream.planner.model.memory import activation_room, memory_changes
 from slipstream.planner.model.problem import LiveWorker, MicroBatch, Problem, Unit
-from slipstream.planner.model.start_times import place_in_bubbles, solution_period
+from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
+from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.memory import CHANGING_AT_START
 from slipstream.schedules.precedence import OpKey, producers_with_rules
 from slipstream.schedules.schedule import OpKind, Worker
@@ -24,10 +26,10 @@ from slipstream.schedules.schedule import OpKind, Worker
 
 
 class Variables:
-    """Variables of the CP-SAT model: a start per op, a literal per possible host of a unit, the first start and the
-    last end in each column, starts of reductions that may lie in bubbles, and the period.
+    """Variables of the CP-SAT model: starts of ops and reductions, hosts of units, windows of groups, the period.
 
-    A host is a worker that may run the unit. Units with a single possible host have no literal.
+    A host is a worker that may run the unit. Units with a single possible host have no literal. A group is the workers
+    that hold the same layers.
     """
 
     def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
@@ -42,15 +44,13 @@ class Variables:
                                                                            for worker in problem.live_workers}
         for unit in self.units:
             self._add_unit(model, problem, unit)
-        columns = range(problem.grid.columns)
-        self.first = [model.new_int_var(0, horizon, f"R{column}") for column in columns]
-        self.last = [model.new_int_var(0, horizon, f"E{column}") for column in columns]
+        groups = range(len(problem.groups.held))
+        self.first = [model.new_int_var(0, horizon, f"R{group}") for group in groups]
+        self.last = [model.new_int_var(0, horizon, f"E{group}") for group in groups]
+        self.reductions = {reduction: model.new_int_var(0, horizon, f"A {reduction.layers}")
+                           for reduction in iterate_inner_reductions(problem)}
+        """Start of each reduction that may lie before compute ops of its workers."""
         self.period = model.new_int_var(0, 2 * horizon, "period")
-        self.reduction: dict[int, IntVar] = {}
-        """Start of each reduction, by its number, if reductions may lie in bubbles."""
-        if problem.reduces_in_bubbles:
-            self.reduction = {number: model.new_int_var(0, horizon, f"A {number}")
-                              for number in range(len(problem.groups.reductions))}
 
     def _add_unit(self, model: CpModel, problem: Problem, unit: Unit) -> None:
         hosts = self.hosts[unit]
@@ -110,53 +110,48 @@ class Constraints:
     def add_implied_constraints(self) -> None:
         """Add constraints that follow from the rules, and symmetry breaking. Neither makes a plan longer."""
         self._order_microbatches()
-        self._limit_columns()
+        self._limit_stages()
         self._limit_loads()
         self._order_forwards()
         self._order_workers()
 
     def _add_data_flows(self) -> None:
-        """Require that an op starts after the end of each op that it waits for, plus the transfer if workers differ.
-
-        Neighbouring virtual stages lie on different workers unless they share a column and a host.
-        """
+        """Require that an op starts after the end of each op that it waits for, plus the transfer if workers differ."""
         problem, variables = self._problem, self._variables
         for key, start in variables.start.items():
             for producer, rule in producers_with_rules(key, problem.grid.stages_of_microbatch(key[3])):
                 if producer not in variables.start:
                     continue
-                hop = problem.times.transfer if rule.tensor else 0
-                if problem.column_of[producer[1]] != problem.column_of[key[1]]:
-                    self._model.add(start >= variables.end[producer] + hop)
-                    continue
                 self._model.add(start >= variables.end[producer])
-                if producer[1] != key[1] and hop:
-                    self._add_conditional_transfer(producer, key)
+                if producer[1] != key[1] and rule.tensor and problem.times.transfer:
+                    self._add_transfer(producer, key)
 
-    def _add_conditional_transfer(self, producer: OpKey, key: OpKey) -> None:
-        """Require that op `key` starts no earlier than the end of op `producer` plus the transfer, unless one host runs
-        both. Their units are in one column."""
-        variables, source, target = self._variables, Unit(*producer[1:]), Unit(*key[1:])
-        hop = self._problem.times.transfer
+    def _add_transfer(self, producer: OpKey, key: OpKey) -> None:
+        """Require the transfer between the ops `producer` and `key` unless one host runs both."""
+        model, variables, source, target = self._model, self._variables, Unit(*producer[1:]), Unit(*key[1:])
+        arrival = variables.end[producer] + self._problem.times.transfer
+        if not set(variables.hosts[source]) & set(variables.hosts[target]):
+            model.add(variables.start[key] >= arrival)
+            return
         for host, literal in variables.iterate_literals(source):
-            other = variables.host_literals.get((target, host))
-            if literal is None or (other is None and variables.hosts[target] == (host,)):
-                continue  # both units then run on this host
-            away = self._model.add(variables.start[key] >= variables.end[producer] + hop)
-            away.only_enforce_if(literal, *([other.negated()] if other is not None else []))
+            conditions = [] if literal is None else [literal]
+            if host in variables.hosts[target]:
+                other = variables.host_literals.get((target, host))
+                if other is None:
+                    continue  # the target then runs on this host, too
+                conditions.append(other.negated())
+            model.add(variables.start[key] >= arrival).only_enforce_if(*conditions)
 
     def add_no_overlap(self) -> None:
-        """Require that no two ops of a worker overlap, reductions in bubbles included."""
+        """Require that no two ops of a worker overlap, reductions included."""
         problem, variables = self._problem, self._variables
+        reductions: dict[int, list[IntervalVar]] = {}
+        for reduction, start in variables.reductions.items():
+            reductions.setdefault(reduction.group, []).append(
+                self._model.new_fixed_size_interval_var(start, reduction.ticks, f"A {reduction.layers}"))
         for worker, runs in variables.runs.items():
-            group = problem.group_number(worker)
-            reductions = [self._model.new_fixed_size_interval_var(start, self._reduction_ticks(number), f"A {number}")
-                          for number, start in variables.reduction.items()
-                          if group in problem.groups.reductions[number][1]]
-            self._model.add_no_overlap([*(interval for *_, interval in runs), *reductions])
-
-    def _reduction_ticks(self, number: int) -> int:
-        return self._problem.reduction_ticks(self._problem.groups.reductions[number][0])
+            self._model.add_no_overlap([*(interval for *_, interval in runs),
+                                        *reductions.get(problem.group_number(worker), ())])
 
     def _add_memory_limits(self) -> None:
         """Require that activations (from F's start to I's end) and what W needs (from I's end to W's end) together
@@ -191,48 +186,33 @@ class Constraints:
         return intervals
 
     def _add_windows(self) -> None:
-        """Let the variables R_c be at most every start and E_c at least every end in column c, and derive the period
-        from them.
+        """Let R_g be at most every start and E_g at least every end in group g, and derive the period from them.
 
-        Columns that reduce gradients together end together.
+        All windows of a group end together, O after E_g, as its workers run each reduction at the same time. A group
+        with one reduction runs it after its compute ops; of several, each only waits for the W of its own layers, and
+        E_g is at least its end.
 
-        Staggered: period >= E_c - R_c + A + O. Synchronous: every O waits for the last compute op of the job, so period
-        >= E_c + A + O and period >= E_c + O of any column, from time 0. If a reduction may lie in a bubble, it follows
-        the last W of its layers, and instead of E_c + A, the end of the column's last reduction counts.
+        Staggered: period >= E_g - R_g + A + O. Synchronous: every O waits for the last compute op of the job, so period
+        >= E_g + A + O and period >= (last compute op) + O of any worker, from time 0.
         """
         problem, variables, model = self._problem, self._variables, self._model
+        final, synchronous = problem.op_kinds[-1], problem.optimizer == "synchronous"
         for key, start in variables.start.items():
-            column = problem.column_of[key[1]]
-            model.add(variables.first[column] <= start)
-            model.add(variables.last[column] >= variables.end[key])
-        self._add_reductions()
-        for column in range(problem.grid.columns):
-            closing = problem.times.optimizer[column] if variables.reduction else problem.column_closing_ticks(column)
-            if problem.reduction_root[column] != column:
-                model.add(variables.last[column] == variables.last[problem.reduction_root[column]])
-            if problem.optimizer == "staggered":
-                model.add(variables.period >= variables.last[column] - variables.first[column] + closing)
-                continue
-            model.add(variables.period >= variables.last[column] + closing)
-            slowest = max(problem.times.optimizer)
-            if not variables.reduction:
-                model.add(variables.period >= variables.last[column] + slowest)
-        if problem.optimizer == "synchronous" and variables.reduction:
-            for end in variables.end.values():
-                model.add(variables.period >= end + max(problem.times.optimizer))
-
-    def _add_reductions(self) -> None:
-        """Require that a reduction in a bubble follows each W of its layers, and let E_c be at least its end in the
-        columns that take part."""
-        problem, variables, model = self._problem, self._variables, self._model
-        for number, start in variables.reduction.items():
-            (low, high), groups = problem.groups.reductions[number]
-            for key, end in variables.end.items():
-                first, last = problem.layers_by_slice[key[1]]
-                if key[0] is problem.op_kinds[-1] and low < last and first < high:
-                    model.add(start >= end)
-            for column in {worker.column for worker in problem.live_workers if problem.group_number(worker) in groups}:
-                model.add(variables.last[column] >= start + self._reduction_ticks(number))
+            group = problem.group_number(variables.hosts[Unit(*key[1:])][0])
+            model.add(variables.first[group] <= start)
+            model.add(variables.last[group] >= variables.end[key])
+            if synchronous and key[0] is final:
+                model.add(variables.period >= variables.end[key] + problem.max_optimizer_ticks)
+        for reduction, start in variables.reductions.items():
+            model.add(variables.last[reduction.group] >= start + reduction.ticks)
+            for key in variables.start:
+                if key[0] is final and problem.layers_by_slice[key[1]] == reduction.layers:
+                    model.add(start >= variables.end[key])
+        closing = {(problem.group_number(worker), _ticks_after_compute(problem, worker))
+                   for worker in problem.live_workers}
+        for group, ticks in sorted(closing):
+            begin = 0 if synchronous else variables.first[group]
+            model.add(variables.period >= variables.last[group] - begin + ticks)
 
     def _order_microbatches(self) -> None:
         """Break symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
@@ -253,20 +233,22 @@ class Constraints:
                         self._model.add(variables.start[late] >= variables.end[early])
 
 
-    def _limit_columns(self) -> None:
-        """Allow at most as many ops of a column at a time as it has live workers, whichever workers run them.
+    def _limit_stages(self) -> None:
+        """Allow at most as many ops at a time of stages with the same holders as there are of these.
 
         Each op takes at least the time of its fastest possible host.
         """
         problem, variables = self._problem, self._variables
-        for column, pipelines in enumerate(problem.live_pipelines_by_column):
-            keys = [key for key in variables.start if problem.column_of[key[1]] == column]
-            if len(pipelines) < 2 or all(len(variables.hosts[Unit(*key[1:])]) == 1 for key in keys):
+        keys_of: dict[tuple[Worker, ...], list[OpKey]] = {}
+        for key in variables.start:
+            keys_of.setdefault(problem.holders_by_slice[key[1]], []).append(key)
+        for holders, keys in keys_of.items():
+            if len(holders) < 2 or all(len(variables.hosts[Unit(*key[1:])]) == 1 for key in keys):
                 continue
             spans = [self._model.new_fixed_size_interval_var(variables.start[key], ticks, f"any {key[0]}")
                      for key in keys if (ticks := min(problem.op_ticks(key[0], key[1], host)
                                                       for host in variables.hosts[Unit(*key[1:])]))]
-            self._model.add_cumulative(spans, [1] * len(spans), len(pipelines))
+            self._model.add_cumulative(spans, [1] * len(spans), len(holders))
 
     def _limit_loads(self) -> None:
         """Require that the ops of a worker, its reductions and its optimizer step together take at most the period."""
@@ -327,6 +309,33 @@ def coarsen_memory(amounts: Sequence[int], room: int) -> tuple[list[int], int]:
     if room // unit > MAX_MODEL_MEMORY:
         unit = -(-room // MAX_MODEL_MEMORY)
     return [min(amount // unit, room // unit + 1) for amount in amounts], room // unit
+
+
+# --- Which reductions may lie between compute ops ---------------------------------------------------------------------
+
+
+class InnerReduction(NamedTuple):
+    """Reduction of one of several ranges of layers that a group holds: it may come before compute ops of the others."""
+
+    layers: LayerRange
+    group: int
+    """Number of the group: the workers that hold the same layers."""
+    ticks: int
+
+
+def iterate_inner_reductions(problem: Problem) -> Iterator[InnerReduction]:
+    """Iterate over the reductions of groups (workers that hold the same layers) that have several."""
+    counts = Counter(group for _, groups in problem.groups.reductions for group in groups)
+    for layers, groups in problem.groups.reductions:
+        if counts[groups[0]] > 1:
+            yield InnerReduction(layers, groups[0], problem.reduction_ticks(layers))
+
+
+def _ticks_after_compute(problem: Problem, worker: Worker) -> int:
+    """Return the ticks of O, and of A if the worker's group has only one, which follows all of its compute ops."""
+    inner = {reduction.group for reduction in iterate_inner_reductions(problem)}
+    group = problem.group_number(worker)
+    return problem.optimizer_ticks(worker) + (0 if group in inner else problem.ticks_of_reductions(group))
 
 
 # --- What may change names --------------------------------------------------------------------------------------------
@@ -426,11 +435,10 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT reports {solver.status_name(status)} for a model with a known plan")
     solution = _read_solution(hint.arrays, variables, solver)
-    new_period = solution_period(solution)
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
-    if not is_within_room(solution):
-        return hint, hint_period, min(bound, hint_period)
-    assert new_period <= hint_period, f"CP-SAT returned period {new_period}, longer than its hint's {hint_period}"
+    new_period = solution_period(solution)
+    if new_period > hint_period or not is_within_room(solution):  # reductions are placed anew, memory is counted finely
+        solution, new_period = hint, hint_period
     return solution, new_period, min(bound, new_period)
 
 
@@ -528,18 +536,18 @@ def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, pa
 def _latest_possible_end(problem: Problem, period: int) -> int:
     """Return a tick by which all ops of any plan with at most this period end, if its first op starts at 0.
 
-    With a synchronous optimizer, it is the period, by definition. Staggered: let R_c be the first start in column c.
-    The first op is the F of some micro-batch at its first stage, so R = 0 in that column c0. It visits a stage s in
-    every column c, and its I at the first stage follows its F at s, hence R_c <= F(s) <= I(first) <= R_c0 + period =
-    period; and all ops of column c end by R_c + period <= 2 period.
+    With a synchronous optimizer, it is the period, by definition. Staggered: let R_g be the first start in group g. The
+    first op is the F of some micro-batch at its first stage, so R = 0 in that group g0. The micro-batch visits the
+    layers of every group g, and its I at the first stage follows its F there, hence R_g <= F <= I(first) <= R_g0 +
+    period = period; and all ops of group g end by R_g + period <= 2 period.
     """
     return period if problem.optimizer == "synchronous" else 2 * period
 
 
 def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, hint: Solution, period: int) -> None:
     shift = min(hint.start_by_key.values())
-    first = [variables.horizon] * problem.grid.columns
-    last = [0] * problem.grid.columns
+    spans: dict[Worker, list[tuple[int, int]]] = {worker: [] for worker in problem.live_workers}
+    ready: dict[LayerRange, int] = {}
     renaming = CanonicalNames(problem, hint)
     for key, variable in variables.start.items():
         kind, stage, *named = key
@@ -551,32 +559,34 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
         end_variable = variables.end[key]
         if isinstance(end_variable, cp_model.IntVar) and end_variable is not variable:  # equal if the op takes 0
             model.add_hint(end_variable, end)
-        column = problem.column_of[stage]
-        first[column], last[column] = min(first[column], start), max(last[column], end)
+        spans[host].append((start, end))
+        layers = problem.layers_by_slice[stage]
+        ready[layers] = max(ready.get(layers, 0), end)
     for (unit, host), literal in variables.host_literals.items():
         runs = hint.hosts[Unit(unit.slice, *renaming.original_microbatch(unit.pipeline, unit.microbatch))]
         model.add_hint(literal, renaming.canonical_worker(runs) == host)
-    if variables.reduction:
-        _hint_reductions(model, problem, variables, hint, shift, last)
-    for column, tied in enumerate(problem.reduction_root):
-        last[tied] = max(last[tied], last[column])
-    for column, tied in enumerate(problem.reduction_root):
-        model.add_hint(variables.first[column], first[column])
-        model.add_hint(variables.last[column], last[tied])
+    busy = [[span for worker, ops in spans.items() if problem.group_number(worker) == group for span in ops]
+            for group in range(len(problem.groups.held))]
+    first = [min((start for start, _ in ops), default=0) for ops in busy]
+    for reduction, variable in sorted(variables.reductions.items(), key=lambda pair: ready.get(pair[0].layers, 0)):
+        ops = busy[reduction.group]
+        begin = _find_gap(ops, ready.get(reduction.layers, 0), reduction.ticks)
+        ops.append((begin, begin + reduction.ticks))
+        model.add_hint(variable, begin)
+    for group, ops in enumerate(busy):
+        model.add_hint(variables.first[group], first[group])
+        model.add_hint(variables.last[group], max((end for _, end in ops), default=0))
     model.add_hint(variables.period, period)
 
 
-def _hint_reductions(model: cp_model.CpModel, problem: Problem, variables: Variables, hint: Solution, shift: int,
-                     last: list[int]) -> None:
-    """Add the reductions of a plan that begins at tick `shift` to the hint, and their ends to those of the columns,
-    `last`."""
-    begins = (place_in_bubbles([hint]).begin - shift).tolist()
-    for number, start in variables.reduction.items():
-        layers, groups = problem.groups.reductions[number]
-        model.add_hint(start, begins[number])
-        for worker in problem.live_workers:
-            if problem.group_number(worker) in groups:
-                last[worker.column] = max(last[worker.column], begins[number] + problem.reduction_ticks(layers))
+def _find_gap(spans: Sequence[tuple[int, int]], earliest: int, ticks: int) -> int:
+    """Return the first tick, from `earliest` on, from which on `ticks` ticks overlap none of the `spans`."""
+    begin = earliest
+    for start, end in sorted(spans):
+        if begin + ticks <= start:
+            break
+        begin = max(begin, end)
+    return begin
 
 
 def _read_solution(arrays: ProblemArrays, variables: Variables, solver: cp_model.CpSolver) -> Solution:

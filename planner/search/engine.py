@@ -159,8 +159,9 @@ class _Engine:
         budget.tally.count_uses("CP-SAT: layers", helped=int(found is not None))
         if found is not None:
             problem, solution = found
+            holds = {worker: state.holds for worker, state in problem.workers.items()}
             candidate = Incumbent(problem=problem, pieces=(make_whole_piece(problem),), bound=bound,
-                                  moved=layered.moved_memory({worker: state.holds for worker, state in problem.workers.items()}))
+                                  moved=layered.moved_memory(holds))
             self._candidates.append(candidate.with_solutions([solution], [solution_period(solution)]))
 
     def _add_first_plan(self, first: Incumbent | None, budget: Budget) -> None:
@@ -180,8 +181,8 @@ class _Engine:
         if self._candidates:
             return
         if impossible and not self._several:
-            raise NoPlanError("no schedule with whole stages in place keeps all workers within their memory: CP-SAT has "
-                              "proven it; expected more [memory] capacity, or --layers move")
+            raise NoPlanError("no schedule with whole stages in place keeps all workers within their memory: CP-SAT "
+                              "has proven it; expected more [memory] capacity, or --layers move")
         raise NoPlanError(self._refusal or "no schedule was found that keeps all workers within their memory; expected "
                           "more [memory] capacity")
 

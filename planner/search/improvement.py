@@ -4,6 +4,7 @@ import msgspec
 
 from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model.arrays import Solution
+from slipstream.planner.model.assumptions import is_provable_by_search, pieces_are_independent
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, SearchParams
 from slipstream.planner.search.incumbent import Incumbent, join_pieces
@@ -81,7 +82,7 @@ def find_provable_pieces(known: Incumbent, params: CpSatParams) -> list[int]:
     """Return the indices of the subproblems (pieces) of a candidate that are small enough for CP-SAT, whose model
     requires layers in place."""
     return [index for index, piece in enumerate(known.pieces)
-            if not piece.problem.assigned and piece.problem.host_operation_count <= params.largest_proof]
+            if is_provable_by_search(piece.problem) and piece.problem.host_operation_count <= params.largest_proof]
 
 
 def improve_by_cpsat(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
@@ -106,9 +107,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
     budget.tally.count_uses("CP-SAT: from the best plan", helped=int(after < period))
     candidate = known.with_piece(index, solution, after) if after < period else known
     proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.BOUND_DESCRIPTION)
-    # Any plan of the whole, without the ops of other pieces, contains a plan of this piece: its bound holds for the
-    # whole. This is not so if micro-batches of this piece may run on workers of other pieces.
-    alone = len(known.pieces) == 1 or not (problem.sharing or problem.failed)
+    alone = len(known.pieces) == 1 or pieces_are_independent(problem)
     if proven.scope is known.bound.scope and target == known.bound.ticks and alone:
         candidate = msgspec.structs.replace(candidate, bound=known.bound | proven)
     return candidate

@@ -220,7 +220,8 @@ class _LayerModel:
         for early, late in pairwise(starts):
             self._model.add(early <= late)
 
-    def solve(self, shortest: int, longest: int | None, budget: Budget, params: CpSatParams) -> cp_model.CpSolver | None:
+    def solve(self, shortest: int, longest: int | None, budget: Budget,
+              params: CpSatParams) -> cp_model.CpSolver | None:
         """Return the solver with the shortest plan between these periods that it finds; None if it finds none."""
         model, period = self._model, self._variables.period
         model.add(period >= shortest)

@@ -38,9 +38,11 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     """Return the worker of each unit: the one that the layout gives, else the one of the micro-batch's own pipeline if
-    it is alive and has room, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages (`ASSIGNMENT_RULES`).
+    it is alive and has room, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages
+    (`ASSIGNMENT_RULES`).
 
-    The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`.
+    The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`. Raises StuckError if
+    no worker in a stage's column has room.
     """
     if problem.assigned:
         return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
@@ -61,10 +63,12 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
         # Sorted by micro-batch, so that several pipelines share their peers evenly over time.
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
     lost = _count_dead_workers(problem)
+    if not all(map(problem.hosts_in_column, rerouted)):
+        raise StuckError
     if rule == "spread":
         return hosts | _assign_spread(problem, rerouted, lost)
     for stage, units in rerouted.items():
-        live = problem.hosts_by_slice[stage]
+        live = problem.hosts_in_column(stage)
         hosts |= _assign_round_robin(live, units) if rule == "round-robin" \
             else _assign_least_loaded(problem, stage, units, lost)
     return hosts
@@ -160,7 +164,7 @@ def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
     """Return, by pipeline, the sum of the ticks of all compute ops (F, I and W, or F and B) of one micro-batch at this
     stage on that pipeline's live worker. Pipelines without one are left out."""
     return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
-            for host in problem.hosts_by_slice[stage]}
+            for host in problem.hosts_in_column(stage)}
 
 
 def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:

@@ -69,7 +69,7 @@ def test_a_worker_without_room_runs_nothing(method):
 
 
 def test_peers_take_turns_where_none_has_room_for_all_virtual_stages():
-    """A worker has room for one of its two virtual stages at a time: one worker runs the first, the other the second."""
+    """A worker has room for one of its two virtual stages at a time: one runs the first, the other the second."""
     job = grid(2, 1, 1, times=ONES, more="[memory]\ncapacity = 1\nactivation = 1\n[placement]\norder = 'interleaved'\n"
                "chunks = 2\n")
     schedule, _ = planned(job)
