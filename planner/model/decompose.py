@@ -64,7 +64,7 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
         renamed, names = renumber_by_runner(problem) if problem.grid.chains == 1 else (problem, None)
         return tuple(Piece(problem=extract_pipelines(renamed, copies[0]), copies=tuple(copies), names=names)
                      for copies in find_components(renamed))
-    if problem.has_slow_workers or problem.has_unequal_room:
+    if problem.has_slow_workers or problem.has_unequal_room or not all(problem.live_pipelines_by_column):
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
     if not dead:

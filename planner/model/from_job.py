@@ -287,23 +287,22 @@ def _build_stages(job: Job) -> tuple[VirtualStage, ...]:
 
 
 def _require_feasible(problem: Problem) -> None:
-    for column, live in enumerate(problem.live_pipelines_by_column):
-        if not live:
+    for column in range(problem.grid.columns):
+        if not all(problem.holders_by_slice[stage] for stage in problem.grid.stages_of_column(column)):
             raise NoPlanError(f"stage {column} has no live worker: all of its {problem.grid.pipelines} workers are "
                               "down, so none holds its parameters; `slipstream plan --layers move --from-checkpoint` "
                               "loads them from a checkpoint")
     memory, chains = problem.memory, max(problem.grid.microbatches)  # later chains have no micro-batches
     if memory is None:
         return
-    for column, live in enumerate(problem.live_pipelines_by_column):
-        capacity = max(activation_room(problem, Worker(pipeline, column)) for pipeline in live)
-        # Of several live workers, one may run a micro-batch at one virtual stage and another at the next.
-        least = min_room if len(live) == 1 else peak_slice_memory
-        need = max((least(problem, stage) for stage in problem.grid.stages_of_column(column)
-                    if stage // problem.grid.depth < chains), default=0)
+    for stage in range(min(chains, problem.grid.chains) * problem.grid.depth):
+        holders = problem.holders_by_slice[stage]
+        capacity = max(activation_room(problem, worker) for worker in holders)
+        # Of several holders, one may run a micro-batch at one virtual stage and another at the next.
+        need = (min_room if len(holders) == 1 else peak_slice_memory)(problem, stage)
         if need > capacity:
-            raise NoPlanError(f"a worker of stage {column} has room for {capacity * memory.unit:g}, but one "
-                              f"micro-batch needs {need * memory.unit:g} there: no schedule can run it")
+            raise NoPlanError(f"a worker of stage {problem.column_of[stage]} has room for {capacity * memory.unit:g}, "
+                              f"but one micro-batch needs {need * memory.unit:g} there: no schedule can run it")
 
 
 def _needs_peers(problem: Problem) -> bool:

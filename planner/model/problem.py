@@ -335,8 +335,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                      for number, holders in enumerate(self.holders_by_slice))
 
     def hosts_in_column(self, stage: int) -> tuple[Worker, ...]:
-        """Return the live workers in the column of a stage that have room for a micro-batch of it, sorted."""
-        return tuple(worker for worker in self.hosts_by_slice[stage] if worker.column == self.column_of[stage])
+        """Return the live workers in the column of a stage that have room for a micro-batch of it, sorted.
+
+        If there are none, return those of the other column that holds it, if pipelines are bidirectional.
+        """
+        hosts = self.hosts_by_slice[stage]
+        return tuple(worker for worker in hosts if worker.column == self.column_of[stage]) or hosts
 
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """Return the workers that may run slice number `slice_` for the micro-batches of this pipeline."""

@@ -9,7 +9,7 @@ from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import plan_only
+from slipstream.planner.plan import plan_only, plan_with
 from slipstream.planner.search.cpsat import MAX_MODEL_MEMORY, coarsen_memory
 from slipstream.planner.search.engine import find_best_candidate
 from slipstream.schedules.check import check
@@ -75,6 +75,34 @@ def test_peers_take_turns_where_none_has_room_for_all_virtual_stages():
     schedule, _ = planned(job)
     assert {op.worker for op in schedule.all_ops() if op.kind is OpKind.F and op.microbatch == 0
             and op.pipeline == 0} == {Worker(0, 0), Worker(1, 0)}
+
+
+def test_peers_run_parts_of_a_stage_for_which_none_has_room():
+    """A stage of two layers takes 2, each worker has room for 1: 0.0 runs the first layer, 1.0 the second, or so."""
+    job = grid(2, 1, 1, times=ONES, more="[memory]\ncapacity = 1\nactivation = 2\n[placement]\nlayers = [2]\n")
+    assert planned(job)[1] == 4
+    with pytest.raises(NoPlanError, match="no schedule can run it"):
+        planned(job, "0.0")
+
+
+@pytest.mark.parametrize("memory", ["", "[memory]\ncapacity = 2\nactivation = 1\n"])
+def test_workers_of_the_other_direction_hold_what_a_dead_column_held(memory):
+    job = grid(1, 2, 2, times=ONES, more=f"{memory}[placement]\norder = 'bidirectional'\n")
+    assert planned(job, "0.0")[1] == 12, "0.1 runs both micro-batches at both stages"
+
+
+def test_a_plan_with_moved_layers_needs_none_with_layers_in_place():
+    job = grid(2, 1, 1, times=ONES, more="[memory]\ncapacity = 1\nactivation = 2\nweights = 0\n[placement]\n"
+               "layers = [2]\n")
+    plan = plan_with(PlanOptions(steps=20_000, layers="move"), job)
+    assert plan.period == 4 and plan.fault_free is None
+
+
+def test_a_baseline_that_gets_stuck_is_refused():
+    job = grid(2, 1, 1, times=ONES, more="[memory]\ncapacity = 1\nactivation = 1\n[placement]\n"
+               "order = 'interleaved'\nchunks = 2\n")
+    with pytest.raises(NoPlanError, match="1f1b gets stuck"):
+        planned(job, method="1f1b")
 
 
 def test_what_no_worker_has_room_for_is_refused():
