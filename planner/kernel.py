@@ -674,7 +674,7 @@ class State(NamedTuple):
     """Beginning of the reduction, [reduction]; if interleaved, the first end of the groups that share it. If TIMED, it
     is chosen freely, and the end of a group follows from it."""
     turn: Ints
-    """Reductions in the order in which they run; unused if interleaved."""
+    """Reductions in the order in which they run; if TIMED, marks of reductions that are still to be placed."""
 
 
 class Timing(NamedTuple):
@@ -1171,15 +1171,16 @@ def _set_begins_from_ends(instance, state):
 def _finish_by(instance, state, group, end):
     """Let the reductions of a group (workers that hold the same layers) keep their order, begin no later than before,
     and end by tick `end`; then set the end and the deadline of the group. TIMED only."""
-    free, last, done = end, -FOREVER, -1
+    free, last = end, -FOREVER
+    _mark_reductions(instance, state, group)
     while True:
-        number = _next_reduction(instance, state, group, done, -1)
+        number = _take_marked_reduction(instance, state, group, -1)
         if number < 0:
             break
         state.begin[number] = min(state.begin[number], free - instance.ticks[number])
-        free, done = state.begin[number], number
+        free = state.begin[number]
         last = max(last, free + instance.ticks[number])
-    if done >= 0:
+    if last > -FOREVER:
         state.end[group] = state.deadline[group] = last
 
 
@@ -1187,39 +1188,41 @@ def _finish_by(instance, state, group, end):
 def begin_reduction_at(instance, state, moved, tick):
     """Let a reduction begin at a tick, and all reductions of its group in their order as late as needed not to overlap;
     then set the end and the deadline of the group. TIMED only."""
-    group = instance.sharers[moved, 0]
+    group, free = instance.sharers[moved, 0], -FOREVER
     state.begin[moved] = tick
-    free, done = -FOREVER, -1
+    _mark_reductions(instance, state, group)
     while True:
-        number = _next_reduction(instance, state, group, done, 1)
+        number = _take_marked_reduction(instance, state, group, 1)
         if number < 0:
             break
         state.begin[number] = max(state.begin[number], free)
-        free, done = state.begin[number] + instance.ticks[number], number
+        free = state.begin[number] + instance.ticks[number]
     state.end[group] = state.deadline[group] = free
 
 
 @jit
-def _next_reduction(instance, state, group, done, direction):
-    """Return the reduction of a group that begins next after `done`, by tick and number, or before it if `direction` is
-    -1; the first or last of all if `done` is -1. Return -1 if there is none."""
-    found = -1
+def _mark_reductions(instance, state, group):
+    """Mark all reductions of a group in `state.turn`, which has no other use if TIMED."""
     for index in range(instance.between.shape[1]):
-        number = instance.between[group, index]
-        if number < 0:
-            break
-        if (done < 0 or _comes_before(state, done, number, direction)) \
-                and (found < 0 or _comes_before(state, number, found, direction)):
-            found = number
-    return found
+        if instance.between[group, index] >= 0:
+            state.turn[instance.between[group, index]] = 1
 
 
 @jit
-def _comes_before(state, number, other, direction):
-    """Return whether a reduction begins before another one or, if `direction` is -1, after it; of those that begin
-    together, the lower number counts as the earlier."""
-    first, second = state.begin[number], state.begin[other]
-    return (first - second) * direction < 0 or (first == second and (number - other) * direction < 0)
+def _take_marked_reduction(instance, state, group, direction):
+    """Unmark and return the marked reduction of a group that begins first or, if `direction` is -1, last; of several,
+    that with the lowest or highest number. Return -1 if none is marked."""
+    found = -1
+    for index in range(instance.between.shape[1]):
+        number = instance.between[group, index]
+        if number < 0 or not state.turn[number]:
+            continue
+        if found < 0 or (state.begin[number] - state.begin[found]) * direction < 0 or (
+                state.begin[number] == state.begin[found] and (number - found) * direction < 0):
+            found = number
+    if found >= 0:
+        state.turn[found] = 0
+    return found
 
 
 @jit

@@ -40,7 +40,7 @@ def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
 def get_deadlines(*pieces: Solution) -> Ints:
     """Return what subproblems must agree on, given their solutions on one clock: the ticks by which groups (workers
     that hold the same layers) end their compute ops or, if `Problem.anneals_reductions`, the starts of reductions."""
-    if pieces[0].arrays.problem.anneals_reductions:
+    if pieces[0].arrays.problem.reduces_in_bubbles:
         return place_in_bubbles(pieces).begin
     return compute_group_ends(*pieces)
 

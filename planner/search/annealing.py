@@ -94,7 +94,7 @@ def _make_instance(arrays: ProblemArrays) -> Instance:
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=arrays.ops.predecessors, successors=arrays.ops.successors,
         group=arrays.group, linked=pad_rows(problem.groups.linked),
-        interleaved=TIMED if problem.anneals_reductions else int(problem.can_reduce_early),
+        interleaved=TIMED if problem.reduces_in_bubbles else int(problem.can_reduce_early),
         sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
         between=arrays.reductions.between,
         tail=_tail_ticks(arrays),
@@ -229,14 +229,38 @@ class AnnealingChain:
             chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
             set_deadlines_from_ends(chain.instance, chain.state)
             return
+        if self._problem.reduces_in_bubbles:
+            self._set_common_end(solution)
+            return
         if self._problem.optimizer == "staggered":
             set_earliest_deadlines(chain.instance, chain.state, chain.sorting)
             return
         chain.state.end[:] = -chain.instance.tail.max()
         chain.state.end[chain.instance.group] = -chain.instance.tail
         chain.state.deadline[:] = chain.state.end
-        if self._problem.times_each_reduction:
+        if self._problem.groups.has_shared_reductions:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
+
+    def _set_common_end(self, solution: Solution) -> None:
+        """Let reductions in bubbles begin as in a plan with a synchronous optimizer, which ends at tick 0, and
+        those that follow all compute ops of their group as late as that allows."""
+        instance, state = self._chain.instance, self._chain.state
+        begins, ends = get_deadlines(solution), compute_group_ends(solution)
+        step = self._problem.max_optimizer_ticks
+        finished = ends_of_reductions(self._arrays, begins)
+        last = max((finished[self._arrays.group] + self._arrays.ticks_after_group).max(), ends.max() + step)
+        free = np.full(len(ends), 0)
+        free[self._arrays.group] = -self._arrays.ticks_after_group
+        for number in np.argsort(begins, kind="stable")[::-1].tolist():
+            group = instance.sharers[number, 0]
+            if begins[number] >= ends[group]:
+                free[group] -= instance.ticks[number]
+                state.begin[number] = free[group]
+            else:
+                state.begin[number] = begins[number] - last
+        state.end[:] = ends_of_reductions(self._arrays, state.begin)
+        state.deadline[:] = np.minimum(state.end, -step)
+        instance.tail[:] = -state.end[self._arrays.group]
 
     def _set_reductions(self, state: State, begins: Sequence[int] | Ints) -> None:
         """Let reductions begin at these ticks in a state, where given (not 0 or `NEVER`), and set all deadlines."""

@@ -143,26 +143,27 @@ class _Engine:
             candidate = improve_by_list_schedules(known, budget, self._params.lists, steps)
             self._candidates.append(with_solved_pieces(candidate, budget.solved or ()))
 
-    def _add_small_layout(self, budget: Budget, share: float = 1.0) -> None:
+    def _add_small_layout(self, budget: Budget, share: float = 1.0) -> bool:
         """Add the layout that CP-SAT finds for a small job within a share of the budget, if its period is shorter than
-        that of all candidates."""
+        that of all candidates. Return True if it has proven that no layout has a plan."""
         from slipstream.planner.search import layer_model  # the solver takes a third of a second to load
 
         layered, bound = self._proposals.layered, self._proposals.layered_bound
         if layered is None or bound is None or not layer_model.is_small(layered, self._params.cp_sat):
-            return
+            return False
         longest = None
         if self._candidates:
             longest = math.ceil(self._best_candidate.period_seconds / layered.tick_seconds - 1e-6) - 1
-        found = layer_model.search_layouts(layered, bound.ticks, longest, budget.with_share(share),
-                                           self._params.cp_sat)
-        budget.tally.count_uses("CP-SAT: layers", helped=int(found is not None))
-        if found is not None:
-            problem, solution = found
+        solution, impossible = layer_model.search_layouts(layered, bound.ticks, longest, budget.with_share(share),
+                                                          self._params.cp_sat)
+        budget.tally.count_uses("CP-SAT: layers", helped=int(solution is not None))
+        if solution is not None:
+            problem = solution.arrays.problem
             holds = {worker: state.holds for worker, state in problem.workers.items()}
             candidate = Incumbent(problem=problem, pieces=(make_whole_piece(problem),), bound=bound,
                                   moved=layered.moved_memory(holds))
             self._candidates.append(candidate.with_solutions([solution], [solution_period(solution)]))
+        return impossible
 
     def _add_first_plan(self, first: Incumbent | None, budget: Budget) -> None:
         """Add a plan that CP-SAT finds for a small job for which all list schedules get stuck. Raises NoPlanError if
@@ -176,15 +177,16 @@ class _Engine:
             if solution is not None:
                 whole = msgspec.structs.replace(first, pieces=(make_whole_piece(first.problem),))
                 self._candidates.append(whole.with_solutions([solution], [solution_period(solution)]))
-        if not self._candidates:
-            self._add_small_layout(budget)
+        if not self._candidates and self._several:
+            impossible = self._add_small_layout(budget)
         if self._candidates:
             return
-        if impossible and not self._several:
-            raise NoPlanError("no schedule with whole stages in place keeps all workers within their memory: CP-SAT "
-                              "has proven it; expected more [memory] capacity, or --layers move")
-        raise NoPlanError(self._refusal or "no schedule was found that keeps all workers within their memory; expected "
-                          "more [memory] capacity")
+        where = "" if self._proposals.moving else " with layers in place"
+        if impossible:
+            raise NoPlanError(f"no schedule{where} keeps all workers within their memory, as CP-SAT has proven; "
+                              f"expected more [memory] capacity{where and ', or --layers move'}")
+        raise NoPlanError(self._refusal or f"no schedule was found{where} that keeps all workers within their memory; "
+                          f"expected more [memory] capacity{where and ', or --layers move'}")
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts

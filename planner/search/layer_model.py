@@ -7,6 +7,7 @@ answer is a layout and an order of ops, which are timed like all others; it prov
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 from ortools.sat.python import cp_model
@@ -46,19 +47,30 @@ def is_small(problem: Problem, params: CpSatParams) -> bool:
     return may_cut and units * len(problem.op_kinds) * len(problem.live_workers) <= params.largest_layered
 
 
+class SmallPlan(NamedTuple):
+    """Result of a search over all layouts of a small job."""
+
+    solution: Solution | None
+    """Plan, whose problem has the layout that was found; None if none was found."""
+    is_impossible: bool = False
+    """True if CP-SAT has proven that no layout has a plan."""
+
+
 def search_layouts(problem: Problem, shortest: int, longest: int | None, budget: Budget,
-                   params: CpSatParams) -> tuple[Problem, Solution] | None:
+                   params: CpSatParams) -> SmallPlan:
     """Search, within the budget, for the layout and order of the shortest period from `shortest` to `longest` ticks.
 
-    Return the problem with that layout and its solution; None if none is found. If `longest` is None, no plan is known.
+    If `longest` is None, no plan is known, and any period is allowed.
     """
     if not problem.question.from_checkpoint and len({layer for worker in problem.live_workers
                                                      for layer in problem.list_held_layers(worker)}) \
             < problem.grid.layer_count:
-        return None
+        return SmallPlan(None)
     model = _LayerModel(problem, longest)
-    solver = model.solve(shortest, longest, budget, params)
-    return None if solver is None else model.read(solver)
+    solver, status = model.solve(shortest, longest, budget, params)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return SmallPlan(None, is_impossible=longest is None and status == cp_model.INFEASIBLE)
+    return SmallPlan(model.read(solver))
 
 
 class _LayerModel:
@@ -221,18 +233,17 @@ class _LayerModel:
             self._model.add(early <= late)
 
     def solve(self, shortest: int, longest: int | None, budget: Budget,
-              params: CpSatParams) -> cp_model.CpSolver | None:
-        """Return the solver with the shortest plan between these periods that it finds; None if it finds none."""
+              params: CpSatParams) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
+        """Return the solver, with the shortest plan between these periods that it finds, and its status."""
         model, period = self._model, self._variables.period
         model.add(period >= shortest)
         model.add(period <= (self.ample if longest is None else longest))
         model.minimize(period)
-        solver, status = run_solver(model, self._variables, budget, params)
-        return solver if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+        return run_solver(model, self._variables, budget, params)
 
-    def read(self, solver: cp_model.CpSolver) -> tuple[Problem, Solution] | None:
-        """Return the problem with the layout that the solver has chosen, and its solution; None if memory that the
-        model has coarsened does not suffice."""
+    def read(self, solver: cp_model.CpSolver) -> Solution | None:
+        """Return the solution of the problem with the layout that the solver has chosen; None if memory that the model
+        has coarsened does not suffice."""
         variables, problem = self._variables, self._problem
         host = {unit: next(worker for worker, literal in variables.iterate_literals(unit)
                            if literal is None or solver.boolean_value(literal)) for unit in variables.units}
@@ -249,7 +260,7 @@ class _LayerModel:
         laid_out = with_layout(problem, layout)
         return self._read_order(laid_out, solver)
 
-    def _read_order(self, laid_out: Problem, solver: cp_model.CpSolver) -> tuple[Problem, Solution] | None:
+    def _read_order(self, laid_out: Problem, solver: cp_model.CpSolver) -> Solution | None:
         variables = self._variables
         arrays = ProblemArrays(laid_out, {Unit(visit.slice, *batch): visit.worker
                                           for batch, route in laid_out.routes.items() for visit in route})
@@ -264,7 +275,7 @@ class _LayerModel:
         flow = sorted(range(len(keys)), key=lambda op: self._flow_key(keys[op], starts[op], solver))
         order = arrays.make_solution(to_ints(flow), to_ints(starts)).order
         solution = arrays.make_solution(order, time_order(arrays, order)[1])
-        return (laid_out, solution) if is_within_room(solution) else None
+        return solution if is_within_room(solution) else None
 
     def _flow_key(self, key: OpKey, start: int, solver: cp_model.CpSolver) -> Sequence[int]:
         """Return a key that sorts ops by start; of those that start together, each comes after those it waits for."""
