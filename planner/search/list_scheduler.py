@@ -140,9 +140,11 @@ def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: S
     bound = lower_bound(problem)
     rerouted_to = [dead_count * count for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, Worker] = {}
-    for stage in sorted(rerouted, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
+    windows = {stage: window_bound(problem, column) if problem.live_pipelines_by_column[column] else 0
+               for stage in rerouted for column in [problem.column_of[stage]]}
+    for stage in sorted(rerouted, key=lambda stage: -windows[stage]):
         price, host_of = _ticks_by_pipeline(problem, stage), _host_by_pipeline(problem, stage)
-        least = window_bound(problem, problem.column_of[stage])
+        least = windows[stage]
         loads = {host: price[host] * problem.grid.microbatches[host] for host in price}
         busiest = -(-(sum(loads.values()) + len(rerouted[stage]) * max(price.values())) // len(price))
         room = max(bound - least, 0) + busiest
