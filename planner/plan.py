@@ -44,7 +44,7 @@ from slipstream.planner.model.from_job import (
     count_equal_layers,
     with_layout,
 )
-from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, Problem
+from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, NoRoomError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import (
     add_overlapping_reductions,
@@ -450,14 +450,11 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
     try:
         problem = options.make_problem(job, failed)
     except NoPlanError as refusal:
-        if options.layers != "move" and not (options.slices and job.layers and max(job.layers) > 1):
+        # A micro-batch for which no worker has room at a whole stage may fit if it is cut.
+        may_cut = isinstance(refusal, NoRoomError) and options.slices and job.layers and max(job.layers) > 1
+        if options.layers != "move" and not may_cut:
             raise
-        try:  # a micro-batch for which no worker has room at a stage may fit if it is cut
-            return _solve_and_check(options, job, failed, None, budget)
-        except NoPlanError:
-            if options.layers == "move":
-                raise
-            raise refusal from None
+        return _solve_and_check(options, job, failed, None, budget)
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:

@@ -20,6 +20,7 @@ from slipstream.planner.model.problem import (
     LiveWorker,
     MicroBatch,
     NoPlanError,
+    NoRoomError,
     Problem,
     Visit,
 )
@@ -301,7 +302,7 @@ def _require_feasible(problem: Problem) -> None:
         # Of several holders, one may run a micro-batch at one virtual stage and another at the next.
         need = (min_room if len(holders) == 1 else peak_slice_memory)(problem, stage)
         if need > capacity:
-            raise NoPlanError(f"a worker of stage {problem.column_of[stage]} has room for {capacity * memory.unit:g}, "
+            raise NoRoomError(f"a worker of stage {problem.column_of[stage]} has room for {capacity * memory.unit:g}, "
                               f"but one micro-batch needs {need * memory.unit:g} there: no schedule can run it")
 
 

@@ -165,6 +165,10 @@ class NoPlanError(NoScheduleError):
     """Raised when no schedule can exist. The message says why."""
 
 
+class NoRoomError(NoPlanError):
+    """Raised when no worker has room for one micro-batch at a whole stage; parts of the stage may still fit."""
+
+
 class Unit(NamedTuple):
     """One micro-batch at one slice of its route. Its F, I and W run on the same worker."""
 
