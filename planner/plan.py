@@ -450,11 +450,14 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
     try:
         problem = options.make_problem(job, failed)
     except NoPlanError as refusal:
-        # A micro-batch for which no worker has room at a whole stage may fit if it is cut.
-        may_cut = isinstance(refusal, NoRoomError) and options.slices and job.layers and max(job.layers) > 1
-        if options.layers != "move" and not may_cut:
+        if options.layers == "move":
+            return _solve_and_check(options, job, failed, None, budget)
+        if not (isinstance(refusal, NoRoomError) and options.slices and job.layers and max(job.layers) > 1):
             raise
-        return _solve_and_check(options, job, failed, None, budget)
+        try:  # a micro-batch for which no worker has room at a whole stage may fit if it is cut
+            return _solve_and_check(options, job, failed, None, budget)
+        except NoPlanError as other:
+            raise NoRoomError(refusal.lack, f"; for micro-batches cut by layers, {other}") from None
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:

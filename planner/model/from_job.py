@@ -303,7 +303,7 @@ def _require_feasible(problem: Problem) -> None:
         need = (min_room if len(holders) == 1 else peak_slice_memory)(problem, stage)
         if need > capacity:
             raise NoRoomError(f"a worker of stage {problem.column_of[stage]} has room for {capacity * memory.unit:g}, "
-                              f"but one micro-batch needs {need * memory.unit:g} there: no schedule can run it")
+                              f"but one micro-batch needs {need * memory.unit:g} there")
 
 
 def _needs_peers(problem: Problem) -> bool:

@@ -168,6 +168,15 @@ class NoPlanError(NoScheduleError):
 class NoRoomError(NoPlanError):
     """Raised when no worker has room for one micro-batch at a whole stage; parts of the stage may still fit."""
 
+    def __init__(self, lack: str, outcome: str = ": no schedule can run it") -> None:
+        super().__init__(lack, outcome)
+        self.lack = lack
+        """Part of the message that says what room is lacking, and where."""
+
+    def __str__(self) -> str:
+        """Return the message in one line."""
+        return "".join(self.args)
+
 
 class Unit(NamedTuple):
     """One micro-batch at one slice of its route. Its F, I and W run on the same worker."""
