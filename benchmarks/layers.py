@@ -36,7 +36,7 @@ from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.layout.candidates import generate_layouts
-from slipstream.planner.model.bounds import period_bound, work_bound
+from slipstream.planner.model.bounds_layouts import period_bound, work_bound
 from slipstream.planner.model.from_job import build_layered_problem, choose_tick
 from slipstream.planner.model.problem import Layout, LayoutScope, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions

@@ -77,6 +77,9 @@ def _describe_bound(schedule: Schedule, proven: int | None) -> str:
     `proven` is the bound in ticks that was proven here. None means that no proof was requested.
     """
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
+    if schedule.gap is None:
+        return "it claims no lower bound" if not proven else \
+            f"it claims no lower bound; {duration(schedule.seconds(proven))} {schedule.scope.description} is proven"
     if proven is None:
         claim = "optimal" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above the best possible"
         return f"it claims to be {claim} {schedule.scope.description} (bound {claimed}); --bound verifies that"

@@ -32,7 +32,7 @@ from slipstream.planner.job.file import Job, read_job_text
 from slipstream.planner.options import LAYERS
 from slipstream.planner.placement import MAX_WEIGHED_FAILURES, MEAN_DOWN_SHARE, FoundPlacement
 from slipstream.planner.plan import Plan
-from slipstream.planner.recompute import Recomputation
+from slipstream.planner.recompute import Recomputation, with_bound_of_choices
 from slipstream.planner.report import (
     BANDWIDTH,
     Alternative,
@@ -116,12 +116,15 @@ def plan(request: PlanRequest) -> None:
         found = find_pipeline(request.job, text, plan_options, request.for_failures, request.share_down, clock)
         job, again, planned = found.job, found.recomputation, found.plan
     else:
-        again = find_recomputation(request.job, job, plan_options)
+        given, again = job, find_recomputation(request.job, job, plan_options)
         if again is not None:
             left = 1 - plan_options.params.blocks.recomputed_share
             job, plan_options = again.job, plan_options.with_limit(left * plan_options.limit_seconds)
             clock = plan_options.make_clock()
         planned = make_plan(job, down, plan_options, normalise=request.normalise, clock=clock)
+        if again is not None:
+            planned = msgspec.structs.replace(
+                planned, schedule=with_bound_of_choices(planned.schedule, given, plan_options, down))
     other_plans: list[Alternative] = []
     if not request.json:  # what is only printed has time of its own: the same schedule is written with --json
         seconds = min(COMPARE_SECONDS, COMPARE_SHARE * plan_options.limit_seconds) * (1.0 if down else FAULT_FREE_SHARE)

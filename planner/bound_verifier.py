@@ -8,7 +8,9 @@ import msgspec
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.assumptions import is_provable_by_search, pieces_are_independent
-from slipstream.planner.model.bounds import layout_lower_bound, placement_bound, strongest_bound
+from slipstream.planner.model.bounds import layout_lower_bound, strongest_bound
+from slipstream.planner.model.bounds_placements import placement_bound
+from slipstream.planner.model.bounds_roles import roles_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import (
     build_held_problem,
@@ -16,11 +18,11 @@ from slipstream.planner.model.from_job import (
     count_equal_layers,
     layers_in_place,
 )
-from slipstream.planner.model.problem import Bound, LayerTicks, LayoutScope, Problem
-from slipstream.planner.normalise import WindowBounds
+from slipstream.planner.model.problem import UNLIMITED, Bound, LayerTicks, LayoutScope, LiveWorker, Problem
 from slipstream.planner.overlapped import keep_column_minimum, min_exposed_ticks
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.report import shared_ticks
+from slipstream.schedules.memory import activation_room, weights_of
 from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Worker
 
 
@@ -33,20 +35,26 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     to prove the claimed bound of a small problem, if it exceeds what is proven without a search.
     """
     bound, claimed = _bound_without_search(schedule), schedule.lower_bound_ticks
-    if budget is None or bound.ticks >= claimed or schedule.scope not in (Scope.OWN, Scope.STAGES):
+    if budget is None or bound.ticks >= claimed or not _is_searchable(schedule):
         return bound
     from slipstream.planner.search.cpsat import (  # the solver takes a third of a second to load
         BOUND_DESCRIPTION,
         disproves_shorter,
     )
 
-    problem = _problem_in_place(schedule, _vacant_roles(schedule))
+    problem = _problem_of_players(schedule)
     parts = [piece.problem for piece in decompose(problem)] if pieces_are_independent(problem) else [problem]
     largest = DEFAULTS.cp_sat.largest_proof
     if any(is_provable_by_search(part) and part.host_operation_count <= largest
            and disproves_shorter(part, claimed, budget) for part in parts):
         return Bound(claimed, schedule.scope, BOUND_DESCRIPTION)
     return bound
+
+
+def _is_searchable(schedule: Schedule) -> bool:
+    """Return whether CP-SAT's model includes all schedules of the scope: whole stages in place, no overlap."""
+    return schedule.scope in (Scope.OWN, Scope.STAGES) and not schedule.has_overlap \
+        and not any(map(schedule.has_moved_layers, schedule.seats))
 
 
 def _bound_without_search(schedule: Schedule) -> Bound:
@@ -56,14 +64,25 @@ def _bound_without_search(schedule: Schedule) -> Bound:
         return _bound_over_layouts(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.PLACEMENT:
         return _bound_over_placements(schedule)
-    if schedule.scope is Scope.LAYERS:
+    if schedule.scope is Scope.LAYERS or any(map(schedule.has_moved_layers, schedule.seats)):
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
-        return Bound(ticks, Scope.LAYERS)
+        return Bound(ticks, schedule.scope)
     if schedule.scope is Scope.ROLES:
-        return WindowBounds(lambda failed: _problem_in_place(schedule, failed)).failures_bound(len(schedule.failed))
-    problem = _problem_in_place(schedule, _vacant_roles(schedule))
-    bound = strongest_bound(problem)
+        return roles_bound(_problem_in_place(schedule, ()), schedule.failed)
+    bound = strongest_bound(_problem_of_players(schedule))
     return Bound(bound.ticks, schedule.scope, bound.counts)
+
+
+def _problem_of_players(schedule: Schedule) -> Problem:
+    """Return the problem in place of a schedule's roles, each with the speed and memory of the worker that plays it."""
+    problem, workers = _problem_in_place(schedule, _vacant_roles(schedule)), dict[Worker, LiveWorker]()
+    for role, properties in problem.workers.items():
+        seat = schedule.seat_of[schedule.player_of[role]]
+        room = activation_room(schedule, seat)
+        workers[role] = msgspec.structs.replace(
+            properties, per_mille=schedule.times.per_mille_of.get(seat.worker, 1000),
+            room=UNLIMITED if room is None else room + weights_of(schedule.memory, properties.holds))
+    return msgspec.structs.replace(problem, workers=workers)
 
 
 def _vacant_roles(schedule: Schedule) -> list[Worker]:

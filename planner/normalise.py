@@ -27,8 +27,10 @@ from slipstream.planner.blockwise import TooLargeError
 from slipstream.planner.budget import Clock, ProgressCallback, StepClock, ignore_progress
 from slipstream.planner.compiled import compile_in_background, ensure_compiled
 from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import exact_decimal
 from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds_roles import roles_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
@@ -65,10 +67,10 @@ class WindowBounds:
     Results are stored, so that one object serves all numbers of failures of a job. They are a function of the problems
     and the number of failures alone, whatever was computed before.
 
-    The bounds hold for any choice of vacant roles. A plan for some failures is also one for fewer, in which live
-    workers stay idle; so the failures of one column alone give a bound. It counts the micro-batches of all pipelines,
-    since any holder may run them, and the live workers of that column. These have equal speed and memory, except for
-    slow ones, which are never vacant. It does not count which pipelines the failures are in.
+    They rank distributions, among which the search chooses: there, slow workers and those with a memory of their own
+    keep their roles. What is claimed of a plan is `bounds_roles.roles_bound`. A plan for some failures is also one for
+    fewer, in which live workers stay idle; so the failures of one column alone give a bound. It counts the
+    micro-batches of all pipelines and the live workers of that column, but not which pipelines the failures are in.
     """
 
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
@@ -82,7 +84,6 @@ class WindowBounds:
         self.grid, self.tick_seconds = whole.grid, whole.tick_seconds
         self.slow = {worker for worker, live in whole.workers.items() if live.per_mille != 1000}
         """Slow workers, which are alive and therefore never leave their roles."""
-        self._equal = len({(worker.column, live.room) for worker, live in whole.workers.items()}) == self.grid.columns
         self._bound: dict[tuple[int, int], int] = {}
         self._best: dict[int, list[RankedDistribution]] = {}
 
@@ -95,14 +96,6 @@ class WindowBounds:
             fewer = self.column_bound(column, down - 1) if down else 0
             self._bound[column, down] = max(fewer, lower_bound(problem))
         return self._bound[column, down]
-
-    def failures_bound(self, failures: int) -> Bound:
-        """Return a lower bound on the period with this number of failures, whichever roles they leave vacant.
-
-        It is 0 if workers of a column differ in memory.
-        """
-        best = self.best_distributions(failures)
-        return Bound(best[0][0] if best and self._equal else 0, Scope.ROLES)
 
     def to_seconds(self, ticks: int) -> float:
         """Convert the ticks of a bound to seconds, a little more than exact, so that an equal period never exceeds it
@@ -336,7 +329,7 @@ def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options:
     """
     job = slow_while_alive(job, failed)
     windows = window_bounds_of(job, options)
-    least = window_bounds_of(_without_state(job), options).failures_bound(len(set(failed)))
+    least = any_roles_bound(job, failed, options)
     own = best.schedule
     if not moving:
         best = msgspec.structs.replace(best, schedule=with_converted_bound(own, least, windows.tick_seconds))
@@ -356,6 +349,29 @@ def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options:
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
                                        fixed_period=best.fixed_period or best.period)
     return msgspec.structs.replace(best, interrupted=normal.interrupted)
+
+
+def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) -> Bound:
+    """Return a bound on the period for any assignment of roles to the workers that have not failed.
+
+    It is in ticks of `bounding_problem` with all workers alive.
+    """
+    stateless = _without_state(job)
+    whole = bounding_problem(options, stateless, (), down=True)
+    if whole.memory is None or not stateless.memory:
+        return roles_bound(whole, failed)
+    memory, weights = whole.memory, [0] * whole.grid.columns
+    for stage, amount in enumerate(stateless.memory.weights):
+        weights[whole.column_of[stage]] += math.ceil(exact_decimal(amount) / exact_decimal(memory.unit))
+
+    def room_of(worker: Worker, column: int) -> int:
+        # A capacity of its own is what is left beside the worker's own stages, or beside those of any role.
+        room = memory.capacity_for(worker, column)
+        if worker.column >= whole.grid.columns or room == memory.capacity[column]:
+            return room
+        return room + max(0, weights[worker.column] - weights[column])
+
+    return roles_bound(whole, failed, room_of)
 
 
 def _without_state(job: Job) -> Job:

@@ -64,23 +64,24 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} is {value!r}; expected a whole number, 0 or more")
 
-    def make_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+    def make_problem(self, job: Job, failed: Sequence[Worker] = (), *, down: bool = False) -> Problem:
         """Return the scheduling problem of a job whose workers `failed` are down, with layers in place.
 
-        Raises NoPlanError if no schedule can exist.
+        Costs are rounded up, or rounded down if `down`, for bounds. Raises NoPlanError if no schedule can exist.
         """
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
-                             sliced=self.slices and self.method not in BASELINES)
+                             sliced=self.slices and self.method not in BASELINES, down=down)
 
-    def make_shared_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+    def make_shared_problem(self, job: Job, failed: Sequence[Worker] = (), *, down: bool = False) -> Problem:
         """Return the problem in which any live holder of a stage may run any micro-batch, whole or cut.
 
         Raises NoPlanError if no schedule can exist.
         """
         own = self.make_problem(job, failed)
-        return build_problem(job, failed, backward=own.backward, optimizer=own.optimizer, sharing=True, sliced=True)
+        return build_problem(job, failed, backward=own.backward, optimizer=own.optimizer, sharing=True, sliced=True,
+                             down=down)
 
     @property
     def for_comparison(self) -> "PlanOptions":

@@ -74,14 +74,15 @@ def without_reductions(job: Job, share: float = 0.0) -> Job:
             job.time.optimizer, job.time.all_reduce, strict=True)) if job.network.slowdown else job.time.optimizer))
 
 
-def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
+def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker], *, down: bool = False) -> Problem:
     """Return the problem of a job with failures for which bounds on the period are proven.
 
-    In it any live holder of a stage may run any micro-batch, whole or cut. Raises NoPlanError if no schedule can exist.
+    In it any live holder of a stage may run any micro-batch, whole or cut. Costs are rounded up, or down if `down`.
+    Raises NoPlanError if no schedule can exist.
     """
     if not has_overlapping_reductions(job):
-        return options.make_shared_problem(job, failed)
-    return _with_exposed_reductions(options.make_shared_problem(without_reductions(job), failed), job)
+        return options.make_shared_problem(job, failed, down=down)
+    return _with_exposed_reductions(options.make_shared_problem(without_reductions(job), failed, down=down), job)
 
 
 def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:

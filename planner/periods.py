@@ -21,7 +21,8 @@ from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.model.arrays import ProblemArrays, Solution
-from slipstream.planner.model.bounds import lower_bound, work_bound
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds_layouts import work_bound
 from slipstream.planner.model.decompose import decompose, make_whole_piece
 from slipstream.planner.model.from_job import build_layered_problem, choose_tick
 from slipstream.planner.model.problem import Problem

@@ -31,7 +31,7 @@ from slipstream.planner.job.divisions import StageLoads, change_at_random, known
 from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.job.layers import limited_ratio
 from slipstream.planner.model.assemble import with_converted_bound
-from slipstream.planner.model.bounds import placement_bound
+from slipstream.planner.model.bounds_placements import placement_bound
 from slipstream.planner.model.from_job import build_layered_problem, choose_memory_unit, choose_tick
 from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, Problem
 from slipstream.planner.normalise import normal_form
@@ -41,6 +41,7 @@ from slipstream.planner.recompute import (
     Recomputation,
     choose_recomputation,
     chooses_recomputation,
+    with_bound_of_choices,
     with_recomputation,
 )
 from slipstream.planner.search.improvement import improve_by_list_schedules
@@ -368,7 +369,9 @@ class _Search:
             again = choose_recomputation(job, self._options.with_limit(left), self._clock)
             job = again.job
         plan = plan_only(self._options.with_limit(max(0.01, self._seconds_left)), job, (), self._clock, self._solved)
-        schedule = _with_placement_bound(plan.schedule, MovableLayers(text), self._options)
+        schedule = plan.schedule if again is None else \
+            with_bound_of_choices(plan.schedule, best.job, self._options, ())
+        schedule = _with_placement_bound(schedule, MovableLayers(text), self._options)
         plan = msgspec.structs.replace(plan, schedule=schedule)
         final = msgspec.structs.replace(best, period=plan.period)
         return FoundPlacement(

@@ -42,6 +42,7 @@ from slipstream.planner.model.from_job import (
     choose_memory_unit,
     choose_tick,
     count_equal_layers,
+    has_exact_units,
     with_layout,
 )
 from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, NoRoomError, Problem
@@ -271,7 +272,7 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         if not is_reference:
             reference.improve(options.params.blocks.reference_share * options.limit_seconds,
                               lambda line: progress(f"reference with no worker down: {line}"))
-        plan = _plan_with_fallback(options, job, failed, budget, speed)
+        plan = _with_rounded_bound(_plan_with_fallback(options, job, failed, budget, speed), options, job, failed)
         is_comparable = is_reference_kind(plan.schedule)
         if is_reference and is_comparable:
             reference.add_plan(plan)
@@ -312,6 +313,7 @@ class _ReferenceSearch:
         If the method is a baseline (1F1B or ReCycle), the plan's own period serves as its bound: the method makes no
         shorter plan, so that the search can end.
         """
+        plan = _with_rounded_bound(plan, self._options, self._job, ())
         is_baseline = self._options.method in BASELINES
         bound = plan.period if is_baseline else plan.schedule.seconds(plan.schedule.lower_bound_ticks)
         self.best = FaultFree(period=plan.period, bound=bound).merged_with(self.best)
@@ -332,8 +334,32 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
                         solved=solved)
         plan = _plan_with_fallback(options, job, failed, budget,
                                    Speed(options.limit_seconds, clock, options.params.blocks))
+        plan = _with_rounded_bound(plan, options, job, failed)
         return msgspec.structs.replace(plan, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)
+
+
+def bounding_problem_in(scope: Scope, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
+    """Return the problem, with costs rounded down, whose bounds hold for schedules of this scope, in place."""
+    problem = options.make_problem(job, failed, down=True)
+    if problem.bound_scope is not scope or has_overlapping_reductions(job):
+        problem = bounding_problem(options, job, failed, down=True)
+    return problem
+
+
+def _with_rounded_bound(plan: Plan, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Plan:
+    """Return a copy of a plan whose bound also holds for the exact times and memory, if its units are too coarse.
+
+    Lemma 15 of docs/bounds.md. Bounds for layouts with layers moved are computed from costs that are rounded down.
+    """
+    schedule = plan.schedule
+    if schedule.scope not in (Scope.OWN, Scope.STAGES, Scope.PLACE) or has_exact_units(job, failed):
+        return plan
+    problem = bounding_problem_in(schedule.scope, options, job, failed)
+    lower = math.floor(strongest_bound(problem).ticks * limited_ratio(problem.tick_seconds, schedule.tick_seconds))
+    if lower >= schedule.lower_bound_ticks:
+        return plan
+    return msgspec.structs.replace(plan, schedule=schedule.with_bound(lower, schedule.scope))
 
 
 def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:

@@ -3,10 +3,15 @@
 If memory is tight, a stage that holds less lets more micro-batches wait, and the pipeline idles less; otherwise the
 second forward is lost time. A run always recomputes the same layers, whichever workers fail. So the choice is made
 once, for a pipeline with all workers alive. List schedules decide: first among the choices of the first 0, 1, 2 ...
-stages, since the first stages hold the most micro-batches; then the best of these with each stage changed.
+stages, since the first stages hold the most micro-batches; then the best of these with each stage changed. The best
+choice and none are then planned by the whole search, as list schedules may be far from the best of either.
+
+A bound on the period is proven for every choice (lemma 14 of docs/bounds.md).
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -14,11 +19,16 @@ from msgspec.structs import replace
 from slipstream.planner.blockwise import TooLargeError
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job, JobError, LayerValues
-from slipstream.planner.job.layers import add_exactly, layer_costs, layer_counts
-from slipstream.planner.model.bounds import lower_bound
-from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.job.layers import add_exactly, layer_costs, layer_counts, limited_ratio
+from slipstream.planner.model.bounds import lower_bound, strongest_bound
+from slipstream.planner.model.bounds_layouts import work_bound
+from slipstream.planner.model.from_job import build_layered_problem
+from slipstream.planner.model.problem import LayoutScope, NoPlanError
+from slipstream.planner.normalise import any_roles_bound
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import plan_only
+from slipstream.planner.overlapped import bounding_problem
+from slipstream.planner.plan import bounding_problem_in, plan_only
+from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 AUTO = "auto"
 
@@ -31,9 +41,9 @@ class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[int, ...]
     """Numbers of the stages, in the order of a micro-batch, that recompute the activations of their layers."""
     period: float
-    """Period in seconds of a list schedule of the choice, with all workers alive."""
+    """Period in seconds of the best plan found of one pipeline with the choice, all workers alive."""
     without: float | None
-    """Period in seconds of a list schedule without recomputation; None if memory allows none."""
+    """Period in seconds of the best such plan without recomputation; None if memory allows none."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -68,10 +78,14 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
         best = _better_choice(best, stages, periods, pipeline_job, quick, clock)
     for stage in range(job.depth):
         best = _better_choice(best, tuple(sorted({*best} ^ {stage})), periods, pipeline_job, quick, clock)
-    period = periods[best]
-    if period is None:
+    if periods[best] is None:
         plan_only(quick.with_limit(options.limit_seconds), job, (), clock)  # says what does not fit
         raise NoPlanError("no schedule fits into memory, whichever stages recompute their activations")
+    if best and periods[()] is not None:
+        whole = quick.with_limit(options.params.blocks.recomputed_share * options.limit_seconds / 2)
+        best = _compare_with_none(best, periods, pipeline_job, replace(whole, method="cp-sat"), clock)
+    period = periods[best]
+    assert period is not None
     return Recomputation(job=with_recomputation(job, best), stages=best, period=period, without=periods[()])
 
 
@@ -85,6 +99,20 @@ def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict
         periods[stages] = _list_period(with_recomputation(job, stages), options, periods.get(best), clock)
     period, shortest = periods[stages], periods[best]
     return stages if period is not None and (shortest is None or period < shortest) else best
+
+
+def _compare_with_none(best: tuple[int, ...], periods: dict[tuple[int, ...], float | None], job: Job,
+                       options: PlanOptions, clock: Clock) -> tuple[int, ...]:
+    """Return `best`, or no stage if that is no worse by the whole search with these options.
+
+    Periods in seconds in `periods`, by choice, are replaced by shorter ones.
+    """
+    for stages in (best, ()):
+        shortest = _list_period(with_recomputation(job, stages), options, None, clock)
+        periods[stages] = min(filter(None, (periods[stages], shortest)))
+    with_stages, without = periods[best], periods[()]
+    assert with_stages is not None and without is not None
+    return best if with_stages < without else ()
 
 
 def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: Clock) -> float | None:
@@ -140,6 +168,71 @@ def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
             capacity_of=tuple((worker, max(0.0, add_exactly(room, -reserve[worker.column])))
                               for worker, room in memory.capacity_of)),
         layer_values=_recomputed_layer_values(job, chosen, late))
+
+
+def with_bound_of_choices(schedule: Schedule, job: Job, options: PlanOptions, failed: Sequence[Worker]) -> Schedule:
+    """Return a copy of the schedule whose bound holds whichever stages of the job recompute; it is never raised.
+
+    The `job` recomputes nothing yet; the schedule is a plan of one of the choices.
+    """
+    bounds = [_choices_bound(job, stage, schedule.scope, options, failed) for stage in range(job.depth)]
+    most = max(bounds, key=lambda bound: bound.ticks * bound.tick_seconds)
+    ticks = math.floor(most.ticks * limited_ratio(most.tick_seconds, schedule.tick_seconds))
+    return schedule if ticks >= schedule.lower_bound_ticks else schedule.with_bound(ticks, schedule.scope)
+
+
+class _BoundInTicks(NamedTuple):
+    """Lower bound in ticks of `tick_seconds`."""
+
+    ticks: int
+    tick_seconds: float
+
+
+def _choices_bound(job: Job, stage: int, scope: Scope, options: PlanOptions, failed: Sequence[Worker]) -> _BoundInTicks:
+    """Return a bound for all choices of recomputed stages: the smaller of two, in which `stage` is one and is none.
+
+    All other stages take the time of one that does not recompute, and the memory of one that does.
+    """
+    found = []
+    for stages in ((), (stage,)):
+        relaxed = _with_least_memory(with_recomputation(job, stages), job, stage)
+        try:
+            found.append(_bound_in_scope(relaxed, scope, options, failed))
+        except NoPlanError:
+            continue  # no plan makes this choice
+    return min(found, key=lambda bound: bound.ticks * bound.tick_seconds, default=_BoundInTicks(0, 1.0))
+
+
+def _with_least_memory(chosen: Job, job: Job, stage: int) -> Job:
+    """Return `chosen`, in which all stages but one hold as little as with any choice for them.
+
+    The room that the recomputation of `stage` reserves is taken from its column alone.
+    """
+    most = with_recomputation(job, range(job.depth))
+    assert chosen.memory is not None and most.memory is not None
+    places = range(len(job.columns))
+
+    def least(values: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(values[place] if place % job.depth == stage else min(values[place], others[place])
+                     for place in places)
+
+    return replace(chosen, memory=replace(
+        chosen.memory, activation=least(chosen.memory.activation, most.memory.activation),
+        weight_stash=least(chosen.memory.weight_stash, most.memory.weight_stash)))
+
+
+def _bound_in_scope(job: Job, scope: Scope, options: PlanOptions, failed: Sequence[Worker]) -> _BoundInTicks:
+    """Return a bound on the period of a job for the schedules of this scope or a wider one."""
+    if scope is Scope.LAYERS:
+        below = build_layered_problem(job, failed, LayoutScope(layers="move"), down=True)
+        return _BoundInTicks(work_bound(below), below.tick_seconds)
+    if scope is Scope.ROLES:
+        whole = bounding_problem(options, job, (), down=True)
+        return _BoundInTicks(any_roles_bound(job, failed, options).ticks, whole.tick_seconds)
+    problem = bounding_problem_in(scope, options, job, failed)
+    if job.layer_values is not None and problem.can_cut_stages:  # layers may be equal with one choice only
+        problem = replace(problem, parts=(0,) * len(problem.parts))
+    return _BoundInTicks(strongest_bound(problem).ticks, problem.tick_seconds)
 
 
 def _largest_layer(job: Job, stage: int) -> float:

@@ -10,7 +10,7 @@ import msgspec
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.job.layers import layer_costs
-from slipstream.planner.model.bounds import ticks_of_work
+from slipstream.planner.model.bounds_layouts import ticks_of_work
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions

@@ -411,7 +411,7 @@ class Scope(StrEnum):
     PLACE = "layers in place"
     """Workers keep their layers, and slices of a micro-batch may begin and end within a stage."""
     ROLES = "roles"
-    """Any roles may be vacant, as many as workers failed: live workers may take over roles; slow ones keep theirs."""
+    """Any roles may be vacant, as many as workers failed, and any live workers may play the others."""
     LAYERS = "any layers"
     """Any live worker may hold any layers."""
     PLACEMENT = "any placement"
@@ -568,10 +568,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return ticks * self.tick_seconds
 
     @property
-    def gap(self) -> float:
-        """Relative gap between period and lower bound, period / bound - 1: the period is at most this far from the
-        best."""
-        return self.period_ticks / self.lower_bound_ticks - 1 if self.lower_bound_ticks else 0.0
+    def gap(self) -> float | None:
+        """Relative gap between period and lower bound, period / bound - 1; None if no bound above 0 is proven."""
+        if not self.lower_bound_ticks:
+            return None if self.period_ticks else 0.0
+        return self.period_ticks / self.lower_bound_ticks - 1
 
     def origin(self, op: Op) -> Origin:
         """Return whose work an op is: `own` if its micro-batch is of its worker's pipeline, else `rerouted` if the

@@ -11,6 +11,7 @@ from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
 from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays_after_iterations
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
+from slipstream.schedules.schedule import Schedule
 
 NARROW_RANGE = 0.01
 """Smallest width of a range of throughputs, as a share of the fault-free throughput, that is explained."""
@@ -34,18 +35,25 @@ def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[st
     let layers or roles move.
     """
     schedule = made.schedule
-    proof = "proven optimal" if schedule.status == "optimal" else \
-        f"at most {max(schedule.gap, 1e-4):.2%} above the best possible"
-    return [f"period {duration(made.period)}, {proof} {schedule.scope.description}",
+    return [f"period {duration(made.period)}, {describe_proof(schedule)}",
             _kept_share(made) if schedule.failed else f"workers are busy {1 - bubble_share(schedule):.1%} of the time",
             "; ".join([f"limited by {_describe_limit(made, others)}", *_recommend(made, others, options)])]
+
+
+def describe_proof(schedule: Schedule) -> str:
+    """Return words on how close to the best possible a schedule is proven to be, and among which schedules."""
+    if schedule.gap is None:
+        return "with no proven bound on how short it could be"
+    proof = "proven optimal" if schedule.status == "optimal" else \
+        f"at most {max(schedule.gap, 1e-4):.2%} above the best possible"
+    return f"{proof} {schedule.scope.description}"
 
 
 def detail_lines(made: Plan, others: Sequence[Alternative], moved: Transition) -> list[str]:
     """Return lines on how the plan was found, what it re-routes and moves (`moved`), and what the alternatives to it
     are (`others`)."""
     schedule = made.schedule
-    bound = "" if schedule.status == "optimal" else \
+    bound = "" if schedule.status == "optimal" or not schedule.lower_bound_ticks else \
         f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
     lines = [f"{bound}planned in {duration(made.solve_seconds)} by {schedule.method}" +
              (", interrupted" if made.interrupted else f", until {made.end}" if made.end else "")]
@@ -107,8 +115,8 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
     who = f"stage {which} computes its" if len(again.stages) == 1 else f"stages {which} compute their"
     without = "without, no schedule fits into memory" if again.without is None else \
         f"without, {duration(again.without)}"
-    return [f"{who} activations again: by quick plans with all workers alive the period is {duration(again.period)}; "
-            f"{without}"]
+    return [f"{who} activations again: by plans of one pipeline with all workers alive the period is "
+            f"{duration(again.period)}; {without}"]
 
 
 def _kept_share(made: Plan) -> str:
@@ -158,7 +166,7 @@ def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
     roomier = next((other.period for other in others if other.what == MORE_MEMORY), made.period)
     if made.period / roomier > MIN_GAIN:
         return "memory"
-    if schedule.status != "optimal" and schedule.gap > CLOSE_GAP:
+    if schedule.status != "optimal" and (schedule.gap is None or schedule.gap > CLOSE_GAP):
         return "what was found in the time, or the pipelines' filling and draining"
     return "the pipelines' filling and draining: more micro-batches in an iteration make it matter less"
 

@@ -53,7 +53,7 @@ def summary_line(schedule: Schedule) -> str:
     parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
     if schedule.status == "optimal":
         parts.append(f"proven optimal {schedule.scope.description}")
-    else:
+    elif schedule.gap is not None:
         parts.append(f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap {schedule.gap:.2%}")
     parts.append(f"bubbles {bubble_share(schedule):.1%}")
     if schedule.failed:

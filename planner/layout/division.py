@@ -29,7 +29,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from slipstream.planner.model.bounds import ticks_of_work, work_bound
+from slipstream.planner.model.bounds_layouts import ticks_of_work, work_bound
 from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, RouteSlice, choose_evenly
 from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, merge_ranges

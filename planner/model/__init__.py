@@ -4,7 +4,10 @@
     reduce_groups  groups of workers that hold the same layers, and what they reduce together
     memory         what ops hold in a problem, and what room its workers have
     from_job       builds the problem of a job with its layers in place, and the problem of a layout
-    bounds         proven lower bounds on the period
+    assumptions    what the lemmas on bounds assume (docs/bounds.md), as predicates of problems
+    bounds         proven lower bounds on the period, with layers in place and for each question
+    bounds_stage, bounds_passage, bounds_layouts, bounds_placements, bounds_roles
+                   the lemmas: one stage, all stages in turn, all layers, any placement, any roles
     decompose      divides a problem into pieces that can be solved separately
     arrays         a problem with an assignment as integer arrays; what a solution is
     start_times    computes start times and the period from an order of ops

@@ -1,9 +1,63 @@
 """Assumptions of the lemmas on bounds (docs/bounds.md), as predicates of problems.
 
-A bound is used only where its predicates are true.
+A lemma is used only where its predicates are true. Each predicate names what a schedule of the problem can not do.
 """
 
+from slipstream.planner.model.memory import activation_memory
 from slipstream.planner.model.problem import Problem
+from slipstream.schedules.schedule import Worker
+
+
+def is_single_stage(problem: Problem, stage: int) -> bool:
+    """Return whether the holders of a stage hold nothing else, so that all they compute comes before their A.
+
+    If micro-batches may be cut, the layers of the stage must be equal, too.
+    """
+    return problem.grid.chains == 1 and len(problem.grid.stages_of_column(problem.column_of[stage])) == 1 \
+        and problem.count_parts(stage) > 0
+
+
+def has_single_stages(problem: Problem) -> bool:
+    """Return whether every worker holds at most one stage, and all micro-batches go one way through the stages."""
+    grid = problem.grid
+    return grid.chains == 1 and all(len(grid.stages_of_column(column)) <= 1 for column in range(grid.columns))
+
+
+def has_whole_stages(problem: Problem) -> bool:
+    """Return whether a micro-batch is never cut within a stage."""
+    return not problem.can_cut_stages
+
+
+def has_equal_holders(problem: Problem, stage: int) -> bool:
+    """Return whether the live holders of a stage have equal speed and memory."""
+    return len({problem.workers[worker] for worker in problem.holders_by_slice[stage]}) == 1
+
+
+def is_synchronous(problem: Problem) -> bool:
+    """Return whether every optimizer step waits for the last compute op of the job, so that all windows begin at 0."""
+    return problem.optimizer == "synchronous"
+
+
+def runs_own_microbatches(problem: Problem) -> bool:
+    """Return whether live workers run the micro-batches of their own pipeline, each in its direction."""
+    return not (problem.sharing or problem.shedding)
+
+
+def has_equal_pipelines(problem: Problem) -> bool:
+    """Return whether all workers are alive, at the usual speed, with the memory of their column, and run their own."""
+    return runs_own_microbatches(problem) and not (
+        problem.failed or problem.has_slow_workers or problem.has_unequal_room)
+
+
+def fills_memory_with_forwards(problem: Problem, worker: Worker) -> bool:
+    """Return whether each layer that a worker holds takes memory from its F to its I."""
+    return bool(problem.costs.activation) and all(
+        problem.costs.activation[layer] for layer in problem.list_held_layers(worker))
+
+
+def is_memory_limited(problem: Problem, stage: int) -> bool:
+    """Return whether a micro-batch takes memory of its worker from F to I at this stage."""
+    return activation_memory(problem, stage) > 0
 
 
 def is_provable_by_search(problem: Problem) -> bool:

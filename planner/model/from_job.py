@@ -56,6 +56,12 @@ def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
 
     If `costs` is given, the times of single layers are considered, too.
     """
+    values = _list_times(job, costs)
+    return max(_common_divisor(values), max(values) / MAX_TICKS)
+
+
+def _list_times(job: Job, costs: ExactLayerCosts | None = None) -> list[Fraction]:
+    """Return all positive times of a job, in seconds, those of slow workers included."""
     time = job.time
     compute = [exact_decimal(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
     others = [exact_decimal(value) for value in (*time.optimizer, *time.all_reduce, time.transfer)]
@@ -63,8 +69,18 @@ def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
         compute += {*costs.forward, *costs.backward_input, *costs.backward_weight}
         others += {*costs.optimizer, *costs.all_reduce}
     slowed = [value * Fraction(to_per_mille(factor), 1000) for _, factor in time.slow for value in compute]
-    values = [value for value in (*compute, *slowed, *others) if value]
-    return max(_common_divisor(values), max(values) / MAX_TICKS)
+    return [value for value in (*compute, *slowed, *others) if value]
+
+
+def has_exact_units(job: Job, failed: Sequence[Worker] = ()) -> bool:
+    """Return whether the times and memory of a job's stages are whole numbers of its tick and memory unit.
+
+    Otherwise a problem rounds them up, and its bounds hold for the job only if they are rounded down.
+    """
+    job = with_shared_state(job, failed)
+    tick, unit = choose_tick(job), choose_memory_unit(job)
+    return all((seconds / tick).denominator == 1 for seconds in _list_times(job)) \
+        and memory_in_units(job, unit) == memory_in_units(job, unit, down=True)
 
 
 def _common_divisor(values: Iterable[Fraction]) -> Fraction:
@@ -153,13 +169,15 @@ def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fu
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-                  optimizer: OptimizerMode = "staggered", sharing: bool | None = None, sliced: bool = False) -> Problem:
+                  optimizer: OptimizerMode = "staggered", sharing: bool | None = None, sliced: bool = False,
+                  down: bool = False) -> Problem:
     """Build the scheduling problem of a job, in ticks, with whole stages in place and the workers `failed` down.
 
     With `sharing`, any live holder of a stage may run any micro-batch; else only those of failed workers change
     workers. The default is True if sharing can shorten a plan: if workers are down, slow or have different memory, if
     pipelines read different numbers of micro-batches, or if workers lack room for all of their virtual stages. If
-    `sliced` is set with `sharing`, lower bounds of the problem also hold for micro-batches that are cut.
+    `sliced` is set with `sharing`, lower bounds of the problem also hold for micro-batches that are cut. Finer times
+    are rounded up, or rounded down if `down`, for bounds.
 
     Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
     """
@@ -172,13 +190,14 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
         sharing = bool(failed or job.time.slow or rooms or len(set(job.microbatches)) > 1)
     parts = count_equal_layers(grid, layer_costs(job)) if sharing and sliced and job.layers and all(job.layers) else ()
     problem = build_held_problem(name=job.name, tick_seconds=float(tick), grid=grid,
-                                 times=times_in_ticks(job, grid, tick),
-                                 memory=memory_in_units(job, choose_memory_unit(job)),
-                                 holds=layers_in_place(grid, failed), backward=backward,
+                                 times=times_in_ticks(job, grid, tick, down=down),
+                                 memory=memory_in_units(job, choose_memory_unit(job), down=down),
+                                 holds=layers_in_place(grid, failed), backward=backward, rounds_down=down,
                                  optimizer=optimizer, sharing=sharing, parts=parts)
     _require_feasible(problem)
     if chosen is None and not sharing and _needs_peers(problem):
-        return build_problem(job, backward=backward, optimizer=optimizer, sharing=True, sliced=sliced)
+        return build_problem(job, backward=backward, optimizer=optimizer, sharing=True, sliced=sliced,
+                             down=down)
     return problem
 
 
@@ -202,7 +221,7 @@ def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: Lay
     return build_problem_of_layers(to_layer_ticks(of_layers, tick, unit, fused=backward == "fused", down=down),
                                    times_in_ticks(job, grid, tick, down=down), memory_in_units(job, unit, down=down),
                                    name=job.name, tick_seconds=float(tick), grid=grid, holds=live | dict(holds or {}),
-                                   backward=backward, optimizer=optimizer, question=question)
+                                   backward=backward, optimizer=optimizer, question=question, rounds_down=down)
 
 
 def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,

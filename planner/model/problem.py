@@ -246,6 +246,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     With layers in place, these are the stages of its direction on the workers of its pipeline, some of which may be
     down.
     """
+    rounds_down: bool = False
+    """True if costs are rounded down, for bounds: then ops of slow workers are rounded down, too."""
     assigned: bool = False
     """True if the routes decide which worker runs each unit, as in a layout. All holders then share micro-batches.
 
@@ -380,7 +382,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self.usual_ticks(kind, slice_)
         if kind is OpKind.B:
             return self.op_ticks(OpKind.I, slice_, worker) + self.op_ticks(OpKind.W, slice_, worker)
-        return -(-self.usual_ticks(kind, slice_) * self.workers[worker].per_mille // 1000)
+        slowed = self.usual_ticks(kind, slice_) * self.workers[worker].per_mille
+        return slowed // 1000 if self.rounds_down else -(-slowed // 1000)
 
     def usual_ticks(self, kind: OpKind, slice_: int) -> int:
         """Return the ticks that op `kind` (F, I, W, B or A) of slice number `slice_` takes on a worker of the usual
@@ -411,7 +414,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         run."""
         same = self.column_of[stage] == self.column_of[stage + 1]
         # With several chains, a worker holds stages of both directions, and may run consecutive ones.
-        return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
+        can_stay = self.grid.chains > 1 and (self.sharing or self.failed)
+        return 0 if same or can_stay else self.times.transfer
 
     @property
     def bound_scope(self) -> Scope:

@@ -19,7 +19,7 @@ from slipstream.planner.budget import (
     Budget,
 )
 from slipstream.planner.model.arrays import ProblemArrays, Solution
-from slipstream.planner.model.bounds import compute_whole_fill
+from slipstream.planner.model.bounds_passage import compute_whole_fill
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, ListParams

@@ -88,10 +88,10 @@ def _row_cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: boo
     last = (_shorten_names(map(str, row.failed)), *nodes, row.key)
     answer = _settled_cells(rows.get(settled_key(row.key))) if settled else ()
     kind = "roles moved" if row.failures and row.key.startswith("count-") else "at once"
-    if row.period is None or row.throughput is None or row.fault_scaled is None or row.gap is None:
+    if row.period is None or row.throughput is None or row.fault_scaled is None:
         return (str(row.failures), kind, "-", "-", *answer, "-", "-", f"no plan: {row.reason}", *last)
     return (str(row.failures), kind, f"{row.period:.6g}", f"{row.throughput:.2%}", *answer, f"{row.fault_scaled:.2%}",
-            f"{row.gap:.2%}", row.status, *last)
+            "?" if row.gap is None else f"{row.gap:.2%}", row.status, *last)
 
 
 def _shorten_names(names: Iterable[str]) -> str:
@@ -329,7 +329,7 @@ def _index_row(part: FinishedPart, fault_free: float) -> Row:
         return Row(key=entry.key, failures=part.failures, failed=entry.failed, status="no plan", reason=part.reason)
     period, bound, workers = entry.period_ticks, entry.lower_bound_ticks, grid.pipelines * grid.columns
     return Row(key=entry.key, failures=part.failures, failed=entry.failed, status=entry.status, period=period * tick,
-               lower_bound=bound * tick, gap=period / bound - 1 if bound else 0.0,
+               lower_bound=bound * tick, gap=period / bound - 1 if bound else None,
                throughput=fault_free / (period * tick), fault_scaled=(workers - part.failures) / workers,
                layers_moved=part.moved.layers if part.moved else None,
                bytes_moved=part.moved.bytes if part.moved else None,

@@ -8,7 +8,7 @@ from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact_decimal
-from slipstream.planner.model.bounds import period_bound
+from slipstream.planner.model.bounds_layouts import period_bound
 from slipstream.planner.model.from_job import build_layered_problem
 from slipstream.planner.model.problem import LayoutScope, NoPlanError
 from slipstream.planner.normalise import normalised

@@ -32,7 +32,7 @@ def test_ctrl_c_is_told_also_where_roles_stay(monkeypatch):
     job = SMALL["deep"]
     made = plan_only(GREEDY, job, [Worker(0, 1)])
     monkeypatch.setattr(normalise, "normal_form", lambda *_, **__: msgspec.structs.replace(made, interrupted=True))
-    monkeypatch.setattr(normalise.WindowBounds, "failures_bound", lambda *_: Bound(0, Scope.ROLES))
+    monkeypatch.setattr(normalise, "any_roles_bound", lambda *_: Bound(0, Scope.ROLES))
     plan = normalised(job, [Worker(0, 1)], GREEDY)
     assert plan.interrupted and not plan.schedule.moves
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.job.file import parse_job
-from slipstream.planner.model.bounds import min_fill_ticks, period_bound, whole_bound, work_bound
+from slipstream.planner.model.bounds_layouts import min_fill_ticks, period_bound, whole_bound, work_bound
 from slipstream.planner.model.from_job import build_layered_problem, build_problem
 from slipstream.planner.model.problem import LayoutScope
 from slipstream.schedules.schedule import Worker

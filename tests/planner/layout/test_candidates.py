@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.layout.candidates import generate_layouts
-from slipstream.planner.model.bounds import min_fill_ticks, period_bound, work_bound
+from slipstream.planner.model.bounds_layouts import min_fill_ticks, period_bound, work_bound
 from slipstream.schedules.schedule import Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 

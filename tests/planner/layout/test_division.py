@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.planner.layout.candidates import cut_all_pipelines, form_replicas, generate_layouts
 from slipstream.planner.layout.division import Divider, build_layout
-from slipstream.planner.model.bounds import work_bound
+from slipstream.planner.model.bounds_layouts import work_bound
 from slipstream.schedules.schedule import Worker
 from tests.lines_run import lines_run
 from tests.planner.layout.layouts import assert_valid, loads, problem

@@ -1,7 +1,7 @@
 """Large clusters are laid out group by group."""
 
 from slipstream.planner.layout.candidates import form_groups, generate_layouts
-from slipstream.planner.model.bounds import work_bound
+from slipstream.planner.model.bounds_layouts import work_bound
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 

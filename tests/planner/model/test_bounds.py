@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.bounds import StageShares, compute_whole_fill, fixed_bound, lower_bound
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds_layouts import fixed_bound
+from slipstream.planner.model.bounds_passage import compute_whole_fill
+from slipstream.planner.model.bounds_stage import StageShares
 from slipstream.planner.model.from_job import build_layered_problem, build_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.plan import plan_job

@@ -1,0 +1,141 @@
+"""Bounds from how whole micro-batches pass all stages: lemmas 5 and 6 of docs/bounds.md."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from slipstream.planner.model.assumptions import (
+    has_equal_pipelines,
+    has_single_stages,
+    has_whole_stages,
+    is_memory_limited,
+    is_synchronous,
+)
+from slipstream.planner.model.bounds_stage import StageShares, make_shares, round_trip_bound
+from slipstream.planner.model.memory import activation_memory, activation_room
+from slipstream.planner.model.problem import Problem
+
+# --- One after the other ----------------------------------------------------------------------------------------------
+
+MAX_PASSAGE_STEPS = 20_000
+"""Largest size of a problem (stages squared times micro-batches) for which `passage_bounds` are computed."""
+
+
+def passage_bounds(problem: Problem) -> list[int]:
+    """Return, for each stage, a bound in ticks from how its micro-batches pass this and later stages.
+
+    Lemma 5; empty where its assumptions are not met, or if the problem is larger than `MAX_PASSAGE_STEPS`.
+    """
+    stages, count = len(problem.grid.stages), problem.grid.total_microbatches
+    if not (has_whole_stages(problem) and has_single_stages(problem)) or stages**2 * count > MAX_PASSAGE_STEPS:
+        return []
+    return [_passage_bound(problem, stage, count) for stage in range(stages)]
+
+
+def _passage_bound(problem: Problem, first: int, count: int) -> int:
+    """Return the bound of lemma 5, in ticks, for the workers of stage `first`, which run `count` micro-batches."""
+    stages = range(first, len(problem.grid.stages))
+    forward, gradient = ({stage: problem.fastest_ticks(kind, stage) for stage in stages}
+                         for kind in problem.op_kinds[:2])
+    workers = {stage: len(problem.holders_by_slice[stage]) for stage in stages}
+    waiting = {stage: _max_waiting(problem, stage, count) for stage in stages}
+    begun: dict[int, list[int]] = {stage: [] for stage in stages}
+    returned: dict[int, list[int]] = {stage: [] for stage in stages}  # e(s, k) - I
+    served: dict[int, list[int]] = {stage: [] for stage in stages}  # last line of the bound on e(s, k)
+    for number in range(count):
+        earliest = 0
+        for stage in stages:
+            if number >= workers[stage]:
+                earliest = max(earliest, begun[stage][-workers[stage]] + forward[stage])
+            if number >= waiting[stage]:
+                earliest = max(earliest, returned[stage][-waiting[stage]] + gradient[stage])
+            begun[stage].append(earliest)
+            earliest += forward[stage] + (problem.min_transfer_ticks(stage) if stage < stages[-1] else 0)
+        for stage in reversed(stages):
+            free = served[stage][-workers[stage]] if number >= workers[stage] else 0
+            served[stage].append(max(begun[stage][number], free) + forward[stage] + gradient[stage])
+            earliest = max(earliest, served[stage][number] - gradient[stage])
+            if number >= workers[stage]:
+                earliest = max(earliest, returned[stage][-workers[stage]] + gradient[stage])
+            returned[stage].append(earliest)
+            earliest += gradient[stage] + (problem.min_transfer_ticks(stage - 1) if stage > first else 0)
+    after = gradient[first] + sum(problem.fastest_ticks(kind, first) for kind in problem.op_kinds[2:])
+    ends = (max(returned[first][number] + after * (rounds := -(-(count - number) // workers[first])),
+                begun[first][number] + (forward[first] + after) * rounds) for number in range(count))
+    return max(ends) + problem.column_closing_ticks(problem.column_of[first])
+
+
+def _max_waiting(problem: Problem, stage: int, count: int) -> int:
+    """Return the number of micro-batches that all workers of a stage together can hold between F and I."""
+    if not is_memory_limited(problem, stage):
+        return count
+    amount = activation_memory(problem, stage)
+    return max(1, sum(activation_room(problem, worker) // amount for worker in problem.holders_by_slice[stage]))
+
+
+# --- How pipelines fill where workers run whole forwards only, which are their own ------------------------------------
+
+
+class StageFill(NamedTuple):
+    """Times and memory of a stage that decide how long its worker idles before its first I (`compute_whole_fill`)."""
+
+    forward: int
+    """Ticks of an F."""
+    max_forwards: int
+    """Number of micro-batches whose F can run before the first I, for lack of memory or of micro-batches."""
+    return_ticks: int
+    """Ticks of the I of the next stage, with the transfers to it and back; 0 at the last stage."""
+
+
+class WholeFill(NamedTuple):
+    """Lower bound on the period if workers run whole forwards only, and the idle ticks that it allows at each stage
+    (`compute_whole_fill`)."""
+
+    period: int
+    """Lower bound on the period, in ticks."""
+    idle: tuple[int, ...]
+    """Ticks, by stage, that a worker may idle before its first I in a plan whose period is this bound."""
+
+
+def compute_whole_fill(problem: Problem) -> WholeFill | None:
+    """Compute a bound from how all stages fill together before their first I, and the idle time it allows each.
+
+    Lemma 6; None where its assumptions are not met.
+    """
+    if not (has_equal_pipelines(problem) and has_single_stages(problem)):
+        return None
+    grid = problem.grid
+    count, stages = max(grid.microbatches), range(len(grid.stages))
+    shares = [make_shares(problem, stage, problem.home_worker(stage, 0), 1) for stage in stages]
+    without_fill = [_period_without_fill(problem, stage, shares[stage], count) for stage in stages]
+    back = [problem.fastest_ticks(problem.gradient_kind, stage + 1) + 2 * problem.min_transfer_ticks(stage)
+            for stage in stages[:-1]]
+    fills = [StageFill(one.forward, min(count, one.max_waiting), after) for one,
+             after in zip(shares, [*back, 0], strict=True)]
+    least = max(without_fill)
+    enough = sum(2 * fill.forward + fill.return_ticks for fill in fills)
+    period = least + bisect_left(range(enough), True, key=lambda more: _can_fill(
+        fills, [least + more - ticks for ticks in without_fill]))
+    return WholeFill(period, tuple(period - ticks for ticks in without_fill))
+
+
+def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
+    """Return the least period of a worker of this stage with `count` shares, less its idle ticks before its first I."""
+    window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
+    if is_synchronous(problem):
+        window += problem.min_path_ticks[0][stage]
+    return max(window, math.ceil(round_trip_bound(problem, stage, shares, count))) - shares.fill_idle(count)
+
+
+def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
+    """Return whether every stage can idle before its first I for at most the ticks that `idle` has for it."""
+    wait = 0
+    for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
+        wait += forward + back
+        done = min(most, wait // forward) if forward else most
+        if wait - done * forward > allowed:
+            if not forward or done == most:
+                return False
+            wait = (done + 1) * forward
+    return True

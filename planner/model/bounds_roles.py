@@ -1,0 +1,186 @@
+"""Bounds that hold for any assignment of roles to the live workers: lemma 13 of docs/bounds.md.
+
+A worker keeps its speed and its own memory in any role. So slow workers, and those with a capacity of their own, may
+play any role, too; the others are alike. For each column, number of workers there and number of unlike ones among them,
+a bound is proven with the best of these, and with the best workers in all other columns.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds_layouts import ticks_of_work
+from slipstream.planner.model.problem import UNLIMITED, Bound, LiveWorker, Problem
+from slipstream.schedules.memory import weights_of
+from slipstream.schedules.schedule import Scope, Worker
+
+MAX_WINDOWS = 2000
+"""Maximum number of bounds of a column that are computed. Beyond it, unlike workers count as the best."""
+
+RoomOf = Callable[[Worker, int], int]
+"""Function of a worker and a column: the memory units that it has there for weights and activations together."""
+
+
+class _Unlike(NamedTuple):
+    """Live worker with a speed or a memory of its own."""
+
+    worker: Worker
+    per_mille: int
+    own_room: bool
+    """True if its memory is not that of its column."""
+
+
+def roles_bound(whole: Problem, failed: Collection[Worker], room_of: RoomOf | None = None) -> Bound:
+    """Return a bound on the period, whichever roles are vacant and whichever live workers play the others.
+
+    In `whole`, all workers are alive; `failed` ones are left out. The function `room_of` has the memory of a worker in
+    a column; None: as `Memory.capacity_for` says.
+    """
+    return Bound(_RoleBounds(whole, failed, room_of or _make_room_of(whole)).best_ticks(), Scope.ROLES,
+                 "the work and the waits of each column, whichever workers play its roles")
+
+
+def _make_room_of(whole: Problem) -> RoomOf:
+    memory, held = whole.memory, whole.grid.held_layers_by_column
+
+    def room_of(worker: Worker, column: int) -> int:
+        return UNLIMITED if memory is None else \
+            memory.capacity_for(worker, column) + weights_of(memory, held[column])
+
+    return room_of
+
+
+class _RoleBounds:
+    """Bounds by column, number of live workers in it, and number of unlike ones among these."""
+
+    def __init__(self, whole: Problem, failed: Collection[Worker], room_of: RoomOf) -> None:
+        self._whole, self._room_of = whole, room_of
+        self._live = [worker for worker in whole.live_workers if worker not in failed]
+        memory = whole.memory
+        own = {room.worker for room in (memory.capacity_of if memory else None) or ()}
+        unlike = [_Unlike(worker, whole.slowness(worker), worker in own) for worker in self._live
+                  if whole.slowness(worker) != 1000 or worker in own]
+        columns, vacant = whole.grid.columns, len(whole.workers) - len(self._live)
+        if columns * (vacant + 1) * (len(unlike) + 1) > MAX_WINDOWS:
+            # Unlike workers count as usual ones, which are given the best speed and memory of all.
+            self._unlike, self._usual = [], _best_speed(unlike)
+            self._with_own_room = [one.worker for one in unlike if one.own_room]
+        else:
+            self._unlike, self._usual, self._with_own_room = unlike, 1000, []
+        self._window: dict[tuple[int, int, int], int] = {}
+
+    def best_ticks(self) -> int:
+        """Return the least ticks that any distribution of the live workers over columns allows."""
+        longest = self._distribute() if self._unlike else self._distribute_alike()
+        return max(self._total_work_ticks(), longest)
+
+    def _total_work_ticks(self) -> int:
+        """Return the ticks in which all live workers together can do all work, whatever their roles."""
+        problem = self._whole
+        stages, grid = range(problem.grid.depth), problem.grid
+        work = sum(min(sum(problem.usual_ticks(kind, copy) for kind in problem.op_kinds)
+                       for copy in problem.copies_of(stage)) for stage in stages) * grid.total_microbatches
+        closing = min(map(problem.column_closing_ticks, range(grid.columns)))
+        return closing + math.floor(ticks_of_work(work, map(problem.slowness, self._live)))
+
+    def _distribute_alike(self) -> int:
+        """Return the least value, over all distributions of alike workers, of the largest bound of a column.
+
+        Bounds grow with the number of vacant roles. So each in turn goes to the column where the bound is then least.
+        """
+        down = [0] * self._whole.grid.columns
+        longest = self._column_ticks(0, 0, 0)
+        for _ in range(self._vacant):
+            free = [column for column, count in enumerate(down) if count < self._most_vacant]
+            if not free:
+                return 0  # there is no plan
+            column = min(free, key=lambda column: self._column_ticks(column, down[column] + 1, 0))
+            down[column] += 1
+            longest = max(longest, self._column_ticks(column, down[column], 0))
+        return longest
+
+    def _distribute(self) -> int:
+        """Return the least value, over all distributions, of the largest bound of a column.
+
+        Dynamic programming over columns: best[v, u] is the least value if v roles of the columns so far are vacant, and
+        unlike workers play u of the others.
+        """
+        grid, usual = self._whole.grid, len(self._live) - len(self._unlike)
+        best = {(0, 0): 0}
+        for column in range(grid.columns):
+            after: dict[tuple[int, int], int] = {}
+            for (vacant, unlike), ticks in best.items():
+                usual_left = usual - (column * grid.pipelines - vacant - unlike)
+                for down in range(min(self._most_vacant, self._vacant - vacant) + 1):
+                    count = grid.pipelines - down
+                    for some in range(max(0, count - usual_left), min(count, len(self._unlike) - unlike) + 1):
+                        key = vacant + down, unlike + some
+                        longest = max(ticks, self._column_ticks(column, down, some))
+                        after[key] = min(after.get(key, longest), longest)
+            best = after
+        return best.get((self._vacant, len(self._unlike)), 0)
+
+    @property
+    def _vacant(self) -> int:
+        """Number of roles that no worker plays."""
+        return self._whole.grid.pipelines * self._whole.grid.columns - len(self._live)
+
+    @property
+    def _most_vacant(self) -> int:
+        """Largest number of vacant roles of a column. With two directions, another column holds its layers, too."""
+        return self._whole.grid.pipelines - int(self._whole.grid.chains == 1)
+
+    def _column_ticks(self, column: int, down: int, unlike: int) -> int:
+        """Return a bound on the period if `down` roles of a column are vacant, and `unlike` workers play others."""
+        key = (column, down, unlike) if self._unlike or down else (0, 0, 0)  # alike, the same problem
+        if key not in self._window:
+            fewer = self._column_ticks(column, down - 1, unlike) if down and not self._unlike else 0
+            count = self._whole.grid.pipelines - down
+            self._window[key] = max(fewer, lower_bound(self._with_workers(column, count, unlike)))
+        return self._window[key]
+
+    def _with_workers(self, column: int, count: int, unlike: int) -> Problem:
+        """Return the problem in which a column has these workers, the best ones, and the others the best of all."""
+        problem, workers = self._whole, dict[Worker, LiveWorker]()
+        for other in range(problem.grid.columns):
+            if other != column:
+                speed = min(self._usual, _best_speed(self._unlike))
+                best = LiveWorker(per_mille=speed, room=self._best_room(other, self._unlike),
+                                  holds=problem.grid.held_layers_by_column[other])
+                workers |= {Worker(pipeline, other): best for pipeline in range(problem.grid.pipelines)}
+        usual = LiveWorker(per_mille=self._usual, room=self._best_room(column, ()),
+                           holds=problem.grid.held_layers_by_column[column])
+        properties = [usual] * (count - unlike) + [
+            msgspec.structs.replace(usual, per_mille=speed, room=room)
+            for speed, room in zip(*self._best_unlike(column, unlike), strict=True)]
+        workers |= {Worker(pipeline, column): one for pipeline, one in enumerate(properties)}
+        return msgspec.structs.replace(problem, workers=dict(sorted(workers.items())))
+
+    def _best_unlike(self, column: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return speeds and rooms of which any `count` unlike workers have no better: pairs, in order.
+
+        If they differ in both, each has the largest room.
+        """
+        speeds = sorted(one.per_mille for one in self._unlike)
+        rooms = sorted((self._room_of(one.worker, column) for one in self._unlike), reverse=True)
+        if len(set(speeds)) > 1:
+            rooms = rooms[:1] * len(rooms)
+        return speeds[:count], rooms[:count]
+
+    def _best_room(self, column: int, unlike: Iterable[_Unlike]) -> int:
+        """Return the largest memory in a column of a usual worker, or of one of `unlike`."""
+        workers = [*self._with_own_room, *(one.worker for one in unlike), *self._usual_example]
+        return max(self._room_of(worker, column) for worker in workers)
+
+    @property
+    def _usual_example(self) -> tuple[Worker, ...]:
+        """A worker without a capacity of its own: one that is in no grid."""
+        return (Worker(self._whole.grid.pipelines, 0),)
+
+
+def _best_speed(unlike: Iterable[_Unlike]) -> int:
+    """Return the least time, per mille of the usual one, of the usual workers and these."""
+    return min([1000, *(one.per_mille for one in unlike)])
