@@ -165,8 +165,8 @@ class Constraints:
                 if kind is OpKind.F:
                     demands += self.make_memory_intervals(unit, worker)
             if sum(demand for _, demand in demands) > activation_room(problem, worker):
-                amounts, room = coarsen_memory([demand for _, demand in demands], activation_room(problem, worker))
-                self._model.add_cumulative([interval for interval, _ in demands], amounts, room)
+                coarse = coarsen_memory([demand for _, demand in demands], activation_room(problem, worker))
+                self._model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
     def make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
         """Return pairs (interval, memory units that a unit takes on a host during it); the intervals are present if the
@@ -299,16 +299,27 @@ MAX_MODEL_MEMORY = 2**20
 both are fine, and then ends the process or denies that any plan exists."""
 
 
-def coarsen_memory(amounts: Sequence[int], room: int) -> tuple[list[int], int]:
-    """Return amounts of memory and the room of a worker in a unit that is coarse enough for the solver.
+class CoarseMemory(NamedTuple):
+    """Amounts of memory and the room of a worker in a unit that is coarse enough for the solver."""
 
-    It is their exact common divisor if that suffices. Otherwise amounts are rounded down: every plan within the room
-    stays within it, so that bounds hold, but a plan by these amounts may exceed the room by a trifle.
+    amounts: list[int]
+    room: int
+    is_exact: bool
+    """True if the unit divides all amounts, so that just those fit into the room that did before."""
+
+
+def coarsen_memory(amounts: Sequence[int], room: int, *, up: bool = False) -> CoarseMemory:
+    """Return amounts of memory and the room of a worker in a coarser unit: their common divisor if that suffices.
+
+    Otherwise amounts are rounded down: every plan within the room stays within it, so that bounds hold, but a plan by
+    these amounts may exceed the room by a trifle. If `up`, they are rounded up: plans by these amounts fit.
     """
     unit = max(1, math.gcd(*amounts))
-    if room // unit > MAX_MODEL_MEMORY:
+    is_exact = room // unit <= MAX_MODEL_MEMORY
+    if not is_exact:
         unit = -(-room // MAX_MODEL_MEMORY)
-    return [min(amount // unit, room // unit + 1) for amount in amounts], room // unit
+    coarse = [min(-(-amount // unit) if up else amount // unit, room // unit + 1) for amount in amounts]
+    return CoarseMemory(coarse, room // unit, is_exact)
 
 
 # --- Which reductions may lie between compute ops ---------------------------------------------------------------------

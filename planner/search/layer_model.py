@@ -24,7 +24,6 @@ from slipstream.planner.search.cpsat import (
     Variables,
     ample_period,
     coarsen_memory,
-    is_within_room,
     run_solver,
 )
 from slipstream.schedules.layers import LayerRange, merge_ranges, prefix_sums
@@ -69,7 +68,7 @@ def search_layouts(problem: Problem, shortest: int, longest: int | None, budget:
     model = _LayerModel(problem, longest)
     solver, status = model.solve(shortest, longest, budget, params)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return SmallPlan(None, is_impossible=longest is None and status == cp_model.INFEASIBLE)
+        return SmallPlan(None, is_impossible=longest is None and model.is_exact and status == cp_model.INFEASIBLE)
     return SmallPlan(model.read(solver))
 
 
@@ -85,6 +84,8 @@ class _LayerModel:
         self.ample = ample_period(self._free)
         horizon = 2 * (self.ample if longest is None else longest)
         self._variables = variables = Variables(self._model, self._free, horizon)
+        self.is_exact = True
+        """True if the model counts memory exactly, so that it has a solution if any layout has a plan."""
         self._holds = self._add_holdings()
         self._constraints = Constraints(self._model, self._free, variables)
         self._add_data_flows()
@@ -164,8 +165,9 @@ class _LayerModel:
                     demands.append((always if isinstance(held, int) else model.new_optional_fixed_size_interval_var(
                         0, variables.horizon, held, "weights"), taken))
             if demands:
-                amounts, room = coarsen_memory([amount for _, amount in demands], problem.workers[worker].room)
-                model.add_cumulative([interval for interval, _ in demands], amounts, room)
+                coarse = coarsen_memory([amount for _, amount in demands], problem.workers[worker].room, up=True)
+                self.is_exact = self.is_exact and coarse.is_exact
+                model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
     def _add_windows(self) -> None:
         """Let the period be the longest busy window. The reductions of a worker follow its compute ops, or take no
@@ -241,9 +243,8 @@ class _LayerModel:
         model.minimize(period)
         return run_solver(model, self._variables, budget, params)
 
-    def read(self, solver: cp_model.CpSolver) -> Solution | None:
-        """Return the solution of the problem with the layout that the solver has chosen; None if memory that the model
-        has coarsened does not suffice."""
+    def read(self, solver: cp_model.CpSolver) -> Solution:
+        """Return the solution of the problem with the layout that the solver has chosen."""
         variables, problem = self._variables, self._problem
         host = {unit: next(worker for worker, literal in variables.iterate_literals(unit)
                            if literal is None or solver.boolean_value(literal)) for unit in variables.units}
@@ -260,7 +261,7 @@ class _LayerModel:
         laid_out = with_layout(problem, layout)
         return self._read_order(laid_out, solver)
 
-    def _read_order(self, laid_out: Problem, solver: cp_model.CpSolver) -> Solution | None:
+    def _read_order(self, laid_out: Problem, solver: cp_model.CpSolver) -> Solution:
         variables = self._variables
         arrays = ProblemArrays(laid_out, {Unit(visit.slice, *batch): visit.worker
                                           for batch, route in laid_out.routes.items() for visit in route})
@@ -274,8 +275,7 @@ class _LayerModel:
         starts = [solver.value(variables.start[key]) for key in keys]
         flow = sorted(range(len(keys)), key=lambda op: self._flow_key(keys[op], starts[op], solver))
         order = arrays.make_solution(to_ints(flow), to_ints(starts)).order
-        solution = arrays.make_solution(order, time_order(arrays, order)[1])
-        return solution if is_within_room(solution) else None
+        return arrays.make_solution(order, time_order(arrays, order)[1])
 
     def _flow_key(self, key: OpKey, start: int, solver: cp_model.CpSolver) -> Sequence[int]:
         """Return a key that sorts ops by start; of those that start together, each comes after those it waits for."""

@@ -31,17 +31,19 @@ def planned(job, *failed, steps=20_000, **options):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 2**42), min_size=1, max_size=6), st.integers(1, 2**41))
-def test_what_fits_in_memory_still_fits_in_coarser_units(amounts, room):
-    coarse, coarse_room = coarsen_memory(amounts, room)
-    assert coarse_room <= MAX_MODEL_MEMORY and max(coarse) <= coarse_room + 1
-    held, coarsely_held = 0, 0
-    for amount, coarse_amount in zip(amounts, coarse, strict=True):
-        held, coarsely_held = held + amount, coarsely_held + coarse_amount
-        assert held > room or coarsely_held <= coarse_room
+def test_coarser_units_of_memory_are_on_the_safe_side(amounts, room):
+    """Rounded down, what fits still fits; rounded up, what does not fit still does not."""
+    down, up = (coarsen_memory(amounts, room, up=up) for up in (False, True))
+    assert down.room == up.room <= MAX_MODEL_MEMORY and max(*down.amounts, *up.amounts) <= down.room + 1
+    for count in range(1, len(amounts) + 1):
+        fits = sum(amounts[:count]) <= room
+        assert not fits or sum(down.amounts[:count]) <= down.room
+        assert fits or sum(up.amounts[:count]) > up.room
+        assert not down.is_exact or fits == (sum(down.amounts[:count]) <= down.room)
 
 
 def test_an_exact_divisor_of_all_amounts_changes_no_answer():
-    assert coarsen_memory([2**40, 3 * 2**40], 7 * 2**40 + 5) == ([1, 3], 7)
+    assert coarsen_memory([2**40, 3 * 2**40], 7 * 2**40 + 5) == ([1, 3], 7, True)
 
 
 @pytest.mark.parametrize("activation", [0.666666666667, 1.333333333333])
