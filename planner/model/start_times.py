@@ -141,7 +141,7 @@ def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
                busy: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
     """Place reductions in this order, each in the first gap that is long enough; return the end of all, and the start
     of each."""
-    spans, begins, done = list(busy), {}, max((end for _, end in busy), default=NEVER)
+    spans, begins, done = list(busy), dict[int, int](), max((end for _, end in busy), default=NEVER)
     for number in order:
         tick = ready[number]
         for first, end in spans:
