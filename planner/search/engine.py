@@ -174,6 +174,7 @@ class _Engine:
         impossible = False
         if first is not None and first.problem.host_operation_count <= self._params.cp_sat.largest_proof:
             solution, impossible = cpsat.find_solution(first.problem, budget.with_share(0.5), self._params.cp_sat)
+            budget.tally.count_uses("CP-SAT: first plan", helped=int(solution is not None))
             if solution is not None:
                 whole = msgspec.structs.replace(first, pieces=(make_whole_piece(first.problem),))
                 self._candidates.append(whole.with_solutions([solution], [solution_period(solution)]))
