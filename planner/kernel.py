@@ -154,16 +154,17 @@ def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
 
 
 @jit_inlined
-def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
+def latest_clear_start(between: Ints, ticks: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
     """Return the latest tick, `start` or before, at which an op of `duration` ticks on a worker of the group (workers
     that hold the same layers) overlaps no gradient reduction of the group.
 
-    The argument `between` is as in `Reductions`; `begin` [reduction] has the ticks at which reductions begin.
+    The arguments `between` and `ticks` are as in `Reductions`; `begin` [reduction] has the ticks at which reductions
+    begin.
     """
     number = 0
     while number < between.shape[1] and between[group, number] >= 0:
         tick = begin[between[group, number]]
-        if start < tick and tick < start + duration:
+        if start < tick + ticks[between[group, number]] and tick < start + duration:
             start = tick - duration
             number = 0
         else:
@@ -193,7 +194,8 @@ def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: I
             end = min(end, first_awaiting_reduction(reductions.awaiting, begin, ops.slice[unit[op]]))
         start[op] = end - duration[op]
         if interleaved:
-            start[op] = latest_clear_start(reductions.between, begin, group[row], start[op], duration[op])
+            start[op] = latest_clear_start(reductions.between, reductions.ticks, begin, group[row], start[op],
+                                           duration[op])
         free[row] = start[op]
 
 
@@ -597,6 +599,8 @@ BUCKETS = 1024
 plan."""
 FOREVER = 2**61
 """Tick that is later than those of any plan."""
+TIMED = 2
+"""Value of `Instance.interleaved` if reductions that take time may lie between compute ops; groups share none then."""
 
 
 class Instance(NamedTuple):
@@ -617,7 +621,8 @@ class Instance(NamedTuple):
     linked: Ints
     """Groups with which this group shares gradient reductions, itself included, [group, number]; padded with -1."""
     interleaved: int
-    """1 if reductions may lie between compute ops, since they take no time; 0 if they follow all of these."""
+    """1 if reductions may lie between compute ops, since they take no time, and 2 (TIMED) although they take time; 0 if
+    they follow all of these."""
     sharers: Ints
     """Groups that take part in the reduction, [reduction, number]; for this and the next three fields see
     `Reductions`."""
@@ -666,9 +671,10 @@ class State(NamedTuple):
     """Tick by which the group's workers must have done their compute ops, [group]: as late as the ends of all groups
     allow."""
     begin: Ints
-    """Beginning of the reduction, [reduction]; if interleaved, the first end of the groups that share it."""
+    """Beginning of the reduction, [reduction]; if interleaved, the first end of the groups that share it. If TIMED, it
+    is chosen freely, and the end of a group follows from it."""
     turn: Ints
-    """Reductions in the order in which they run; unused if interleaved."""
+    """Reductions in the order in which they run; if TIMED, marks of reductions that are still to be placed."""
 
 
 class Timing(NamedTuple):
@@ -1064,7 +1070,8 @@ def _latest_start(instance, state, late, op):
     if instance.interleaved:
         if (op + 1) % instance.kinds == 0:
             end = min(end, first_awaiting_reduction(instance.awaiting, state.begin, instance.slice[unit]))
-        return latest_clear_start(instance.between, state.begin, group, end - state.duration[op], state.duration[op])
+        return latest_clear_start(instance.between, instance.ticks, state.begin, group, end - state.duration[op],
+                                  state.duration[op])
     return end - state.duration[op]
 
 
@@ -1131,6 +1138,10 @@ def set_deadlines_from_ends(instance: Instance, state: State) -> None:
 
     Reductions are then scheduled again by these deadlines; where they end earlier, `state.end` is updated.
     """
+    if instance.interleaved == TIMED:
+        for group in range(state.end.shape[0]):
+            _finish_by(instance, state, group, state.end[group])
+        return
     if instance.interleaved:
         _set_begins_from_ends(instance, state)
         return
@@ -1154,6 +1165,64 @@ def _set_begins_from_ends(instance, state):
             if group >= 0:
                 begin = min(begin, state.end[group])
         state.begin[reduction] = begin
+
+
+@jit
+def _finish_by(instance, state, group, end):
+    """Let the reductions of a group (workers that hold the same layers) keep their order, begin no later than before,
+    and end by tick `end`; then set the end and the deadline of the group. TIMED only."""
+    free, last = end, -FOREVER
+    _mark_reductions(instance, state, group)
+    while True:
+        number = _take_marked_reduction(instance, state, group, -1)
+        if number < 0:
+            break
+        state.begin[number] = min(state.begin[number], free - instance.ticks[number])
+        free = state.begin[number]
+        last = max(last, free + instance.ticks[number])
+    if last > -FOREVER:
+        state.end[group] = state.deadline[group] = last
+
+
+@jit
+def begin_reduction_at(instance, state, moved, tick):
+    """Let a reduction begin at a tick, and all reductions of its group in their order as late as needed not to overlap;
+    then set the end and the deadline of the group. TIMED only."""
+    group, free = instance.sharers[moved, 0], -FOREVER
+    state.begin[moved] = tick
+    _mark_reductions(instance, state, group)
+    while True:
+        number = _take_marked_reduction(instance, state, group, 1)
+        if number < 0:
+            break
+        state.begin[number] = max(state.begin[number], free)
+        free = state.begin[number] + instance.ticks[number]
+    state.end[group] = state.deadline[group] = free
+
+
+@jit
+def _mark_reductions(instance, state, group):
+    """Mark all reductions of a group in `state.turn`, which has no other use if TIMED."""
+    for index in range(instance.between.shape[1]):
+        if instance.between[group, index] >= 0:
+            state.turn[instance.between[group, index]] = 1
+
+
+@jit
+def _take_marked_reduction(instance, state, group, direction):
+    """Unmark and return the marked reduction of a group that begins first or, if `direction` is -1, last; of several,
+    that with the lowest or highest number. Return -1 if none is marked."""
+    found = -1
+    for index in range(instance.between.shape[1]):
+        number = instance.between[group, index]
+        if number < 0 or not state.turn[number]:
+            continue
+        if found < 0 or (state.begin[number] - state.begin[found]) * direction < 0 or (
+                state.begin[number] == state.begin[found] and (number - found) * direction < 0):
+            found = number
+    if found >= 0:
+        state.turn[found] = 0
+    return found
 
 
 @jit
@@ -1230,8 +1299,8 @@ def _make_retime(interleaved):
             state.place
         deadline, late = state.deadline, timing.late
         longest, excess = timing.longest, timing.excess
-        kinds, slice_of, awaiting, between, reduction = instance.kinds, instance.slice, instance.awaiting, \
-            instance.between, state.begin
+        kinds, slice_of, awaiting, between, ticks, reduction = instance.kinds, instance.slice, instance.awaiting, \
+            instance.between, instance.ticks, state.begin
         bucket, link, queued = queue.bucket, queue.next, queue.queued
         counters, changed, before, marked = queue.counters, log.op, log.late, log.marked
         waiting, top, base, span = counters[WAITING], counters[TOP], counters[BASE], counters[SPAN]
@@ -1263,7 +1332,7 @@ def _make_retime(interleaved):
                 start = min(start, first_awaiting_reduction(awaiting, reduction, slice_of[unit[op]]))
             start -= duration[op]
             if interleaved:
-                start = latest_clear_start(between, reduction, group[worker], start, duration[op])
+                start = latest_clear_start(between, ticks, reduction, group[worker], start, duration[op])
             pipeline = owner[worker]
             if at == 0 and not marked[pipeline]:
                 marked[pipeline] = 1
@@ -1758,7 +1827,9 @@ def shift_deadline(chain, cycle, before, allowance):
     last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0), chain.path)
     end, deadline, begin, turn = state.end.copy(), state.deadline.copy(), state.begin.copy(), state.turn.copy()
     ticks = 1 + random_below(random, 1 + int(cycle.scale))
-    if random_below(random, 2):
+    if instance.interleaved == TIMED and random_below(random, 2):
+        _shift_reduction(random, instance, state, timing.late, worker, last, ticks)
+    elif instance.interleaved == TIMED or random_below(random, 2):
         state.end[instance.group[worker]] -= ticks
         set_deadlines_from_ends(instance, state)
     elif instance.interleaved:
@@ -1776,6 +1847,25 @@ def shift_deadline(chain, cycle, before, allowance):
     timing.longest[:] = trial.longest
     timing.excess[:] = trial.excess
     return after
+
+
+@jit
+def _shift_reduction(random, instance, state, late, worker, last, ticks):
+    """Let a reduction that keeps the op `last` from starting later begin `ticks` later or, half of the time and if
+    there is none, put a random reduction of the worker's group directly before a random op of it. TIMED only."""
+    group = instance.group[state.worker[instance.unit[last]]]
+    tick = late[last] + state.duration[last]
+    for index in range(instance.between.shape[1]):
+        number = instance.between[group, index]
+        if number >= 0 and state.begin[number] == tick and random_below(random, 2):
+            begin_reduction_at(instance, state, number, tick + ticks)
+            return
+    group, count = instance.group[worker], 0
+    while count < instance.between.shape[1] and instance.between[group, count] >= 0:
+        count += 1
+    number = instance.between[group, random_below(random, count)]
+    op = state.sequence[worker, random_below(random, state.size[worker])]
+    begin_reduction_at(instance, state, number, late[op] - instance.ticks[number])
 
 
 @jit_borrowing

@@ -227,6 +227,9 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     largest_proof: Count = 1500
     """Number of ops, each counted once for each worker that may run it, up to which CP-SAT improves a subproblem's plan
     and tries to prove it optimal."""
+    largest_layered: Count = 400
+    """Number of ops of single layers, each counted once for each worker, up to which CP-SAT also plans a job as a whole
+    if layers may move or micro-batches may be cut."""
     proof_share: Share = 0.6
     """Share of the time left that CP-SAT may spend on each subproblem."""
     largest_relaxed: Count = 1000

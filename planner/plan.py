@@ -46,7 +46,7 @@ from slipstream.planner.model.from_job import (
     has_exact_units,
     with_layout,
 )
-from slipstream.planner.model.problem import Bound, Layout, LayoutScope, NoPlanError, Problem
+from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, NoRoomError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import (
     add_overlapping_reductions,
@@ -59,7 +59,6 @@ from slipstream.planner.search.engine import Method, find_best_candidate
 from slipstream.planner.search.incumbent import CandidateSource, Incumbent, SolvedPiece, divide_problem
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
-from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import BackwardMode, LayerCosts, OptimizerMode, Schedule, Scope, Worker
 
 # --- The fault-free period that plans are compared with ---------------------------------------------------------------
@@ -158,7 +157,7 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
     def iterate_layouts(largest_fine: float) -> Iterator[Incumbent]:
         try:
             for layout in generate_layouts(layered, largest_fine=largest_fine, params=options.params.layouts):
-                yield divide_problem(with_layout(layered, layout), least, moved=_moved_memory(layered, layout))
+                yield divide_problem(with_layout(layered, layout), least, moved=layered.moved_memory(layout.holds))
         except LookupError as error:
             if options.from_checkpoint:
                 raise
@@ -166,6 +165,7 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
                               ) from None
 
     return CandidateSource(first=problem and _with_layer_costs(problem, lower, scale, units), layouts=iterate_layouts,
+                           layered=layered, layered_bound=least,
                            bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
                            units=layered.grid.total_microbatches * layered.grid.depth, moving=options.layers == "move")
 
@@ -190,17 +190,6 @@ def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fra
     costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                        **msgspec.structs.asdict(below.costs))
     return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))
-
-
-def _moved_memory(given: Problem, layout: Layout) -> int:
-    """Return the memory units, in all, of the layers that workers hold in a layout and did not hold in the problem
-    `given`.
-
-    If the job gives no weights, return the number of these layers.
-    """
-    weights = given.costs.weights if any(given.costs.weights) else (1,) * given.grid.layer_count
-    return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.workers[worker].holds
-               for layer in layers_in(ranges).difference(given.list_held_layers(worker)))
 
 
 # --- Plans ------------------------------------------------------------------------------------------------------------
@@ -315,7 +304,7 @@ class _ReferenceSearch:
         budget = msgspec.structs.replace(self._budget.with_seconds(seconds), progress=SearchProgress(progress))
         if self.best and (self.best.is_close or budget.seconds_left < 0.0):
             return
-        with suppress(TooLargeError):
+        with suppress(TooLargeError, NoPlanError):  # layers in place may have none where others do
             self.add_plan(_plan_whole_or_blocks(self._options, self._job, (), budget, self._speed, grace=False))
 
     def add_plan(self, plan: Plan) -> None:
@@ -379,7 +368,7 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
     if options.layers == "move" and options.method == "cp-sat" and options.steps is None:
         seconds = options.params.layouts.quick_share * seconds_given
         quick_options = msgspec.structs.replace(options, method="greedy").with_limit(seconds)
-        with suppress(TooLargeError):
+        with suppress(TooLargeError, NoPlanError):
             quick_plan = _plan_whole_or_blocks(quick_options, job, failed, budget.with_seconds(seconds), speed)
             if quick_plan.schedule.status == "optimal":
                 return quick_plan
@@ -479,10 +468,15 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
         return _solve_and_check(options, job, failed, None, budget)
     try:
         problem = options.make_problem(job, failed)
-    except NoPlanError:
-        if options.layers != "move":
+    except NoPlanError as refusal:
+        if options.layers == "move":
+            return _solve_and_check(options, job, failed, None, budget)
+        if not (isinstance(refusal, NoRoomError) and options.slices and job.layers and max(job.layers) > 1):
             raise
-        return _solve_and_check(options, job, failed, None, budget)
+        try:  # a micro-batch for which no worker has room at a whole stage may fit if it is cut
+            return _solve_and_check(options, job, failed, None, budget)
+        except NoPlanError as other:
+            raise NoRoomError(refusal.lack, f"; for micro-batches cut by layers, {other}") from None
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:

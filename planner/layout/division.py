@@ -436,7 +436,10 @@ class Divider:
         work = sum(ticks * count for ticks, count in zip(problem.costs.work, counts, strict=True))
         attempt = partial(cut_within, problem, replica.workers, counts)
         workloads = attempt(limit)
-        assert workloads is not None, "a replica runs its counts"
+        if workloads is None:  # shared tasks may leave less room than the limit that whole micro-batches allow
+            limit, workloads = 4 * problem.ample_ticks, attempt(4 * problem.ample_ticks)
+        if workloads is None:
+            raise LookupError("the live workers have no room for the layers of shared micro-batches")
         return find_least_limit(attempt, max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit, workloads)[1]
 
 

@@ -143,14 +143,14 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 def build_reduction_arrays(problem: Problem) -> "Reductions":
-    """Return as arrays the gradient reductions in which several groups (workers that hold the same layers) take part. A
-    reduction is of a range of layers that the same groups hold.
+    """Return the gradient reductions as arrays. A reduction is of a range of layers that the same groups (workers that
+    hold the same layers) hold.
 
-    They are empty if no reduction is shared by groups: `Problem.ticks_after_group` then includes the reductions.
+    They are empty unless `Problem.times_each_reduction`: `Problem.ticks_after_group` then includes the reductions.
     """
     from slipstream.planner.kernel import Reductions
 
-    shared = problem.groups.reductions if problem.groups.has_shared_reductions else ()
+    shared = problem.groups.reductions if problem.times_each_reduction else ()
     of_group: list[list[int]] = [[] for _ in problem.groups.linked]
     for number, (_, groups) in enumerate(shared):
         for group in groups:

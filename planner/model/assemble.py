@@ -14,7 +14,10 @@ from slipstream.planner.model.start_times import (
     NEVER,
     compute_group_ends,
     compute_reduction_begins,
+    compute_ticks_saved,
+    get_deadlines,
     latest_group_ends,
+    place_in_bubbles,
     place_reductions,
     solution_period,
     with_latest_starts,
@@ -40,14 +43,14 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
     periods = [solution_period(solution) for solution in solutions]
     least = max(periods)
     longest = solutions[periods.index(least)]
-    own = compute_group_ends(longest)
-    common = compute_group_ends(*at_0)
+    own = get_deadlines(longest)
+    common = get_deadlines(*at_0)
     choices += [latest_group_ends(longest.arrays, choice).tolist()
                 for choice in (np.where(own > NEVER, own, common), common)]
     best: tuple[int, list[Solution]] | None = None
     for choice in choices:
         late = [with_latest_starts(solution, choice) for solution in solutions]
-        longest_of_late = _aligned_period(late, choice)
+        longest_of_late = _aligned_period(late, compute_group_ends(*late) if problem.anneals_reductions else choice)
         if best is None or longest_of_late < best[0]:
             best = longest_of_late, late
         if longest_of_late <= least:
@@ -66,7 +69,8 @@ def compute_period(problem: Problem, solutions: Sequence[Solution], deadlines: S
 
 
 def _aligned_period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> int:
-    return max(solution_period(solution, last) for solution in aligned)
+    saved = compute_ticks_saved(aligned)
+    return max(solution_period(solution, last, saved) for solution in aligned)
 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
@@ -80,9 +84,7 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
         solved = [(make_whole_piece(problem), solved)]
     aligned = align_pieces(problem, [solution for _, solution in solved], deadlines)
     last = compute_group_ends(*aligned)
-    begins = compute_reduction_begins(aligned) if problem.can_reduce_early \
-        else place_reductions(aligned[0].arrays, last)[0]
-    closing = build_closing_programs(problem, last.tolist(), begins.tolist())
+    closing = build_closing_programs(problem, last.tolist(), _begin_reductions(problem, aligned, last).tolist())
     programs: dict[Worker, Program] = {}
     for (piece, _), placed in zip(solved, aligned, strict=True):
         programs |= _build_programs(piece, placed, closing)
@@ -94,6 +96,16 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
                     backward=problem.backward, optimizer=problem.optimizer, failed=tuple(sorted(problem.failed)),
                     seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=bound.ticks,
                     status="optimal" if ticks <= bound.ticks else "feasible", method=method, bound_scope=bound.scope)
+
+
+def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints) -> Ints:
+    """Return the start tick of each reduction if groups (workers that hold the same layers) end compute at `last`;
+    empty if reductions simply follow that end."""
+    if problem.can_reduce_early:
+        return compute_reduction_begins(aligned)
+    if problem.reduces_in_bubbles:
+        return place_in_bubbles(aligned).begin
+    return place_reductions(aligned[0].arrays, last)[0]
 
 
 def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
@@ -157,10 +169,11 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
     it.
 
     The closing ops are the reductions and the optimizer step, in `closing` by number of the worker's group (workers
-    that hold the same layers). They follow the compute ops, or lie between them if `problem.can_reduce_early`.
+    that hold the same layers). They follow the compute ops, or lie between them if `problem.can_reduce_early` or
+    `problem.reduces_in_bubbles`.
     """
     last = closing[problem.group_number(worker)]
-    if not problem.can_reduce_early:
+    if not (problem.can_reduce_early or problem.reduces_in_bubbles):
         return (*body, *last), range(len(body))
     program: list[ProgramOp] = []
     places: list[int] = []
@@ -214,18 +227,19 @@ def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequen
 
     The order of shared reductions is the same on all workers that share them. Among reductions that start together,
     those that take no time come first. `ends` has the end of the last compute op of each group, `begins` the start of
-    each reduction if groups share some. Otherwise the reductions follow the last compute op of their group one after
-    the other. With a synchronous optimizer, the step waits for the last compute op of the whole job.
+    each reduction if groups share some or they lie in bubbles. Otherwise the reductions follow the last compute op of
+    their group one after the other. With a synchronous optimizer, the step waits for the last compute op of the whole
+    job.
     """
-    ready = [max(begins, default=0)] * len(ends)  # for groups that hold no layers
+    ready = list(ends) if problem.reduces_in_bubbles else [max(begins, default=0)] * len(ends)
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
-    if not problem.groups.has_shared_reductions:
+    if not (problem.groups.has_shared_reductions or problem.reduces_in_bubbles):
         begins, ready = _place_reductions(problem, ends, ticks)
     bodies: list[list[ProgramOp]] = [[] for _ in ends]
     for begin, taken, (layers, groups) in sorted(zip(begins, ticks, problem.groups.reductions, strict=True)):
         for group in groups:
             bodies[group].append(ProgramOp(OpKind.A, problem.number_of_slice[layers], None, begin))
-            ready[group] = begin + taken
+            ready[group] = max(begin + taken, ends[group]) if problem.reduces_in_bubbles else begin + taken
     return [(*body, _make_optimizer_op(problem, clock, ends)) for body, clock in zip(bodies, ready, strict=True)]
 
 

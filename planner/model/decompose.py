@@ -54,21 +54,26 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
     """Divide a problem into subproblems, groups of pipelines with dead workers (broken ones) first; return one if
     dividing gains nothing.
 
-    For healthy pipelines this is exact: they may run equal plans without lengthening any window. For broken pipelines
-    it decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest
-    one must run anyway.
+    For healthy pipelines with equal numbers of micro-batches this is exact: they may run equal plans without
+    lengthening any window. For broken pipelines, and for those that read more micro-batches than their share, it
+    decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest one
+    must run anyway.
     """
     whole = make_whole_piece(problem)
     if problem.assigned:
         renamed, names = renumber_by_runner(problem) if problem.grid.chains == 1 else (problem, None)
         return tuple(Piece(problem=extract_pipelines(renamed, copies[0]), copies=tuple(copies), names=names)
                      for copies in find_components(renamed))
-    if problem.has_slow_workers or problem.has_unequal_room:
+    if problem.has_slow_workers or problem.has_unequal_room or not all(problem.live_pipelines_by_column):
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
     if not dead:
-        pieces = tuple(_make_healthy_piece(problem, members)
-                       for members in _group_by_count(problem, range(problem.grid.pipelines)))
+        groups = _group_by_load(problem)
+        if groups is None:
+            return (whole,)
+        rest = sorted(set(range(problem.grid.pipelines)).difference(*groups))
+        pieces = (*_make_loaded_pieces(problem, groups),
+                  *(_make_healthy_piece(problem, members) for members in _group_by_count(problem, rest)))
         return pieces if len(pieces) < problem.grid.pipelines else (whole,)
     if len(set(problem.grid.microbatches)) > 1:
         return (whole,)
@@ -78,6 +83,38 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
     if len(groups) == 1 and len(rest) < 2:
         return (whole,)
     return (*_make_distinct_pieces(problem, dead, groups), *([_make_healthy_piece(problem, rest)] if rest else []))
+
+
+def _group_by_load(problem: Problem) -> list[tuple[int, ...]] | None:
+    """Return groups of pipelines in which peers run micro-batches of those that read more than their share; None if
+    all are in one group.
+
+    Each group has as many pipelines with few micro-batches as can take what is too much. There are no groups if
+    micro-batches may not be handed on, or if the busiest worker would run as many of them even if all were shared.
+    """
+    counts = problem.grid.microbatches
+    share = -(-sum(counts) // len(counts))
+    if not problem.sharing or max(counts) <= share:
+        return []
+    order = sorted(range(len(counts)), key=lambda pipeline: (-counts[pipeline], pipeline))
+    helpers = [pipeline for pipeline in order if counts[pipeline] < share]
+    groups: list[tuple[int, ...]] = []
+    for pipeline in order:
+        extra, group = counts[pipeline] - share, [pipeline]
+        while extra > 0 and helpers:  # those with most time are last
+            group.append(helpers.pop())
+            extra -= share - counts[group[-1]]
+        if len(group) > 1:
+            groups.append(tuple(group))
+    return None if sum(map(len, groups)) == len(counts) and len(groups) == 1 else groups
+
+
+def _make_loaded_pieces(problem: Problem, groups: Sequence[tuple[int, ...]]) -> list[Piece]:
+    """Return the subproblem of each group of healthy pipelines; groups that read equal numbers are copies of one."""
+    copies: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for group in groups:
+        copies[tuple(problem.grid.microbatches[pipeline] for pipeline in group)].append(group)
+    return [Piece(problem=extract_pipelines(problem, members[0]), copies=tuple(members)) for members in copies.values()]
 
 
 def _group_by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:

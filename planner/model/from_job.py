@@ -10,7 +10,7 @@ import msgspec
 
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, with_shared_state
-from slipstream.planner.model.memory import activation_room, min_room
+from slipstream.planner.model.memory import activation_room, min_room, peak_slice_memory
 from slipstream.planner.model.problem import (
     IN_PLACE,
     UNLIMITED,
@@ -20,6 +20,7 @@ from slipstream.planner.model.problem import (
     LiveWorker,
     MicroBatch,
     NoPlanError,
+    NoRoomError,
     Problem,
     Visit,
 )
@@ -173,15 +174,17 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     """Build the scheduling problem of a job, in ticks, with whole stages in place and the workers `failed` down.
 
     With `sharing`, any live holder of a stage may run any micro-batch; else only those of failed workers change
-    workers. The default is True if sharing can shorten a plan: if workers are down, slow or have different memory, or
-    pipelines read different numbers of micro-batches. If `sliced` is set with `sharing`, lower bounds of the problem
-    also hold for micro-batches that are cut. Finer times are rounded up, or rounded down if `down`, for bounds.
+    workers. The default is True if sharing can shorten a plan: if workers are down, slow or have different memory, if
+    pipelines read different numbers of micro-batches, or if workers lack room for all of their virtual stages. If
+    `sliced` is set with `sharing`, lower bounds of the problem also hold for micro-batches that are cut. Finer times
+    are rounded up, or rounded down if `down`, for bounds.
 
     Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
     """
     job = with_shared_state(job, failed)
     grid = build_grid(job)
     tick = choose_tick(job)
+    chosen = sharing
     if sharing is None:
         rooms = job.memory.capacity_of if job.memory else ()
         sharing = bool(failed or job.time.slow or rooms or len(set(job.microbatches)) > 1)
@@ -192,6 +195,9 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
                                  holds=layers_in_place(grid, failed), backward=backward, rounds_down=down,
                                  optimizer=optimizer, sharing=sharing, parts=parts)
     _require_feasible(problem)
+    if chosen is None and not sharing and _needs_peers(problem):
+        return build_problem(job, backward=backward, optimizer=optimizer, sharing=True, sliced=sliced,
+                             down=down)
     return problem
 
 
@@ -301,22 +307,29 @@ def _build_stages(job: Job) -> tuple[VirtualStage, ...]:
 
 
 def _require_feasible(problem: Problem) -> None:
-    for column, live in enumerate(problem.live_pipelines_by_column):
-        if not live:
+    for column in range(problem.grid.columns):
+        if not all(problem.holders_by_slice[stage] for stage in problem.grid.stages_of_column(column)):
             raise NoPlanError(f"stage {column} has no live worker: all of its {problem.grid.pipelines} workers are "
                               "down, so none holds its parameters; `slipstream plan --layers move --from-checkpoint` "
                               "loads them from a checkpoint")
-    memory = problem.memory
+    memory, chains = problem.memory, max(problem.grid.microbatches)  # later chains have no micro-batches
     if memory is None:
         return
-    for column, live in enumerate(problem.live_pipelines_by_column):
-        capacity = max(activation_room(problem, Worker(pipeline, column)) for pipeline in live)
-        chains = max(problem.grid.microbatches)  # later chains have no micro-batches
-        need = max((min_room(problem, stage) for stage in problem.grid.stages_of_column(column)
-                    if stage // problem.grid.depth < chains), default=0)
+    for stage in range(min(chains, problem.grid.chains) * problem.grid.depth):
+        holders = problem.holders_by_slice[stage]
+        capacity = max(activation_room(problem, worker) for worker in holders)
+        # Of several holders, one may run a micro-batch at one virtual stage and another at the next.
+        need = (min_room if len(holders) == 1 else peak_slice_memory)(problem, stage)
         if need > capacity:
-            raise NoPlanError(f"a worker of stage {column} has room for {capacity * memory.unit:g}, but one "
-                              f"micro-batch needs {need * memory.unit:g} there: no schedule can run it")
+            raise NoRoomError(f"a worker of stage {problem.column_of[stage]} has room for {capacity * memory.unit:g}, "
+                              f"but one micro-batch needs {need * memory.unit:g} there")
+
+
+def _needs_peers(problem: Problem) -> bool:
+    """Return whether some worker lacks the room to run micro-batches at all of its virtual stages by itself."""
+    return problem.memory is not None and any(
+        min_room(problem, stage) > activation_room(problem, worker)
+        for worker in problem.live_workers for stage in problem.grid.stages_of_column(worker.column))
 
 
 # --- Who holds which layers, and so how much room ---------------------------------------------------------------------

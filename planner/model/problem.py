@@ -9,8 +9,8 @@ import msgspec
 
 from slipstream.planner.model.reduce_groups import Held, ReduceGroups, find_holding_groups
 from slipstream.schedules.graph import component_roots
-from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
-from slipstream.schedules.memory import peak_memory
+from slipstream.schedules.layers import LayerRange, layers_in, prefix_sums, sum_over_ranges
+from slipstream.schedules.memory import peak_memory, weights_of
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -163,6 +163,19 @@ LayersMode = Literal["fixed", "move"]
 
 class NoPlanError(NoScheduleError):
     """Raised when no schedule can exist. The message says why."""
+
+
+class NoRoomError(NoPlanError):
+    """Raised when no worker has room for one micro-batch at a whole stage; parts of the stage may still fit."""
+
+    def __init__(self, lack: str, outcome: str = ": no schedule can run it") -> None:
+        super().__init__(lack, outcome)
+        self.lack = lack
+        """Part of the message that says what room is lacking, and where."""
+
+    def __str__(self) -> str:
+        """Return the message in one line."""
+        return "".join(self.args)
 
 
 class Unit(NamedTuple):
@@ -318,24 +331,40 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                         for column, workers in zip(self.column_of, by_slice, strict=True)]
         return tuple(map(tuple, by_slice))
 
-    def holders_in_column(self, stage: int) -> tuple[Worker, ...]:
-        """Return the live workers in the column of a stage, sorted."""
-        column = self.column_of[stage]
-        return tuple(Worker(pipeline, column) for pipeline in self.live_pipelines_by_column[column])
-
     @property
     def has_unequal_time(self) -> bool:
         """True if live holders of a stage may share its micro-batches, and would take different times if each ran only
         those of its own pipeline."""
         return self.sharing and not self.assigned and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
 
+    @cached_property
+    def hosts_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
+        """Live holders of each slice that have room for at least one micro-batch of it, sorted, by slice number."""
+        if self.memory is None:
+            return self.holders_by_slice
+        room = {worker: state.room - weights_of(self.memory, state.holds) for worker, state in self.workers.items()}
+        split = self.backward == "split"
+        most = [peak_memory(activation, stash if split else 0) for activation, stash in
+                zip(self.memory.activation, self.memory.weight_stash, strict=True)]
+        return tuple(tuple(worker for worker in holders if most[number] <= room[worker])
+                     for number, holders in enumerate(self.holders_by_slice))
+
+    def hosts_in_column(self, stage: int) -> tuple[Worker, ...]:
+        """Return the live workers in the column of a stage that have room for a micro-batch of it, sorted.
+
+        If there are none, return those of the other column that holds it, if pipelines are bidirectional.
+        """
+        hosts = self.hosts_by_slice[stage]
+        return tuple(worker for worker in hosts if worker.column == self.column_of[stage]) or hosts
+
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """Return the workers that may run slice number `slice_` for the micro-batches of this pipeline."""
+        hosts = self.hosts_by_slice[slice_]
         if self.sharing:
-            return self.holders_by_slice[slice_]
+            return hosts
         own = self.home_worker(slice_, pipeline)
         may_hand_on = self.shedding and len(self.live_pipelines_by_column[self.column_of[slice_]]) < self.grid.pipelines
-        return self.holders_by_slice[slice_] if may_hand_on or own in self.failed else (own,)
+        return hosts if may_hand_on or own not in hosts else (own,)
 
     @cached_property
     def host_operation_count(self) -> int:
@@ -449,15 +478,40 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         return self.groups.has_shared_reductions and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
+    @cached_property
+    def reduces_in_bubbles(self) -> bool:
+        """True if a reduction may lie in a bubble before the last compute op of its workers, although it takes time.
+
+        This requires that workers reduce several virtual stages, each with the workers of the same layers only.
+        """
+        timed = [group for layers, groups in self.groups.reductions for group in groups if self.reduction_ticks(layers)]
+        return not self.groups.has_shared_reductions and any(
+            sum(group in groups for _, groups in self.groups.reductions) > 1 for group in set(timed))
+
+    @property
+    def anneals_reductions(self) -> bool:
+        """True if annealing chooses when each reduction begins: some may lie in bubbles, and windows may be offset."""
+        return self.reduces_in_bubbles and self.optimizer == "staggered"
+
     def ticks_after_group(self, worker: Worker) -> int:
         """Return the ticks from the tick at which a worker's group (the workers that hold the same layers) is finished
         to the end of the worker's busy window.
 
-        A group is finished after its last reduction, and the optimizer step follows. If groups share no reductions, it
-        counts as finished after its compute ops, and the ticks of its reductions are added.
+        A group is finished after its last reduction, and the optimizer step follows. If reductions are not timed one by
+        one, it counts as finished after its compute ops, and the ticks of its reductions are added.
         """
-        return self.optimizer_ticks(worker) + (0 if self.groups.has_shared_reductions
-                                               else self._reduction_ticks_by_group[self.group_number(worker)])
+        return self.optimizer_ticks(worker) + (0 if self.times_each_reduction
+                                               else self.ticks_of_reductions(self.group_number(worker)))
+
+    @property
+    def times_each_reduction(self) -> bool:
+        """True if each reduction has a time of its own: groups share some, or some may lie in bubbles. Otherwise the
+        reductions of a group follow its last compute op."""
+        return self.groups.has_shared_reductions or self.reduces_in_bubbles
+
+    def ticks_of_reductions(self, group: int) -> int:
+        """Return the ticks of all reductions in which a group (workers that hold the same layers) takes part."""
+        return self._reduction_ticks_by_group[group]
 
     @cached_property
     def _reduction_ticks_by_group(self) -> tuple[int, ...]:
@@ -519,6 +573,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def list_held_layers(self, worker: Worker) -> tuple[int, ...]:
         """Return the numbers of the layers that a worker holds in this problem, ascending."""
         return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
+
+    def moved_memory(self, holds: Mapping[Worker, Held]) -> int:
+        """Return the memory units, in all, of the layers that workers hold in `holds` and not in this problem.
+
+        If the job gives no weights, return the number of these layers.
+        """
+        weights = self.costs.weights if any(self.costs.weights) else (1,) * self.grid.layer_count
+        return sum(weights[layer] for worker, ranges in holds.items() if ranges != self.workers[worker].holds
+                   for layer in layers_in(ranges).difference(self.list_held_layers(worker)))
 
     def held_closing_ticks(self, worker: Worker) -> int:
         """Return the ticks of the all-reduces and optimizer steps of the layers that a worker holds now."""

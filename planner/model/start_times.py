@@ -1,11 +1,15 @@
 """Compute start times from an order of ops, and the period from start times."""
 
-from collections.abc import Sequence
+import itertools
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.planner.loops import kernel_loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
+from slipstream.planner.model.problem import Problem
 
 NEVER = -2**60
 """Tick that is earlier than those of any plan; the end of a group without workers."""
@@ -14,15 +18,36 @@ NEVER = -2**60
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
     """Return a copy of the solution in which every op starts as late as its order and the ends of groups allow.
 
-    The argument `ends` has the tick by which each group (workers that hold the same layers) must end its compute ops.
+    The argument `ends` has the tick by which each group (workers that hold the same layers) must end its compute ops,
+    or the deadlines of `get_deadlines` if `Problem.anneals_reductions`.
     """
-    start, ends = np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
-    _compute_latest(solution.arrays, solution.order, start, ends[solution.arrays.group], ends)
+    arrays, start, ends = solution.arrays, np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
+    begin = None
+    if arrays.problem.anneals_reductions:
+        begin, ends = ends, ends_of_reductions(arrays, ends)
+    _compute_latest(arrays, solution.order, start, ends[arrays.group], ends, begin)
     return solution.with_starts(start)
 
 
-def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints) -> None:
-    begin = to_ints([])
+def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
+    """Return the tick at which each group (workers that hold the same layers) ends its last reduction, if reductions
+    begin at `begin`; NEVER for a group without reductions."""
+    between, last = arrays.reductions.between, begin + arrays.reductions.ticks
+    latest: Ints = np.where(between >= 0, np.append(last, NEVER)[between], NEVER).max(axis=1)
+    return latest
+
+
+def get_deadlines(*pieces: Solution) -> Ints:
+    """Return what subproblems must agree on, given their solutions on one clock: the ticks by which groups (workers
+    that hold the same layers) end their compute ops or, if `Problem.anneals_reductions`, the starts of reductions."""
+    if pieces[0].arrays.problem.reduces_in_bubbles:
+        return place_in_bubbles(pieces).begin
+    return compute_group_ends(*pieces)
+
+
+def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints,
+                    begin: Ints | None = None) -> None:
+    begin = to_ints([]) if begin is None else begin
     if arrays.problem.can_reduce_early:
         sharers = arrays.reductions.sharers
         begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
@@ -40,9 +65,7 @@ def compute_group_ends(*pieces: Solution) -> Ints:
         arrays = solution.arrays
         if arrays.problem.can_reduce_early:
             return _last_reductions(arrays, compute_reduction_begins(pieces))
-        last = np.full(len(arrays.workers), solution.start.min())
-        np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], solution.end)
-        ends_by_piece.append(_ends_by_group(arrays, last))
+        ends_by_piece.append(_ends_by_group(arrays, _last_ends(arrays, solution.start)))
     latest: Ints = np.max(ends_by_piece, axis=0)
     return latest
 
@@ -54,7 +77,7 @@ def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
     lie between compute ops (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its
     layers at which no worker that takes part runs an op.
     """
-    begins: Ints = np.max([_last_awaited_ends(one) for one in pieces], axis=0)
+    begins: Ints = np.max([_last_awaited_ends(one.arrays, one.start) for one in pieces], axis=0)
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
         spans = [(one.start[held], one.end[held]) for one in pieces
                  for held in [np.isin(one.arrays.group, groups)[one.arrays.ops.worker[one.arrays.ops.unit]]]]
@@ -64,11 +87,107 @@ def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
     return begins
 
 
-def _last_awaited_ends(solution: Solution) -> Ints:
+MAX_PERMUTED = 4
+"""Largest number of reductions of a group of which all orders are tried."""
+
+
+class BubblePlaces(NamedTuple):
+    """Places of reductions that may lie in bubbles before the last compute op of their workers."""
+
+    begin: Ints
+    """Start tick of each reduction."""
+    done: Ints
+    """Tick at which each group (workers that hold the same layers) has finished its last reduction."""
+
+
+def place_in_bubbles(pieces: Sequence[Solution]) -> BubblePlaces:
+    """Return the places of all reductions at which each group finishes first; compute ops stay as they are.
+
+    The solutions of all subproblems, `pieces`, must be on one clock, and `Problem.reduces_in_bubbles` must be true. A
+    reduction follows the last W of its layers, where all workers of its group are idle for as long as it takes.
+    """
+    return _place_in_bubbles(pieces[0].arrays.problem, [(one.arrays, one.start) for one in pieces])
+
+
+def _place_in_bubbles(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> BubblePlaces:
+    ready = np.max([_last_awaited_ends(arrays, start) for arrays, start in pieces], axis=0).tolist()
+    ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
+    begin, done = np.full(len(ticks), NEVER), np.full(len(problem.groups.held), NEVER)
+    for group in range(len(done)):
+        own = [number for number, (_, groups) in enumerate(problem.groups.reductions) if group in groups]
+        if not own or ready[own[0]] == NEVER:
+            continue
+        busy = _busy_spans(pieces, group, min(ready[number] for number in own))
+        orders: Iterable[Sequence[int]] = itertools.permutations(own) if len(own) <= MAX_PERMUTED \
+            else [sorted(own, key=ready.__getitem__)]
+        best = min((_fill_gaps(order, ready, ticks, busy) for order in orders), key=lambda placed: placed[0])
+        done[group] = best[0]
+        for number, tick in best[1].items():
+            begin[number] = tick
+    return BubblePlaces(begin, done)
+
+
+def _busy_spans(pieces: Sequence[tuple[ProblemArrays, Ints]], group: int, after: int) -> list[tuple[int, int]]:
+    """Return the spans of ticks, ascending, in which some worker of a group runs an op that ends after a tick."""
+    spans: list[tuple[int, int]] = []
+    for arrays, start in pieces:
+        end = start + arrays.ops.duration
+        own = (arrays.group[arrays.ops.worker[arrays.ops.unit]] == group) & (end > after)
+        spans += zip(start[own].tolist(), end[own].tolist(), strict=True)
+    return sorted(spans)
+
+
+def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
+               busy: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
+    """Place reductions in this order, each in the first gap that is long enough; return the end of all, and the start
+    of each."""
+    spans, begins, done = list(busy), dict[int, int](), max((end for _, end in busy), default=NEVER)
+    for number in order:
+        tick = ready[number]
+        for first, end in spans:
+            if first >= tick + ticks[number] and end > tick:
+                break
+            tick = max(tick, end)
+        begins[number] = tick
+        insort(spans, (tick, tick + ticks[number]))
+        done = max(done, tick + ticks[number])
+    return done, begins
+
+
+def _ticks_saved(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
+    """Return by how many ticks each group finishes earlier than if all of its reductions followed its compute ops."""
+    saved = np.zeros(len(problem.groups.held), dtype=np.int64)
+    if not problem.reduces_in_bubbles:
+        return saved
+    done = _place_in_bubbles(problem, pieces).done
+    last = np.max([_ends_by_group(arrays, _last_ends(arrays, start)) for arrays, start in pieces], axis=0)
+    for group, end in enumerate(done.tolist()):
+        if end > NEVER:
+            saved[group] = last[group] + problem.ticks_of_reductions(group) - end
+    return saved
+
+
+def compute_ticks_saved(pieces: Sequence[Solution]) -> Ints:
+    """Return by how many ticks each group (workers that hold the same layers) finishes earlier because some of its
+    reductions lie in bubbles; 0 unless `Problem.reduces_in_bubbles`.
+
+    The solutions of all subproblems, `pieces`, must be on one clock.
+    """
+    return _ticks_saved(pieces[0].arrays.problem, [(one.arrays, one.start) for one in pieces])
+
+
+def _last_ends(arrays: ProblemArrays, start: Ints) -> Ints:
+    """Return the tick at which each worker ends its last compute op; that of the first start if it runs none."""
+    last = np.full(len(arrays.workers), start.min())
+    np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
+    return last
+
+
+def _last_awaited_ends(arrays: ProblemArrays, start: Ints) -> Ints:
     """Return, for each reduction, the tick at which the last W of its layers ends."""
-    ops, (sharers, _, awaiting, _) = solution.arrays.ops, solution.arrays.reductions
+    ops, (sharers, _, awaiting, _) = arrays.ops, arrays.reductions
     last = np.full(len(awaiting), NEVER)
-    np.maximum.at(last, ops.slice, solution.end[ops.kinds - 1::ops.kinds])
+    np.maximum.at(last, ops.slice, (start + ops.duration)[ops.kinds - 1::ops.kinds])
     begins = np.full(len(sharers) + 1, NEVER)
     np.maximum.at(begins, awaiting, last[:, None])
     return begins[:-1]
@@ -107,30 +226,32 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
     """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end so that
     no reduction ends later than if they end at `ends`."""
     late = np.array(ends, dtype=np.int64)
-    if not arrays.problem.can_reduce_early:
+    if not (arrays.problem.can_reduce_early or arrays.problem.anneals_reductions):
         sharers, ticks, *_ = arrays.reductions
         kernel_loops().delay_deadlines(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks),
                                        np.zeros_like(ticks))
     return late
 
 
-def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None) -> int:
+def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None, saved: Ints | None = None) -> int:
     """Return the period of a solution, in ticks.
 
     The argument `ends` has the ticks by which groups (workers that hold the same layers) end their compute ops in all
-    subproblems; None: those at which they do so in this solution.
+    subproblems, and `saved` those of `compute_ticks_saved`; None: those of this solution.
     """
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
-    return _period_of_windows(arrays, first, compute_group_ends(solution) if ends is None else np.asarray(ends))
+    return _period_of_windows(arrays, first, compute_group_ends(solution) if ends is None else np.asarray(ends),
+                              compute_ticks_saved([solution]) if saved is None else saved)
 
 
-def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
-    """Return the period in ticks if workers first start at `first` and groups (workers that hold the same layers) end
-    their compute ops at `ends`. Workers without ops are ignored."""
+def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: Ints) -> int:
+    """Return the period in ticks if workers first start at `first`, groups (workers that hold the same layers) end
+    their compute ops at `ends`, and finish `saved` ticks earlier than if all reductions followed these ops. Workers
+    without ops are ignored."""
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
-    closing = done[arrays.group] + arrays.ticks_after_group
+    closing = (done - saved)[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":
         last = max(closing.max(), ends.max() + arrays.problem.max_optimizer_ticks)
         return int(last - first.min())
@@ -168,10 +289,17 @@ def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     kernel_loops().set_earliest_starts(arrays.ops, order, start, free)
     ends = _ends_by_group(arrays, free)
     if arrays.problem.optimizer == "synchronous":
-        return _period_of_windows(arrays, np.zeros_like(free), ends), start
+        return _period_of_windows(arrays, np.zeros_like(free), ends, _ticks_saved(arrays.problem, [(arrays, start)])), \
+            start
     if arrays.problem.can_reduce_early:  # linked groups end together here; annealing separates them
         ends = np.array([ends[list(groups)].max() for groups in arrays.problem.groups.linked])
+    if arrays.problem.anneals_reductions:  # those that fit a bubble now keep it
+        begin = _place_in_bubbles(arrays.problem, [(arrays, start)]).begin
+        free = ends_of_reductions(arrays, begin)[arrays.group]
+        _compute_latest(arrays, order, start, free, ends, begin)
+        ends = _ends_by_group(arrays, _last_ends(arrays, start))
+        return _period_of_windows(arrays, free, ends, _ticks_saved(arrays.problem, [(arrays, start)])), start
     ends = latest_group_ends(arrays, ends)
     free = ends[arrays.group]
     _compute_latest(arrays, order, start, free, ends)
-    return _period_of_windows(arrays, free, ends), start
+    return _period_of_windows(arrays, free, ends, np.zeros_like(ends)), start

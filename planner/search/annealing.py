@@ -20,6 +20,7 @@ from slipstream.planner.kernel import (
     PERIOD,
     SHIFT,
     SPAN,
+    TIMED,
     TRADE,
     Chain,
     Cycle,
@@ -39,7 +40,14 @@ from slipstream.planner.kernel import (
 )
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, pad_rows, to_ints
 from slipstream.planner.model.memory import activation_room, memory_changes
-from slipstream.planner.model.start_times import NEVER, compute_group_ends, delayed_group_ends, solution_period
+from slipstream.planner.model.start_times import (
+    NEVER,
+    compute_group_ends,
+    delayed_group_ends,
+    ends_of_reductions,
+    get_deadlines,
+    solution_period,
+)
 from slipstream.planner.params import DEFAULTS, AnnealingParams
 from slipstream.planner.search.incumbent import Incumbent
 
@@ -85,7 +93,8 @@ def _make_instance(arrays: ProblemArrays) -> Instance:
     return Instance(
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=arrays.ops.predecessors, successors=arrays.ops.successors,
-        group=arrays.group, linked=pad_rows(problem.groups.linked), interleaved=int(problem.can_reduce_early),
+        group=arrays.group, linked=pad_rows(problem.groups.linked),
+        interleaved=TIMED if problem.reduces_in_bubbles else int(problem.can_reduce_early),
         sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
         between=arrays.reductions.between,
         tail=_tail_ticks(arrays),
@@ -118,11 +127,11 @@ def _tail_ticks(arrays: ProblemArrays) -> Ints:
     """Return, for each worker, the ticks from the tick at which its group is finished to the end of its busy window.
 
     A group is the workers that hold the same layers. It is finished after its last reduction, but counts as finished
-    after its compute ops if groups share no reductions. With a synchronous optimizer, all windows then end with the
-    iteration: no step starts before the last compute op.
+    after its compute ops if reductions are not timed one by one. With a synchronous optimizer, all windows then end
+    with the iteration: no step starts before the last compute op.
     """
     problem = arrays.problem
-    if problem.optimizer == "staggered" or problem.groups.has_shared_reductions:
+    if problem.optimizer == "staggered" or problem.times_each_reduction:
         return arrays.ticks_after_group
     last = np.full(len(problem.groups.linked), problem.max_optimizer_ticks)
     np.maximum.at(last, arrays.group, arrays.ticks_after_group)
@@ -141,7 +150,7 @@ def _rows_by_pipeline(arrays: ProblemArrays) -> Ints:
 def _host_rows_by_slice(arrays: ProblemArrays) -> Ints:
     """Return the rows (numbers among the live workers) of the holders of each slice, [slice, number], padded with
     -1."""
-    return pad_rows([[arrays.row_of[worker] for worker in holders] for holders in arrays.problem.holders_by_slice])
+    return pad_rows([[arrays.row_of[worker] for worker in hosts] for hosts in arrays.problem.hosts_by_slice])
 
 
 def _op_ticks(arrays: ProblemArrays) -> Ints:
@@ -212,10 +221,16 @@ class AnnealingChain:
         reductions allow.
         """
         chain = self._chain
+        if self._problem.anneals_reductions:
+            self._set_reductions(chain.state, get_deadlines(solution))
+            return
         if self._problem.can_reduce_early:
             ends = compute_group_ends(solution)
             chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
             set_deadlines_from_ends(chain.instance, chain.state)
+            return
+        if self._problem.reduces_in_bubbles:
+            self._set_common_end(solution)
             return
         if self._problem.optimizer == "staggered":
             set_earliest_deadlines(chain.instance, chain.state, chain.sorting)
@@ -225,6 +240,34 @@ class AnnealingChain:
         chain.state.deadline[:] = chain.state.end
         if self._problem.groups.has_shared_reductions:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
+
+    def _set_common_end(self, solution: Solution) -> None:
+        """Let reductions in bubbles begin as in a plan with a synchronous optimizer, which ends at tick 0, and
+        those that follow all compute ops of their group as late as that allows."""
+        instance, state = self._chain.instance, self._chain.state
+        begins, ends = get_deadlines(solution), compute_group_ends(solution)
+        step = self._problem.max_optimizer_ticks
+        finished = ends_of_reductions(self._arrays, begins)
+        last = max((finished[self._arrays.group] + self._arrays.ticks_after_group).max(), ends.max() + step)
+        free = np.full(len(ends), 0)
+        free[self._arrays.group] = -self._arrays.ticks_after_group
+        for number in np.argsort(begins, kind="stable")[::-1].tolist():
+            group = instance.sharers[number, 0]
+            if begins[number] >= ends[group]:
+                free[group] -= instance.ticks[number]
+                state.begin[number] = free[group]
+            else:
+                state.begin[number] = begins[number] - last
+        state.end[:] = ends_of_reductions(self._arrays, state.begin)
+        state.deadline[:] = np.minimum(state.end, -step)
+        instance.tail[:] = -state.end[self._arrays.group]
+
+    def _set_reductions(self, state: State, begins: Sequence[int] | Ints) -> None:
+        """Let reductions begin at these ticks in a state, where given (not 0 or `NEVER`), and set all deadlines."""
+        begins = np.asarray(begins)
+        state.begin[:] = np.where((begins != 0) & (begins > NEVER), begins, state.begin)
+        state.end[:] = ends_of_reductions(self._arrays, state.begin)
+        set_deadlines_from_ends(self._chain.instance, state)
 
     def _begin_cycle(self) -> None:
         """Begin the next cooling cycle, or restart the present one because the best plan or the deadlines (ticks by
@@ -245,8 +288,12 @@ class AnnealingChain:
 
     @property
     def best_deadlines(self) -> list[int]:
-        """Ticks by which groups (workers that hold the same layers) end their compute ops in the best plan; 0 for
-        groups that have no worker in this subproblem."""
+        """Ticks by which groups (workers that hold the same layers) end their compute ops in the best plan, or at which
+        reductions begin (`get_deadlines`); 0 for groups that have no worker in this subproblem."""
+        if self._problem.anneals_reductions:
+            taking_part = np.isin(self._arrays.reductions.sharers[:, 0], self._arrays.group)
+            begins: list[int] = (taking_part * self._chain.best.begin).tolist()
+            return begins
         here = np.zeros_like(self._chain.best.deadline)
         here[self._arrays.group] = 1
         deadlines: list[int] = (here * self._chain.best.deadline).tolist()
@@ -263,7 +310,9 @@ class AnnealingChain:
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
-                if self._problem.can_reduce_early:
+                if self._problem.anneals_reductions:
+                    self._set_reductions(state, deadlines)
+                elif self._problem.can_reduce_early:
                     state.end[:] = np.where(deadlines, deadlines, state.end)
                     set_deadlines_from_ends(self._chain.instance, state)
                 else:

@@ -103,7 +103,7 @@ class Constraints:
     def add_rules(self) -> None:
         """Add the rules of a schedule to the model: data flows, no overlap, memory, busy windows."""
         self._add_data_flows()
-        self._add_no_overlap()
+        self.add_no_overlap()
         self._add_memory_limits()
         self._add_windows()
 
@@ -142,7 +142,7 @@ class Constraints:
                 conditions.append(other.negated())
             model.add(variables.start[key] >= arrival).only_enforce_if(*conditions)
 
-    def _add_no_overlap(self) -> None:
+    def add_no_overlap(self) -> None:
         """Require that no two ops of a worker overlap, reductions included."""
         problem, variables = self._problem, self._variables
         reductions: dict[int, list[IntervalVar]] = {}
@@ -163,12 +163,12 @@ class Constraints:
             demands: list[tuple[IntervalVar, int]] = []
             for kind, unit, _ in self._variables.runs[worker]:
                 if kind is OpKind.F:
-                    demands += self._make_memory_intervals(unit, worker)
+                    demands += self.make_memory_intervals(unit, worker)
             if sum(demand for _, demand in demands) > activation_room(problem, worker):
-                self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
-                                           activation_room(problem, worker))
+                coarse = coarsen_memory([demand for _, demand in demands], activation_room(problem, worker))
+                self._model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
-    def _make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
+    def make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
         """Return pairs (interval, memory units that a unit takes on a host during it); the intervals are present if the
         host is chosen."""
         problem, variables = self._problem, self._variables
@@ -208,10 +208,11 @@ class Constraints:
             for key in variables.start:
                 if key[0] is final and problem.layers_by_slice[key[1]] == reduction.layers:
                     model.add(start >= variables.end[key])
-        for worker in problem.live_workers:
-            group = problem.group_number(worker)
+        closing = {(problem.group_number(worker), _ticks_after_compute(problem, worker))
+                   for worker in problem.live_workers}
+        for group, ticks in sorted(closing):
             begin = 0 if synchronous else variables.first[group]
-            model.add(variables.period >= variables.last[group] - begin + _ticks_after_compute(problem, worker))
+            model.add(variables.period >= variables.last[group] - begin + ticks)
 
     def _order_microbatches(self) -> None:
         """Break symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
@@ -293,6 +294,34 @@ class Constraints:
                     self._model.add_bool_or(literal.negated(), *earlier)
 
 
+MAX_MODEL_MEMORY = 2**20
+"""Largest room of a worker, in the model's units of memory. The solver multiplies memory by ticks, which overflows if
+both are fine, and then ends the process or denies that any plan exists."""
+
+
+class CoarseMemory(NamedTuple):
+    """Amounts of memory and the room of a worker in a unit that is coarse enough for the solver."""
+
+    amounts: list[int]
+    room: int
+    is_exact: bool
+    """True if the unit divides all amounts, so that just those fit into the room that did before."""
+
+
+def coarsen_memory(amounts: Sequence[int], room: int, *, up: bool = False) -> CoarseMemory:
+    """Return amounts of memory and the room of a worker in a coarser unit: their common divisor if that suffices.
+
+    Otherwise amounts are rounded down: every plan within the room stays within it, so that bounds hold, but a plan by
+    these amounts may exceed the room by a trifle. If `up`, they are rounded up: plans by these amounts fit.
+    """
+    unit = max(1, math.gcd(*amounts))
+    is_exact = room // unit <= MAX_MODEL_MEMORY
+    if not is_exact:
+        unit = -(-room // MAX_MODEL_MEMORY)
+    coarse = [min(-(-amount // unit) if up else amount // unit, room // unit + 1) for amount in amounts]
+    return CoarseMemory(coarse, room // unit, is_exact)
+
+
 # --- Which reductions may lie between compute ops ---------------------------------------------------------------------
 
 
@@ -316,8 +345,8 @@ def iterate_inner_reductions(problem: Problem) -> Iterator[InnerReduction]:
 def _ticks_after_compute(problem: Problem, worker: Worker) -> int:
     """Return the ticks of O, and of A if the worker's group has only one, which follows all of its compute ops."""
     inner = {reduction.group for reduction in iterate_inner_reductions(problem)}
-    ticks = problem.optimizer_ticks(worker)
-    return ticks if problem.group_number(worker) in inner else problem.ticks_after_group(worker)
+    group = problem.group_number(worker)
+    return problem.optimizer_ticks(worker) + (0 if group in inner else problem.ticks_of_reductions(group))
 
 
 # --- What may change names --------------------------------------------------------------------------------------------
@@ -411,7 +440,7 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
     hint_period = solution_period(hint)
     model, variables = _build_model(problem, lower_bound, hint_period)
     _give_hint(model, problem, variables, hint, hint_period)
-    solver, status = _run_solver(model, variables, budget, params, _OnSolution(progress))
+    solver, status = run_solver(model, variables, budget, params, _OnSolution(progress))
     if status == cp_model.UNKNOWN:
         return hint, hint_period, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -419,15 +448,61 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
     solution = _read_solution(hint.arrays, variables, solver)
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
     new_period = solution_period(solution)
-    if new_period > hint_period:  # where reductions lie is decided again for the order that was found
+    if new_period > hint_period or not is_within_room(solution):  # reductions are placed anew, memory is counted finely
         solution, new_period = hint, hint_period
     return solution, new_period, min(bound, new_period)
+
+
+class FirstPlan(NamedTuple):
+    """Result of a search for a plan of a problem for which none was known."""
+
+    solution: Solution | None
+    """Plan; None if none was found."""
+    is_impossible: bool
+    """True if CP-SAT has proven that no plan exists."""
+
+
+def find_solution(problem: Problem, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> FirstPlan:
+    """Search with CP-SAT, within the budget, for the shortest plan of a problem of which no plan is known."""
+    if not all(problem.allowed_hosts(unit.slice, unit.pipeline) for unit in problem.iterate_units()):
+        return FirstPlan(None, is_impossible=True)
+    model, variables = _build_model(problem, 0, ample_period(problem))
+    solver, status = run_solver(model, variables, budget, params)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return FirstPlan(None, is_impossible=status == cp_model.INFEASIBLE)
+    hosts = {unit: problem.allowed_hosts(unit.slice, unit.pipeline)[0] for unit in variables.units}
+    solution = _read_solution(ProblemArrays(problem, hosts), variables, solver)
+    return FirstPlan(solution if is_within_room(solution) else None, is_impossible=False)
+
+
+def ample_period(problem: Problem) -> int:
+    """Return a number of ticks in which all ops of a problem can run one after the other, wherever they run."""
+    ops = sum(max(problem.op_ticks(kind, unit.slice, host) for host in problem.allowed_hosts(unit.slice, unit.pipeline))
+              + problem.times.transfer for unit in problem.iterate_units() for kind in problem.op_kinds)
+    return ops + sum(problem.times.all_reduce) + max(problem.times.optimizer)
+
+
+def is_within_room(solution: Solution) -> bool:
+    """Return whether all workers keep within their memory, which a model with coarsened memory does not ensure."""
+    arrays, problem = solution.arrays, solution.arrays.problem
+    if problem.memory is None:
+        return True
+    kinds = arrays.ops.kinds
+    rooms = [activation_room(problem, worker) for worker in arrays.workers]
+    changes = [memory_changes(problem, number) for number in range(len(problem.layers_by_slice))]
+    used = [0] * len(rooms)
+    for op in solution.order.tolist():
+        row = arrays.ops.worker[op // kinds]
+        used[row] += changes[arrays.ops.slice[op // kinds]][op % kinds]
+        if used[row] > rooms[row]:
+            return False
+    return True
 
 
 def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
     """Return whether CP-SAT proves within the budget that no plan has a shorter period than `period` ticks."""
     model, variables = _build_model(problem, 0, period - 1)
-    return _run_solver(model, variables, budget, params)[1] == cp_model.INFEASIBLE
+    return run_solver(model, variables, budget, params)[1] == cp_model.INFEASIBLE
 
 
 def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
@@ -443,7 +518,7 @@ def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_mode
     return model, variables
 
 
-def _run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
+def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
                 on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
     """Solve the model within the budget in another thread, so that this thread can stop the search; `on_solution` is
     called for each better plan.

@@ -7,6 +7,7 @@ halving); a small one is also given to CP-SAT after a little annealing. A job wi
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, get_args
@@ -18,6 +19,7 @@ from slipstream.planner.loops import is_plain_python
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose, make_whole_piece
 from slipstream.planner.model.problem import NoPlanError, Problem
+from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.improvement import (
     describe_gap,
@@ -38,6 +40,8 @@ from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
+FIRST_PLAN_SECONDS = 2.0
+"""Least time, in seconds of the search's clock, to look for a first plan with CP-SAT if list schedules find none."""
 MIN_SHARE_LEFT = 0.1
 """Share of the time: if less than this is left when list schedules end, the search says that the limit ended it."""
 
@@ -59,7 +63,11 @@ def find_best_candidate(given: Problem | CandidateSource, method: Method, budget
 def _make_baseline(problem: Problem, method: Method, params: SearchParams) -> Incumbent:
     divide = not problem.failed or problem.operation_count > params.blocks.largest_baseline
     pieces = decompose(problem, params.pieces) if divide else (make_whole_piece(problem),)
-    return order_pieces(problem, pieces, BASELINES[method], strongest_bound(problem), method)
+    try:
+        return order_pieces(problem, pieces, BASELINES[method], strongest_bound(problem), method)
+    except StuckError:
+        raise NoPlanError(f"{method} gets stuck because workers lack memory; expected more [memory] capacity, or "
+                          "--method cp-sat") from None
 
 
 class _Engine:
@@ -70,6 +78,7 @@ class _Engine:
         self._proposals, self._budget, self._greedy = proposals, budget, greedy
         self._params, self._layouts, self._several = params, params.layouts, proposals.layouts is not None
         self._candidates: list[Incumbent] = []
+        self._refusal = ""
         self._began = budget.clock.now()
 
     def run(self) -> Incumbent:
@@ -90,7 +99,9 @@ class _Engine:
         if several:
             self._add_layouts(lists)
         if not self._candidates:
-            raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
+            self._add_first_plan(first, budget)
+        elif several and not self._greedy and not self._is_over(budget):
+            self._add_small_layout(budget, self._layouts.small_share)
         if not self._greedy and not is_plain_python():
             if several:
                 self._improve_small(budget.with_share(self._layouts.small_share))
@@ -132,6 +143,52 @@ class _Engine:
             candidate = improve_by_list_schedules(known, budget, self._params.lists, steps)
             self._candidates.append(with_solved_pieces(candidate, budget.solved or ()))
 
+    def _add_small_layout(self, budget: Budget, share: float = 1.0) -> bool:
+        """Add the layout that CP-SAT finds for a small job within a share of the budget, if its period is shorter than
+        that of all candidates. Return True if it has proven that no layout has a plan."""
+        from slipstream.planner.search import layer_model  # the solver takes a third of a second to load
+
+        layered, bound = self._proposals.layered, self._proposals.layered_bound
+        if layered is None or bound is None or not layer_model.is_small(layered, self._params.cp_sat):
+            return False
+        longest = None
+        if self._candidates:
+            longest = math.ceil(self._best_candidate.period_seconds / layered.tick_seconds - 1e-6) - 1
+        solution, impossible = layer_model.search_layouts(layered, bound.ticks, longest, budget.with_share(share),
+                                                          self._params.cp_sat)
+        budget.tally.count_uses("CP-SAT: layers", helped=int(solution is not None))
+        if solution is not None:
+            problem = solution.arrays.problem
+            holds = {worker: state.holds for worker, state in problem.workers.items()}
+            candidate = Incumbent(problem=problem, pieces=(make_whole_piece(problem),), bound=bound,
+                                  moved=layered.moved_memory(holds))
+            self._candidates.append(candidate.with_solutions([solution], [solution_period(solution)]))
+        return impossible
+
+    def _add_first_plan(self, first: Incumbent | None, budget: Budget) -> None:
+        """Add a plan that CP-SAT finds for a small job for which all list schedules get stuck. Raises NoPlanError if
+        there is none."""
+        from slipstream.planner.search import cpsat
+
+        budget = budget.with_seconds(max(budget.seconds_left, FIRST_PLAN_SECONDS))
+        impossible = False
+        if first is not None and first.problem.host_operation_count <= self._params.cp_sat.largest_proof:
+            solution, impossible = cpsat.find_solution(first.problem, budget.with_share(0.5), self._params.cp_sat)
+            budget.tally.count_uses("CP-SAT: first plan", helped=int(solution is not None))
+            if solution is not None:
+                whole = msgspec.structs.replace(first, pieces=(make_whole_piece(first.problem),))
+                self._candidates.append(whole.with_solutions([solution], [solution_period(solution)]))
+        if not self._candidates and self._several:
+            impossible = self._add_small_layout(budget)
+        if self._candidates:
+            return
+        where = "" if self._proposals.moving else " with layers in place"
+        if impossible:
+            raise NoPlanError(f"no schedule{where} keeps all workers within their memory, as CP-SAT has proven; "
+                              f"expected more [memory] capacity{where and ', or --layers move'}")
+        raise NoPlanError(self._refusal or f"no schedule was found{where} that keeps all workers within their memory; "
+                          f"expected more [memory] capacity{where and ', or --layers move'}")
+
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
         assert proposals.layouts is not None
@@ -144,8 +201,7 @@ class _Engine:
             try:
                 candidate = next(candidates, None)
             except LookupError as error:
-                if not self._candidates:
-                    raise NoPlanError(str(error)) from None
+                self._refusal = str(error)
                 return
             if candidate is None:
                 return

@@ -7,7 +7,7 @@ from slipstream.planner.model.arrays import Solution
 from slipstream.planner.model.assumptions import is_provable_by_search, pieces_are_independent
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, SearchParams
-from slipstream.planner.search.incumbent import Incumbent
+from slipstream.planner.search.incumbent import Incumbent, join_pieces
 from slipstream.planner.search.list_search import search_list_schedules
 from slipstream.schedules.schedule import Scope
 
@@ -129,7 +129,12 @@ def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) ->
     if not find_provable_pieces(known, params.cp_sat):
         return improve_by_annealing(known, budget, params.annealing)
     known = improve_by_annealing(known, budget, params.annealing, params.cp_sat.hint_cycles)
-    return improve_by_annealing(improve_by_cpsat(known, budget, params.cp_sat), budget, params.annealing)
+    known = improve_by_cpsat(known, budget, params.cp_sat)
+    if len(known.pieces) > 1 and known.can_improve and known.problem.sharing \
+            and known.problem.host_operation_count <= params.cp_sat.largest_proof:
+        joined = improve_by_cpsat(join_pieces(known), budget, params.cp_sat)
+        known = joined if joined.period < known.period or joined.bound.ticks > known.bound.ticks else known
+    return improve_by_annealing(known, budget, params.annealing)
 
 
 # --- Where the period is above the bound: whether more time is likely to help -----------------------------------------

@@ -6,13 +6,14 @@ import msgspec
 
 from slipstream.planner.budget import SearchEnd
 from slipstream.planner.model import assemble
-from slipstream.planner.model.arrays import Solution
+from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
 from slipstream.planner.model.bounds import strongest_bound
-from slipstream.planner.model.decompose import Piece, decompose
-from slipstream.planner.model.problem import Bound, Problem
+from slipstream.planner.model.decompose import Piece, decompose, make_whole_piece
+from slipstream.planner.model.problem import Bound, Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, PieceParams
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.precedence import OpKey
+from slipstream.schedules.schedule import Schedule, Worker
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -167,6 +168,25 @@ def order_pieces(problem: Problem, pieces: Sequence[Piece], order: Callable[[Pro
         .with_solutions(solutions, [solution_period(solution) for solution in solutions])
 
 
+def join_pieces(known: Incumbent) -> Incumbent:
+    """Return a copy of a candidate with layers in place that is not divided, with the same plan as one solution."""
+    problem, hosts, starts, keys = known.problem, dict[Unit, Worker](), dict[OpKey, int](), list[OpKey]()
+    aligned = assemble.align_pieces(problem, known.solutions, known.deadlines)
+    for piece, solution in zip(known.pieces, aligned, strict=True):
+        for copy in piece.copies:
+            for (kind, stage, *named), start in solution.start_by_key.items():
+                key = kind, stage, *piece.original_microbatch(copy, *named)
+                host = solution.hosts[Unit(stage, *named)]
+                hosts[Unit(*key[1:])] = Worker(copy[host.pipeline], host.column)
+                starts[key] = start
+                keys.append(key)
+    arrays = ProblemArrays(problem, hosts)
+    number = {key: op for op, key in enumerate(arrays.iterate_op_keys())}
+    joined = arrays.make_solution(to_ints([number[key] for key in keys]), to_ints([starts[key] for key in number]))
+    return msgspec.structs.replace(known, pieces=(make_whole_piece(problem),)) \
+        .with_solutions([joined], [solution_period(joined)])
+
+
 # --- What a search may choose from ------------------------------------------------------------------------------------
 
 
@@ -185,6 +205,10 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True):
     bound: Bound | None = None
     """Lower bound, in ticks of `first`, for it and all layouts; None: the strongest bound of `first` is used."""
     layouts: LayoutSource | None = None
+    layered: Problem | None = None
+    """Problem of single layers from which layouts are made; None if no layouts are allowed."""
+    layered_bound: Bound | None = None
+    """Lower bound, in ticks of `layered`, for all layouts."""
     units: int = 0
     """Number of units of the problem, from which the time that a layout takes is estimated."""
     moving: bool = False

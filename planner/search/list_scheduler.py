@@ -38,9 +38,11 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     """Return the worker of each unit: the one that the layout gives, else the one of the micro-batch's own pipeline if
-    it is alive, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages (`ASSIGNMENT_RULES`).
+    it is alive and has room, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages
+    (`ASSIGNMENT_RULES`).
 
-    The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`.
+    The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`. Raises StuckError if
+    no worker in a stage's column has room.
     """
     if problem.assigned:
         return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
@@ -53,7 +55,7 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
             units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)
                      if stage in problem.grid.stages_of_microbatch(microbatch)]
             own = problem.home_worker(stage, pipeline)
-            if own not in problem.failed:
+            if own in problem.hosts_by_slice[stage]:
                 hosts.update(dict.fromkeys(units, own))
             elif units:
                 rerouted.setdefault(stage, []).extend(units)
@@ -61,10 +63,12 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
         # Sorted by micro-batch, so that several pipelines share their peers evenly over time.
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
     lost = _count_dead_workers(problem)
+    if not all(map(problem.hosts_in_column, rerouted)):
+        raise StuckError
     if rule == "spread":
         return hosts | _assign_spread(problem, rerouted, lost)
     for stage, units in rerouted.items():
-        live = problem.holders_in_column(stage)
+        live = problem.hosts_in_column(stage)
         hosts |= _assign_round_robin(live, units) if rule == "round-robin" \
             else _assign_least_loaded(problem, stage, units, lost)
     return hosts
@@ -81,7 +85,7 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
     hosts: dict[Unit, Worker] = {}
     foreign: Counter[int] = Counter()
     for stage in range(len(problem.grid.stages)):
-        ticks_of = _ticks_by_pipeline(problem, stage)
+        ticks_of, host_of = _ticks_by_pipeline(problem, stage), _host_by_pipeline(problem, stage)
         own = {pipeline: [Unit(stage, pipeline, microbatch) for microbatch in range(count)
                           if stage in problem.grid.stages_of_microbatch(microbatch)]
                for pipeline, count in enumerate(problem.grid.microbatches)}
@@ -91,12 +95,12 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
             leaving_indices = choose_evenly(len(units) - min(len(units), free.get(pipeline, 0)), len(units))
             handed_on += [unit for index, unit in enumerate(units) if index in leaving_indices]
             stay = [unit for index, unit in enumerate(units) if index not in leaving_indices]
-            hosts.update(dict.fromkeys(stay, problem.home_worker(stage, pipeline)))
             if pipeline in free:
+                hosts.update(dict.fromkeys(stay, host_of[pipeline]))
                 free[pipeline] -= len(stay)
         for unit in sorted(handed_on, key=lambda unit: (unit.microbatch, unit.pipeline)):
             host = min((host for host in free if free[host]), key=lambda host: (foreign[host], -free[host], host))
-            hosts[unit] = problem.home_worker(stage, host)
+            hosts[unit] = host_of[host]
             free[host] -= 1
             foreign[host] += 1
     return hosts
@@ -136,15 +140,17 @@ def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: S
     bound = lower_bound(problem)
     rerouted_to = [dead_count * count for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, Worker] = {}
-    for stage in sorted(rerouted, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
-        price = _ticks_by_pipeline(problem, stage)
-        least = window_bound(problem, problem.column_of[stage])
+    windows = {stage: window_bound(problem, column) if problem.live_pipelines_by_column[column] else 0
+               for stage in rerouted for column in [problem.column_of[stage]]}
+    for stage in sorted(rerouted, key=lambda stage: -windows[stage]):
+        price, host_of = _ticks_by_pipeline(problem, stage), _host_by_pipeline(problem, stage)
+        least = windows[stage]
         loads = {host: price[host] * problem.grid.microbatches[host] for host in price}
         busiest = -(-(sum(loads.values()) + len(rerouted[stage]) * max(price.values())) // len(price))
         room = max(bound - least, 0) + busiest
         for unit in rerouted[stage]:
             host = min(price, key=lambda host: (loads[host] + price[host] > room, rerouted_to[host], loads[host], host))
-            hosts[unit] = problem.home_worker(stage, host)
+            hosts[unit] = host_of[host]
             loads[host] += price[host]
             rerouted_to[host] += 1
     return hosts
@@ -159,8 +165,13 @@ def _count_dead_workers(problem: Problem) -> list[int]:
 def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
     """Return, by pipeline, the sum of the ticks of all compute ops (F, I and W, or F and B) of one micro-batch at this
     stage on that pipeline's live worker. Pipelines without one are left out."""
-    return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
-            for host in problem.holders_in_column(stage)}
+    return {pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
+            for pipeline, host in _host_by_pipeline(problem, stage).items()}
+
+
+def _host_by_pipeline(problem: Problem, stage: int) -> dict[int, Worker]:
+    """Return the worker of each pipeline that may run this stage."""
+    return {host.pipeline: host for host in problem.hosts_in_column(stage)}
 
 
 def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
@@ -169,14 +180,14 @@ def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: 
 
     `lost` has the number of dead workers of each pipeline.
     """
-    ticks_of = _ticks_by_pipeline(problem, stage)
+    ticks_of, host_of = _ticks_by_pipeline(problem, stage), _host_by_pipeline(problem, stage)
     live = sorted(ticks_of, key=lambda host: (lost[host], host))
     loads = [(ticks_of[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
     heapq.heapify(loads)
     hosts = {}
     for unit in units:
         load, order, host = heapq.heappop(loads)
-        hosts[unit] = problem.home_worker(stage, host)
+        hosts[unit] = host_of[host]
         heapq.heappush(loads, (load + ticks_of[host], order + len(live), host))
     return hosts
 

@@ -177,11 +177,17 @@ weight_stash = 3
 def test_wherever_there_is_room_for_one_microbatch_there_is_a_plan(data, case, optimizer):
     job, backward, capacity, least = case
     down = data.draw(failures(job))
-    if any(room < need for room, need in zip(capacity, least, strict=True)):
-        with pytest.raises(NoPlanError, match="no schedule can run it"):
-            build_problem(job, down, backward=backward, optimizer=optimizer)
+    try:
+        problem = build_problem(job, down, backward=backward, optimizer=optimizer)
+    except NoPlanError as refusal:
+        assert "no schedule can run it" in str(refusal)
+        assert any(room < need for room, need in zip(capacity, least, strict=True))
         return
-    problem = build_problem(job, down, backward=backward, optimizer=optimizer)
+    if any(room < need for room, need in zip(capacity, least, strict=True)):
+        # Several holders may take turns: one runs a virtual stage that another has no room for beside its own.
+        assert problem.sharing and any(len(holders) > 1 for holders in problem.holders_by_slice)
+        assert len(job.columns) > job.stages
+        return
     _, solution = listed(problem, data.draw(st.sampled_from(ASSIGNMENT_RULES)), data.draw(rules(problem)))
     assert check(build_schedule(problem, solution, method="greedy")) == []
 
