@@ -239,6 +239,22 @@ def test_the_fault_free_period_is_kept_and_never_longer_than_what_a_broken_plan_
     assert json.loads(slipstream(*command, "0.01").stdout)["fault_free_period"] > 0
 
 
+@pytest.mark.parametrize("more", [["--failed", "0.3"], ["--failed", "0.3", "--layers", "move"], []])
+def test_counted_steps_depend_on_no_earlier_command(tmp_path, monkeypatch, more):
+    """The fault-free period that a longer command had kept was told."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "job.toml").write_text(HARD.replace("pipelines = 4", "pipelines = 2"))
+    file = tmp_path / "plan.json"
+
+    def answer(steps):
+        told = json.loads(slipstream("plan", tmp_path / "job.toml", *more, "--steps", steps, "--seed", 7, "--out", file,
+                                     "--json").stdout)
+        return {key: value for key, value in told.items() if key != "solve_seconds"}, file.read_bytes()
+
+    before, longer, after = (answer(steps) for steps in (200, 100_000, 200))
+    assert before == after and longer[0]["fault_free_period"] < before[0]["fault_free_period"]
+
+
 UNEVEN = """
 pipelines = 2
 stages = 2
