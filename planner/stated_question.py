@@ -53,15 +53,13 @@ def narrowest_scope(schedule: Schedule) -> Scope:
 
 def _has_exchanged_directions(schedule: Schedule) -> bool:
     """Return whether a bidirectional micro-batch runs at a stage of the other direction."""
-    grid = schedule.grid
+    grid, columns = schedule.grid, [stage.column for stage in schedule.grid.stages]
     return grid.chains > 1 and any(
-        op.kind in COMPUTE_KINDS
-        and (
-            op.slice not in grid.stages_of_microbatch(op.microbatch or 0)
-            or grid.stages[op.slice].column != seat.role.column
-        )
+        op.slice not in grid.stages_of_microbatch(op.microbatch)
+        or columns[op.slice] != seat.role.column
         for seat in schedule.seats
         for op in schedule.programs[seat.program]
+        if op.microbatch is not None and op.slice is not None
     )
 
 

@@ -321,7 +321,7 @@ def believed_lies(short: Schedule, path: Path, changes: Iterator[Schedule]) -> I
                 if claim <= told.period_ticks and is_accepted(false):
                     truth = _measured(replace(change, programs=short.programs))
                     if truth.period_ticks < claim and is_answer(truth, false.scope):
-                        yield f"{path}: {claim} is believed, {truth.period_ticks} ticks are possible"
+                        yield f"{path}: {claim} is believed, {truth.period_ticks} is possible"
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in blocks"])
