@@ -9,7 +9,9 @@ ops do show, so that no such value can raise a bound by itself.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 
+from slipstream.planner.model.from_job import MAX_TICKS
 from slipstream.schedules.layers import LayerRange, layers_text
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerCosts, OpKind, Schedule, Scope
 
@@ -303,11 +305,20 @@ def _compare(
     The costs of layers are in units of 1 / `per`. `shown` has the cost by slice. Each is a sum of
     `values` rounded numbers. Without `below`, layers may cost less.
     """
+    # Ticks may have been divided after costs were rounded to them, but not below what rounding does.
+    off = max(Fraction(1), Fraction(_longest_ticks(schedule), MAX_TICKS))
     for slice, (first, end) in enumerate(schedule.layers_by_slice):
         total, limit = sum(told[first:end]), shown[slice] * per
-        least = limit - values * (per + end - first)
+        least = limit - values * off * (per + end - first)
         if total > limit or (below and total <= least):
             yield _message(schedule, name, slice, total, limit)
+
+
+def _longest_ticks(schedule: Schedule) -> int:
+    """Return the longest time that a schedule file states, in ticks."""
+    times = schedule.times
+    by_slice = (times.forward, times.backward_input, times.backward_weight, times.all_reduce)
+    return max(chain(*by_slice, times.optimizer, (times.transfer,)), default=0)
 
 
 def _message(schedule: Schedule, name: str, slice: int, told: int, limit: Fraction) -> str:
