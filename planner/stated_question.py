@@ -129,16 +129,16 @@ def _check_covered(
     That is the sum over its slices that meet the stage. A cover is a set of slices that together
     have all layers; `values` has one value for each slice.
     """
+    # Of times that are finer than ticks, each may be rounded by one.
+    rounded = _longest_ticks(schedule) // MAX_TICKS
     for stage, layers in enumerate(schedule.grid.layers_by_stage):
         if stage in shown or not values[stage]:
             continue
-        most = min(
-            (
-                sum(values[slice] for slice in cover if _overlap(schedule.layers_of(slice), layers))
-                for cover in covers
-            ),
-            default=0,
-        )
+        limits = []
+        for cover in covers:
+            met = [slice for slice in cover if _overlap(schedule.layers_of(slice), layers)]
+            limits.append(sum(values[slice] + rounded for slice in met))
+        most = min(limits, default=0)
         if values[stage] > most:
             yield (
                 f"{name} of stage {stage}, which no op runs, is {values[stage]}; expected at "
@@ -305,7 +305,7 @@ def _compare(
     The costs of layers are in units of 1 / `per`. `shown` has the cost by slice. Each is a sum of
     `values` rounded numbers. Without `below`, layers may cost less.
     """
-    # Ticks may have been divided after costs were rounded to them, but not below what rounding does.
+    # Ticks may have been divided after costs were rounded to them, to no less than that.
     off = max(Fraction(1), Fraction(_longest_ticks(schedule), MAX_TICKS))
     for slice, (first, end) in enumerate(schedule.layers_by_slice):
         total, limit = sum(told[first:end]), shown[slice] * per
