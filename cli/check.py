@@ -11,6 +11,7 @@ from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal
 from slipstream.cli.shared.options import Json, ScheduleFiles
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
+from slipstream.planner.stated_question import ContradictionError
 from slipstream.schedules.check import Violation
 from slipstream.schedules.check import check as violations_of
 from slipstream.schedules.schedule import Schedule
@@ -31,7 +32,8 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
     """Check schedules against every rule, independently of how they were made.
 
     Exits 1 when a rule is broken, and draws the ops around each violation. A bound in a file is a claim: --bound proves
-    it again, and exits 1 when it cannot. Exits 2 when a file cannot be read, after all other files have been checked.
+    it again, and exits 1 when it cannot, or when the file contradicts itself about the job. Exits 2 when a file cannot
+    be read, after all other files have been checked.
     """
     answers: list[dict[str, object]] = []
     bounds: list[dict[str, object]] = []
@@ -40,9 +42,13 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
     for file, schedule in _read_schedules(files, unreadable):
         checked += 1
         violations = violations_of(schedule)
+        proven = None
+        if bound and not violations:
+            try:
+                proven = proven_bound(schedule, Budget.of_seconds(PROOF_SECONDS)).ticks
+            except ContradictionError as error:
+                violations = [Violation("bound", str(error))]
         answers += [_violation_report(violation, schedule, file) for violation in violations]
-        budget = Budget.of_seconds(PROOF_SECONDS)
-        proven = proven_bound(schedule, budget).ticks if bound and not violations else None
         if proven is not None:
             claimed = schedule.lower_bound_ticks
             bounds.append({"file": str(file), "scope": schedule.scope, "claimed": schedule.seconds(claimed),

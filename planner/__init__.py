@@ -19,6 +19,7 @@
     report           what a plan moves, how long that takes, when it pays off; alternatives; `slipstream plan --json`
     tables/          builders of schedule tables
     bound_verifier   a second proof of the lower bound that a schedule file states
+    stated_question  where a schedule file contradicts itself about the question that its bound answers
 
 Other programs use the names below. Each is imported at its first use, so that reading a job does not wait for the
 solver.

@@ -18,12 +18,16 @@ from slipstream.planner.model.from_job import (
     count_equal_layers,
     layers_in_place,
 )
-from slipstream.planner.model.problem import UNLIMITED, Bound, LayerTicks, LayoutScope, LiveWorker, Problem
+from slipstream.planner.model.problem import Bound, LayerTicks, LayoutScope, Problem
 from slipstream.planner.overlapped import keep_column_minimum, min_exposed_ticks
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.report import shared_ticks
+from slipstream.planner.stated_question import require_consistent
 from slipstream.schedules.memory import activation_room, weights_of
-from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Worker
+from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Slow, Worker
+
+IN_PLACE = (Scope.OWN, Scope.STAGES, Scope.PLACE)
+"""Scopes in which workers keep the layers that they hold in the schedule, by their roles or by its own list."""
 
 
 def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
@@ -33,7 +37,13 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     may be cut or layers moved, the bound counts the costs of layers that the file records. Older files do not record
     them: then only the total work and the optimizer step of a layer bound the period. With a budget, CP-SAT also tries
     to prove the claimed bound of a small problem, if it exceeds what is proven without a search.
+
+    The schedule must have passed the checker. Raises ContradictionError if its file contradicts itself about a value
+    that bounds read (`stated_question`).
     """
+    require_consistent(schedule)
+    if schedule.scope in IN_PLACE:
+        schedule = _with_own_roles(schedule)
     bound, claimed = _bound_without_search(schedule), schedule.lower_bound_ticks
     if budget is None or bound.ticks >= claimed or not _is_searchable(schedule):
         return bound
@@ -42,7 +52,7 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
         disproves_shorter,
     )
 
-    problem = _problem_of_players(schedule)
+    problem = _problem_in_place(schedule, _vacant_roles(schedule))
     parts = [piece.problem for piece in decompose(problem)] if pieces_are_independent(problem) else [problem]
     largest = DEFAULTS.cp_sat.largest_proof
     if any(is_provable_by_search(part) and part.host_operation_count <= largest
@@ -57,10 +67,36 @@ def _is_searchable(schedule: Schedule) -> bool:
         and not any(map(schedule.has_moved_layers, schedule.seats))
 
 
+def _with_own_roles(schedule: Schedule) -> Schedule:
+    """Return a copy of the schedule in which each live worker has the name of its role, with its own speed and room.
+
+    Problems name workers by their roles: the same workers, in the order of the roles' micro-batches.
+    """
+    if not schedule.moves:
+        return schedule
+    times, memory, grid = schedule.times, schedule.memory, schedule.grid
+    seats = sorted(schedule.seats, key=lambda seat: seat.role)
+    slow = tuple(Slow(seat.role, times.per_mille_of[seat.worker]) for seat in seats
+                 if seat.worker in times.per_mille_of)
+    if memory is not None:
+        rooms = [Room(seat.role, (activation_room(schedule, seat) or 0)
+                      + weights_of(memory, schedule.held_layers_of_seat(seat))
+                      - weights_of(memory, grid.held_layers_by_column[seat.role.column])) for seat in seats]
+        unusual = tuple(room for room in rooms if room.capacity != memory.capacity[room.worker.column])
+        memory = msgspec.structs.replace(memory, capacity_of=unusual or msgspec.UNSET)
+    return msgspec.structs.replace(
+        schedule, times=msgspec.structs.replace(times, slow=slow), memory=memory,
+        failed=tuple(_vacant_roles(schedule)),
+        seats=tuple(msgspec.structs.replace(seat, worker=seat.role) for seat in seats))
+
+
 def _bound_without_search(schedule: Schedule) -> Bound:
     """Return the strongest lower bound that is proven without CP-SAT on the period of all schedules with the same live
     workers, memory and `Schedule.scope` as this one."""
-    if schedule.times.of_layers and schedule.scope in (*([] if schedule.has_overlap else [Scope.PLACE]), Scope.LAYERS):
+    held_elsewhere = any(map(schedule.has_moved_layers, schedule.seats))
+    by_layer = schedule.scope is Scope.LAYERS or (schedule.scope is Scope.PLACE
+                                                  and (held_elsewhere or not schedule.has_overlap))
+    if schedule.times.of_layers and by_layer:
         return _bound_over_layouts(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.PLACEMENT:
         return _bound_over_placements(schedule)
@@ -69,20 +105,8 @@ def _bound_without_search(schedule: Schedule) -> Bound:
         return Bound(ticks, schedule.scope)
     if schedule.scope is Scope.ROLES:
         return roles_bound(_problem_in_place(schedule, ()), schedule.failed)
-    bound = strongest_bound(_problem_of_players(schedule))
+    bound = strongest_bound(_problem_in_place(schedule, _vacant_roles(schedule)))
     return Bound(bound.ticks, schedule.scope, bound.counts)
-
-
-def _problem_of_players(schedule: Schedule) -> Problem:
-    """Return the problem in place of a schedule's roles, each with the speed and memory of the worker that plays it."""
-    problem, workers = _problem_in_place(schedule, _vacant_roles(schedule)), dict[Worker, LiveWorker]()
-    for role, properties in problem.workers.items():
-        seat = schedule.seat_of[schedule.player_of[role]]
-        room = activation_room(schedule, seat)
-        workers[role] = msgspec.structs.replace(
-            properties, per_mille=schedule.times.per_mille_of.get(seat.worker, 1000),
-            room=UNLIMITED if room is None else room + weights_of(schedule.memory, properties.holds))
-    return msgspec.structs.replace(problem, workers=workers)
 
 
 def _vacant_roles(schedule: Schedule) -> list[Worker]:

@@ -33,7 +33,7 @@ from slipstream.planner.budget import (
 )
 from slipstream.planner.compiled import compile_in_background, ensure_compiled
 from slipstream.planner.job.file import Job, require_workers
-from slipstream.planner.job.layers import layer_costs, limited_ratio
+from slipstream.planner.job.layers import layer_costs, limited_ratio, with_shared_state
 from slipstream.planner.layout.candidates import generate_layouts
 from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import layout_lower_bound, strongest_bound
@@ -148,7 +148,9 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
                               optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
         for down in (False, True))
     costs = layer_costs(job)
-    scale, units = choose_tick(job) / choose_tick(job, costs), choose_memory_unit(job) / choose_memory_unit(job, costs)
+    shared = with_shared_state(job, failed)  # as in both problems
+    units = choose_memory_unit(shared) / choose_memory_unit(shared, layer_costs(shared))
+    scale = choose_tick(job) / choose_tick(job, costs)
     if problem is not None and options.layers == "fixed":
         lower = msgspec.structs.replace(lower, sharing=problem.sharing,
                                         parts=count_equal_layers(lower.grid, lower.costs))
@@ -469,7 +471,7 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
     try:
         problem = options.make_problem(job, failed)
     except NoPlanError as refusal:
-        if options.layers == "move":
+        if options.layers == "move" and options.method not in BASELINES:
             return _solve_and_check(options, job, failed, None, budget)
         if not (isinstance(refusal, NoRoomError) and options.slices and job.layers and max(job.layers) > 1):
             raise

@@ -113,6 +113,10 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """Samples per second, as a multiple of those of the fault-free job."""
     batch: float = 1.0
     """Share of the samples of an iteration that are still used."""
+    effort: str | None = None
+    """Most time or steps in which a plan was searched for, in words; None if there is but one plan."""
+    found: bool = True
+    """False if no shorter plan was found: the period is then that of a plan with less freedom."""
 
 
 def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
@@ -138,18 +142,23 @@ def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: P
         if what == RECOMPUTED and not memory_limits:
             continue
         seconds_left = max(0.01, (deadline - clock.now()) / (len(attempts) - number))
+        effort = f"{seconds_left:.2g} s" if options.steps is None else f"{options.with_limit(seconds_left).steps} steps"
         try:
             schedule = attempt(seconds_left)
         except (NoPlanError, JobError):
             continue
         if schedule is not None:
-            period = schedule.seconds(schedule.period_ticks)
+            period, present = schedule.seconds(schedule.period_ticks), plan.period
             if what in (MORE_MEMORY, RECOMPUTED):
-                period = min(period, plan.period)
-                memory_limits = period < plan.period
+                memory_limits = period < present
             elif option != ONE_F_ONE_B:
-                period = best = min(period, best)
-            yield Alternative(what=what, option=option, period=period, throughput=whole / period)
+                present, best = best, min(period, best)
+            if option == ONE_F_ONE_B:
+                yield Alternative(what=what, option=option, period=period, throughput=whole / period)
+            else:
+                shorter = min(period, present)
+                yield Alternative(what=what, option=option, period=shorter, throughput=whole / shorter, effort=effort,
+                                  found=period < present)
 
 
 def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock, *,

@@ -8,6 +8,7 @@ one pipeline, stages its virtual stages. The format is that of `_PipelineSchedul
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import typer
 
 from slipstream.cli.exporters import ExportError
@@ -19,6 +20,8 @@ from slipstream.schedules.precedence import op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
 REMEDY = "export a plan with all workers alive, each with its own layers and micro-batches"
+WITHOUT_CUTS = "plan with --method 1f1b, which keeps every micro-batch whole and on its own workers"
+WITHOUT_OVERLAP = "plan without [network] overlap, for which the last micro-batches are cut"
 
 
 def export_schedule(schedule: Schedule, *, pipeline: int, communication: bool, out: Path | None, json: bool) -> None:
@@ -44,12 +47,49 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
     gradient reductions; without it, torch adds them. Raises ExportError if torch's runtime cannot run the order.
     """
+    if schedule.grid.chains == 1:
+        schedule = with_whole_stages(schedule)
     _require_expressible(schedule, pipeline)
     programs = programs_of(schedule, [pipeline])
     ordered_transfers = order_transfers(schedule, programs) if communication else None
     workers = (schedule.player_of[Worker(pipeline, column)] for column in range(schedule.grid.columns))
     rows = (_actions_of(programs[worker], ordered_transfers, worker, schedule.grid) for worker in workers)
     return "".join(",".join(row) + "\n" for row in rows)
+
+
+def with_whole_stages(schedule: Schedule) -> Schedule:
+    """Return a copy of the schedule in which slices of several whole stages are run stage by stage.
+
+    A worker of a V may run two consecutive stages as one slice. Their ops follow each other here,
+    forwards in the order of the stages, and backwards in the reverse order.
+    """
+    grid, stage_of = schedule.grid, {layers: stage for stage, layers in enumerate(schedule.grid.layers_by_stage)}
+    stages_of: dict[int, list[int]] = {}
+    for number, (first, end) in enumerate(schedule.slices, len(grid.stages)):
+        within = [stage for (low, high), stage in stage_of.items() if first <= low and high <= end]
+        if sum(high - low for low, high in map(grid.layers_of, within)) == end - first:
+            stages_of[number] = within
+    programs = tuple(tuple(part for op in program for part in _divide_op(schedule, op, stages_of.get(op.slice or 0)))
+                     for program in schedule.programs)
+    return msgspec.structs.replace(schedule, programs=programs)
+
+
+def _divide_op(schedule: Schedule, op: ProgramOp, stages: Sequence[int] | None) -> Iterator[ProgramOp]:
+    """Iterate over the ops of these stages, one after the other, in place of an op; over the op itself if None."""
+    if stages is None:
+        yield op
+        return
+    start, nobody = op.start_ticks, Worker(-1, -1)
+    for stage in stages if op.kind in (OpKind.F, OpKind.A) else reversed(stages):
+        yield msgspec.structs.replace(op, slice=stage, start_ticks=start)
+        start += schedule.times.duration_ticks(op.kind, stage, nobody)
+
+
+def _remedy(schedule: Schedule) -> str:
+    """Return a clause that says how to get a plan that torch's runtime can run."""
+    if schedule.failed or any(map(schedule.has_moved_layers, schedule.seats)):
+        return REMEDY
+    return WITHOUT_OVERLAP if schedule.has_overlap else WITHOUT_CUTS
 
 
 def _require_expressible(schedule: Schedule, pipeline: int) -> None:
@@ -84,14 +124,15 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
     owner = seat.role.pipeline if op.pipeline is None else op.pipeline
     if owner != pipeline and seat.role.pipeline == pipeline:
         raise ExportError(f"worker {seat.worker} also runs micro-batch {owner}.{op.microbatch}, of another pipeline; "
-                          f"torch's runtime knows one pipeline: {REMEDY}")
+                          f"torch's runtime knows one pipeline: {_remedy(schedule)}")
     if owner == pipeline != seat.role.pipeline:
         raise ExportError(f"{schedule.slice_text(op.slice)} of micro-batch {owner}.{op.microbatch} is shed to worker "
-                          f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {REMEDY}")
+                          f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: "
+                          f"{_remedy(schedule)}")
     if owner == pipeline and op.slice >= len(schedule.grid.stages):
         raise ExportError(f"micro-batch {owner}.{op.microbatch} is not cut at the stages: "
                           f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
-                          f"along the same stages: {REMEDY}")
+                          f"along the same stages: {_remedy(schedule)}")
 
 
 def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:

@@ -11,7 +11,7 @@ from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
 from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays_after_iterations
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.schedule import Schedule, Scope
 
 NARROW_RANGE = 0.01
 """Smallest width of a range of throughputs, as a share of the fault-free throughput, that is explained."""
@@ -192,15 +192,20 @@ def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
         return []
     texts = []
     for other in sorted(others, key=lambda other: -other.throughput):
-        text = f"{other.what} {other.throughput:.1%}"
+        share = f"{other.throughput:.1%}"
+        if other.effort is not None:  # a search in so short a time finds no best plan
+            share = f"at least {share}, found in {other.effort}" if other.found else \
+                f"none shorter found in {other.effort}"
+        text = f"{other.what} {share}"
         texts.append(text + (f" ({other.option})" if other.option else
                              f" with {other.batch:.1%} of the batch" if other.batch < 1 else ""))
     return [f"instead, by quick plans: {'; '.join(texts)}"]
 
 
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return clauses on the best of the alternatives `others`, the best one with a smaller batch, and the gain by more
-    memory.
+    """Return clauses on the alternatives with the shortest plans found, and on the gain by more memory.
+
+    Only a plan that is proven optimal for any placement of layers is called the best.
 
     The argument `options` has the options of this command line that let layers or roles move.
     """
@@ -213,9 +218,12 @@ def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]
     best = max(reversed(planned), key=lambda other: other.throughput, default=None)  # the last of equal ones
     smaller_batch = max(dropped, key=lambda other: other.throughput, default=None)
     if best and best.throughput > present * MIN_GAIN and f"{best.throughput:.1%}" != f"{present:.1%}":
-        lines.append(f"best: {best.option}, {best.throughput:.1%} instead of {present:.1%}")
+        at_least = "at least " if best.effort else ""
+        lines.append(f"shorter: {best.option}, {at_least}{best.throughput:.1%} instead of {present:.1%}")
     elif made.schedule.failed:
-        lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}")
+        is_best = made.schedule.status == "optimal" and made.schedule.scope is Scope.LAYERS
+        lines.append(f"{'best' if is_best else 'shortest found'}: this plan"
+                     f"{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}")
     if smaller_batch and smaller_batch.throughput > max(present, best.throughput if best else 0.0) * MIN_GAIN:
         lines.append(f"where a smaller batch will do: {smaller_batch.what}, {smaller_batch.throughput:.1%}")
     for other in others:

@@ -62,7 +62,8 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
     """
     try:
-        reference = _read_reference(options, job)
+        # What counted steps find depends on the job, the options and the seed alone.
+        reference = _read_reference(options, job) if options.steps is None else None
         with show_planning(ctrl_c) as progress:
             plan = normalised(job, failed, options, known=reference, progress=progress, clock=clock) \
                 if normalise or options.layers == "move" else \

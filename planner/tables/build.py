@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.file import Job, JobError
@@ -34,10 +35,11 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_only
 from slipstream.planner.report import Transition, compute_transition
+from slipstream.planner.stated_question import narrowest_scope
 from slipstream.planner.tables.folder import FinishedPart, NodesOfEntry, TableFolder, make_no_plan_part, make_part
 from slipstream.planner.tables.process_pool import run_all
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import Program, Schedule, Seat, Worker
+from slipstream.schedules.schedule import Program, Schedule, Scope, Seat, Worker
 from slipstream.schedules.tables.file import Basis, Index, TableError, decode_entry
 from slipstream.schedules.tables.pattern import (
     Pattern,
@@ -53,25 +55,34 @@ from slipstream.schedules.tables.pattern import (
 # --- Fewer failures are never slower than more, and layers moved never slower than in place ---------------------------
 
 
-def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
+def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None, *,
+                  patterns: Sequence[str] = ()) -> dict[str, FinishedPart]:
     """Return, by key, those entries for 0 to `most` failures for which another entry's plan is valid and shorter, each
     with that plan. An entry is the schedule that a table has for a number or pattern of failures.
 
-    In a table with them, fewer failures are never slower than more, and layers moved are never slower than in place.
-    All finished entries of the table are in `parts`. With `slow`, the improved entries are those with this slow worker
-    among the failures.
+    In a table with them, fewer failures are never slower than more, layers moved are never slower than in place, and a
+    number of failures, for which roles move, is never slower than a pattern of as many. All finished entries of the
+    table that count are in `parts`; `patterns` has the keys of those for patterns of failures. With `slow`, the
+    improved entries are those with this slow worker among the failures.
     """
     better: dict[str, FinishedPart] = {}
+
+    def improve(key: str, others: Sequence[str]) -> None:
+        own = parts.get(key)
+        for other in others:
+            source = better.get(other, parts.get(other))
+            if own is None or source is None or own.reason or source.reason \
+                    or _period_seconds(source) >= _period_seconds(own):
+                continue
+            if (taken_over := _take_over_plan(own, source)) is not None:
+                better[key] = own = taken_over
+
+    for key in patterns:
+        improve(settled_key(key), [key])
     for failures in range(most, -1, -1):
+        alike = [key for key in patterns if parts[key].failures == failures]
         for key, others in _source_keys(failures, slow):
-            own = parts.get(key)
-            for other in others:
-                source = better.get(other, parts.get(other))
-                if own is None or source is None or own.reason or source.reason \
-                        or _period_seconds(source) >= _period_seconds(own):
-                    continue
-                if (taken_over := _take_over_plan(own, source)) is not None:
-                    better[key] = own = taken_over
+            improve(key, [*others, *map(settled_key, alike)] if key.startswith(settled_key("")) else [*others, *alike])
     return better
 
 
@@ -94,7 +105,8 @@ def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | N
     """Return a copy of the finished entry `own` with the plan of the entry `source`.
 
     If `source` is for one failure more, one of its failed workers is alive again in the copy; return None if none of
-    them can be (`with_standby_worker`).
+    them can be (`with_standby_worker`). A bound for any layers is that of `own`. Other bounds hold only for the roles
+    that are vacant in a plan: it keeps its own, or another is proven.
     """
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
@@ -103,10 +115,16 @@ def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | N
             return None
         schedule = standing_by
     moved = source.moved or (own.moved and Transition(layers=0, bytes=0.0, seconds=0.0))
-    tick = own.entry.tick_seconds(own.basis) / schedule.tick_seconds  # a bound in other ticks is rounded down
-    lower = own.entry.lower_bound_ticks if tick == 1 else math.floor(own.entry.lower_bound_ticks * tick * (1 - 1e-12))
-    bound = min(schedule.period_ticks, lower)
-    return make_part(own.basis, own.entry.key, schedule.with_bound(bound, own.entry.bound_scope), moved)
+    if own.entry.bound_scope is Scope.LAYERS:
+        tick = own.entry.tick_seconds(own.basis) / schedule.tick_seconds  # a bound in other ticks is rounded down
+        lower = own.entry.lower_bound_ticks if tick == 1 else \
+            math.floor(own.entry.lower_bound_ticks * tick * (1 - 1e-12))
+        schedule = schedule.with_bound(min(schedule.period_ticks, lower), Scope.LAYERS)
+    elif own.failures < source.failures:
+        scope = narrowest_scope(schedule)
+        proven = proven_bound(schedule.with_bound(0, scope)).ticks
+        schedule = schedule.with_bound(min(schedule.period_ticks, proven), scope)
+    return make_part(own.basis, own.entry.key, schedule, moved)
 
 
 def with_standby_worker(schedule: Schedule) -> Schedule | None:
@@ -310,10 +328,14 @@ def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: Nodes
     removed the files, the index that it has published is returned.
     """
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
+    patterns = [task for task in tasks if task.failed is not None and not task.settled]
     try:
-        parts, most = folder.read_parts([task.key for task in counts]), max(task.failures for task in counts)
-        for slow in {task.slow for task in counts}:
-            for part in improve_parts(parts, most, slow).values():
+        parts, most = folder.read_parts(keys), max(task.failures for task in counts)
+        slow_workers = {task.slow for task in counts}
+        for slow in slow_workers:
+            # Entries for a number of failures leave no role of a slow worker vacant.
+            alike = [task.key for task in patterns if slow is None and slow_workers.isdisjoint(task.failed or ())]
+            for part in improve_parts(parts, most, slow, patterns=alike).values():
                 folder.add_part(part)
         return folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled, nodes=nodes)
     except TableError:

@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
@@ -9,7 +10,7 @@ from slipstream.cli.exporters import ExportError
 from slipstream.cli.exporters.torch_csv import write_order
 from slipstream.planner.plan import plan_job
 from slipstream.schedules import codec
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import OpKind, Worker
 from tests import general
 from tests.generate import SHED, by_hand
 from tests.jobs import grid
@@ -103,3 +104,45 @@ def test_workers_of_several_devices_are_so_in_torchtitan(files):
     assert refused.exit_code == 2 and "--tensor-parallel: only with --to torchtitan" in refused.stderr
     refused = slipstream("export", files, files / "two", "--to", "torchtitan", "--tensor-parallel", 2)
     assert refused.exit_code == 2 and "--tensor-parallel: only with a schedule" in refused.stderr
+
+
+V = grid(2, 2, 3, times="forward = [1, 2, 1, 2]\nbackward_input = 1\nbackward_weight = 1\nslow = {'0.0' = 2}\n",
+         more="[placement]\norder = 'v'\nchunks = 2\n")
+
+
+def with_merged_stages(schedule):
+    """The same order with stages 1 and 2 of a V, which one worker has, as one slice."""
+    times = schedule.times
+    longer = {name: (*values, values[1] + values[2]) for name in ("forward", "backward_input", "backward_weight",
+                                                                 "all_reduce") for values in [getattr(times, name)]}
+    first, second = (OpKind.F, 1), (OpKind.F, 2)
+    programs = []
+    for program in schedule.programs:
+        merged = []
+        for op in program:
+            if (op.kind, op.slice) in (first, (OpKind.I, 2), (OpKind.W, 2)):
+                merged.append(replace(op, slice=4))
+            elif (op.kind, op.slice) not in (second, (OpKind.I, 1), (OpKind.W, 1)):
+                merged.append(op)
+        programs.append(tuple(merged))
+    return replace(schedule, slices=((1, 3),), times=replace(times, **longer), programs=tuple(programs))
+
+
+def test_stages_that_one_worker_runs_as_one_slice_are_written_as_stages():
+    """A plan with all workers alive was refused, with the advice to export a plan with all workers alive."""
+    order = write_order(with_merged_stages(plan_job(msgspec.structs.replace(V, time=msgspec.structs.replace(
+        V.time, slow=())), method="greedy").schedule))
+    rows = [row.split(",") for row in order.splitlines()]
+    assert sorted(cell for row in rows for cell in row) == sorted(
+        f"{stage}{kind}{number}" for stage in range(4) for kind in "FIW" for number in range(3))
+    places = {cell: place for row in rows for place, cell in enumerate(row)}
+    assert all(places[f"1F{number}"] + 1 == places[f"2F{number}"] and places[f"2I{number}"] + 1 == places[f"1I{number}"]
+               for number in range(3))
+
+
+def test_the_remedy_is_one_for_a_plan_with_all_workers_alive():
+    made = plan_job(V, method="greedy", steps=20_000).schedule
+    assert not made.failed and made.shed
+    with pytest.raises(ExportError, match="--method 1f1b, which keeps every micro-batch"):
+        write_order(made)
+    assert write_order(plan_job(V, method="1f1b").schedule)

@@ -177,7 +177,7 @@ def test_what_is_computed_again_where_memory_is_tight(tmp_path):
     assert re.search(r"stages [\d,-]+ compute their activations again: by quick plans with all workers alive the "
                      r"period is [\d.]+ s; without, [\d.]+ s", said)
     said = " ".join(slipstream("plan", plain, "--method", "greedy").stdout.split())
-    assert 'best: training.recompute = "auto", ' in said
+    assert 'shorter: training.recompute = "auto", at least ' in said
 
 
 WEIGHTS = "[memory]\ncapacity = 9\nweights = 2\nunit_bytes = 1e9\n"
@@ -216,10 +216,12 @@ def test_says_what_else_could_be_done_and_what_is_best(tmp_path):
     command = ["plan", tmp_path / "job.toml", "--failed", "0.1", "--failed", "1.1"]
     said = " ".join(slipstream(*command).stdout.split())
     assert "drop 2 replicas 33.3% with 33.3% of the batch" in said and "(--method 1f1b)" in said
-    assert re.search(r"roles moved (\d+\.\d%) \(--normalise\)", said)
-    (option,) = re.findall(r"best: (--[a-z ]+),", said)
+    assert re.search(r"roles moved at least \d+\.\d%, found in [\d.]+ s \(--normalise\)", said)
+    (option,) = re.findall(r"shorter: (--[a-z ]+), at least", said)
     best = " ".join(slipstream(*command, *option.split()).stdout.split())
-    assert "best: this plan" in best
+    assert "shortest found: this plan" in best and "best: " not in best
+    counted = " ".join(slipstream(*command, "--steps", "20000").stdout.split())
+    assert re.search(r"(found in \d+ steps) \(--layers move\)", counted)
     assert "instead" not in slipstream("plan", tmp_path / "job.toml").stdout
     assert "instead" not in slipstream(*command, "--method", "1f1b").stdout
 
@@ -237,6 +239,22 @@ def test_the_fault_free_period_is_kept_and_never_longer_than_what_a_broken_plan_
     (kept,) = (tmp_path / "cache" / "slipstream" / "fault-free").iterdir()
     kept.write_text("{")
     assert json.loads(slipstream(*command, "0.01").stdout)["fault_free_period"] > 0
+
+
+@pytest.mark.parametrize("more", [["--failed", "0.3"], ["--failed", "0.3", "--layers", "move"], []])
+def test_counted_steps_depend_on_no_earlier_command(tmp_path, monkeypatch, more):
+    """The fault-free period that a longer command had kept was told."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "job.toml").write_text(HARD.replace("pipelines = 4", "pipelines = 2"))
+    file = tmp_path / "plan.json"
+
+    def answer(steps):
+        told = json.loads(slipstream("plan", tmp_path / "job.toml", *more, "--steps", steps, "--seed", 7, "--out", file,
+                                     "--json").stdout)
+        return {key: value for key, value in told.items() if key != "solve_seconds"}, file.read_bytes()
+
+    before, longer, after = (answer(steps) for steps in (200, 100_000, 200))
+    assert before == after and longer[0]["fault_free_period"] < before[0]["fault_free_period"]
 
 
 UNEVEN = """

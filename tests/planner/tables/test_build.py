@@ -13,9 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
+from slipstream.planner.report import Transition
 from slipstream.planner.tables.build import (
     BuiltTable,
     EntryPlanner,
@@ -24,11 +26,12 @@ from slipstream.planner.tables.build import (
     basis_of,
     build_share,
     build_table,
+    improve_parts,
 )
-from slipstream.planner.tables.folder import PARTS, TableFolder, decode_part, encode_part
+from slipstream.planner.tables.folder import PARTS, TableFolder, decode_part, encode_part, make_part
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.file import TableError, decode_entry
 from slipstream.schedules.tables.pattern import dead_column, pattern_key, pattern_of, pipeline_classes
 from slipstream.schedules.tables.table import Table
 from tests.patience import SECONDS
@@ -50,6 +53,8 @@ OPTIONS = PlanOptions(method="greedy", time_limit=600)
 """For processes: list schedules end with their steps far sooner, so that no entry depends on the machine's clock."""
 QUICK = PlanOptions(method="greedy", time_limit=0.1)
 """For entries that are planned in this process, by the clock of steps."""
+
+NOTHING_MOVES = Transition(layers=0, bytes=0.0, seconds=0.0)
 
 
 def build(folder, *, text=JOB, options=OPTIONS, **more):
@@ -435,3 +440,44 @@ transfer = 1
         schedule = table.lookup([failed]).schedule
         assert check(schedule) == [] and schedule.slices and all(seat.holds is None for seat in schedule.seats)
         assert schedule.seconds(schedule.period_ticks) < whole.seconds(whole.period_ticks)
+
+
+def test_a_number_of_failures_is_never_slower_than_a_pattern_of_as_many():
+    """The roles of a number of failures may be vacant where a pattern has them."""
+    job = parse_job(JOB.replace(b"microbatches = 3", b"microbatches = 6").decode())
+    basis = basis_of(job, QUICK)
+
+    def part(key, failed, **options):
+        asked = PlanOptions(backward="split", optimizer="staggered", **options)
+        return make_part(basis, key, plan_only(asked, job, failed).schedule,
+                         NOTHING_MOVES if key.startswith("settled") else None)
+
+    poor, good = {"method": "1f1b"}, {"method": "greedy", "steps": 200_000}
+    first, second = [Worker(0, 0)], [Worker(0, 1)]
+    parts = {"count-0": part("count-0", [], **good), "count-1": part("count-1", first, **poor),
+             "pattern-1": part("pattern-1", second, **good), "settled-count-1": part("settled-count-1", first, **poor),
+             "settled-pattern-1": part("settled-pattern-1", second, **poor)}
+    assert parts["pattern-1"].entry.period_ticks < min(parts[key].entry.period_ticks for key in (
+        "count-1", "settled-count-1", "settled-pattern-1"))
+    better = parts | improve_parts(parts, 1, patterns=["pattern-1"])
+    assert len({better[key].entry.period_ticks for key in parts if key != "count-0"}) == 1
+    for changed in better.values():
+        schedule = decode_entry(changed.entry, changed.basis, changed.programs)
+        assert check(schedule) == [] and proven_bound(schedule).ticks >= schedule.lower_bound_ticks
+
+
+def test_a_plan_of_more_failures_keeps_no_bound_of_other_vacant_roles():
+    """A bound with layers in place was that of the entry whose plan was replaced, though other roles were vacant."""
+    text = JOB.replace(b"pipelines = 2", b"pipelines = 3").replace(b"transfer = 1", b"transfer = 0")
+    text = text.replace(b"capacity = 3", b"capacity = 9").replace(b"backward_input = 2", b"backward_input = [0, 2]")
+    text = text.replace(b"forward = 2", b"forward = [1, 6]")
+    job = parse_job(text.decode())
+    basis = basis_of(job, QUICK)
+    own = make_part(basis, "count-1", plan_only(PlanOptions(method="greedy", steps=1), job, [Worker(0, 1)]).schedule)
+    more = make_part(basis, "count-2", plan_only(PlanOptions(method="greedy", steps=100_000), job,
+                                                 [Worker(0, 0), Worker(1, 0)]).schedule)
+    better = improve_parts({"count-1": own, "count-2": more}, 1)["count-1"]
+    schedule = decode_entry(better.entry, better.basis, better.programs)
+    optimum = plan_only(PlanOptions(steps=400_000), job, schedule.failed).schedule
+    assert schedule.failed != (Worker(0, 1),) and own.entry.lower_bound_ticks > optimum.period_ticks
+    assert schedule.lower_bound_ticks <= optimum.period_ticks

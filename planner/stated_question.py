@@ -1,0 +1,329 @@
+"""Find where a schedule file contradicts itself about the question that its lower bound answers.
+
+The checker ties the times and memory of the slices that ops run, the seats and the routes to the
+ops. A bound also reads what no op shows: the costs of single layers (`times.of_layers`), the costs
+of stages that are always run in parts, and its own scope. Here these are compared with what the
+ops do show, so that no such value can raise a bound by itself.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import chain
+
+from slipstream.planner.model.from_job import MAX_TICKS
+from slipstream.schedules.layers import LayerRange, layers_text
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerCosts, OpKind, Schedule, Scope
+
+
+class ContradictionError(ValueError):
+    """Error: a schedule file contradicts itself about its job. The message is one line."""
+
+
+def require_consistent(schedule: Schedule) -> None:
+    """Raise ContradictionError if values that a bound reads contradict the ops, or each other.
+
+    The schedule must have passed `schedules.check`.
+    """
+    for rule in (_check_scope, _check_unused_stages, _check_steps, _check_layer_costs):
+        for message in rule(schedule):
+            raise ContradictionError(message)
+
+
+# --- The scope includes the schedule itself -------------------------------------------------------
+
+
+def narrowest_scope(schedule: Schedule) -> Scope:
+    """Return the narrowest scope that includes a schedule, by what its workers hold and run.
+
+    Workers that play other roles keep the layers of these roles: the scope is that of the roles.
+    """
+    grid = schedule.grid
+    if any(schedule.has_moved_layers(seat) for seat in schedule.seats):
+        return Scope.LAYERS
+    edges = {edge for layers in grid.layers_by_stage for edge in layers}
+    whole = [set(layers) <= edges for layers in schedule.layers_by_slice]
+    if not all(
+        whole[op.slice or 0]
+        for program in schedule.programs
+        for op in program
+        if op.kind in COMPUTE_KINDS
+    ):
+        return Scope.PLACE
+    return Scope.STAGES if schedule.shed or _has_exchanged_directions(schedule) else Scope.OWN
+
+
+def _has_exchanged_directions(schedule: Schedule) -> bool:
+    """Return whether a bidirectional micro-batch runs at a stage of the other direction."""
+    grid, columns = schedule.grid, [stage.column for stage in schedule.grid.stages]
+    return grid.chains > 1 and any(
+        op.slice not in grid.stages_of_microbatch(op.microbatch)
+        or columns[op.slice] != seat.role.column
+        for seat in schedule.seats
+        for op in schedule.programs[seat.program]
+        if op.microbatch is not None and op.slice is not None
+    )
+
+
+def _check_scope(schedule: Schedule) -> Iterator[str]:
+    """Yield a message if the schedule is not one of those that its bound's scope includes."""
+    scope, own = schedule.scope, narrowest_scope(schedule)
+    if scope is Scope.PLACE and own is Scope.LAYERS and schedule.times.of_layers:
+        return  # planned for layers where they are now, after an earlier move
+    if not scope.is_valid_for(own) or (scope is Scope.PLACEMENT and schedule.failed):
+        with_failures = (
+            " with failed workers" if scope is Scope.PLACEMENT and schedule.failed else ""
+        )
+        yield (
+            f"bound_scope is '{scope}', but the schedule is one of '{own}'{with_failures}; "
+            "expected a scope that includes it"
+        )
+
+
+# --- Stages that no op runs as a whole ------------------------------------------------------------
+
+
+def _check_unused_stages(schedule: Schedule) -> Iterator[str]:
+    """Yield messages for unused stages that cost more than the slices run in their place.
+
+    Times and memory of slices are rounded up: slices that cover a stage cost as much or more.
+    """
+    used: dict[OpKind, set[int]] = defaultdict(set)
+    for program in schedule.programs:
+        for op in program:
+            if op.slice is not None:
+                used[op.kind].add(op.slice)
+    kinds = {
+        "forward": OpKind.F,
+        "backward_input": OpKind.I,
+        "backward_weight": OpKind.W,
+        "all_reduce": OpKind.A,
+    }
+    routes = {
+        tuple(schedule.route_of(pipeline, microbatch))
+        for pipeline, count in enumerate(schedule.grid.microbatches)
+        for microbatch in range(count)
+    }
+    for name, kind in kinds.items():
+        covers = [tuple(used[OpKind.A])] if kind is OpKind.A else routes
+        shown = used[kind] | (used[OpKind.B] if kind in (OpKind.I, OpKind.W) else set())
+        yield from _check_covered(
+            schedule, f"times.{name}", getattr(schedule.times, name), shown, covers
+        )
+    memory = schedule.memory
+    for name in ("activation", "weight_stash") if memory is not None else ():
+        yield from _check_covered(
+            schedule, f"memory.{name}", getattr(memory, name), used[OpKind.F], routes
+        )
+
+
+def _check_covered(
+    schedule: Schedule,
+    name: str,
+    values: Sequence[int],
+    shown: Collection[int],
+    covers: Collection[Sequence[int]],
+) -> Iterator[str]:
+    """Yield messages for stages not in `shown` whose value exceeds what a cover allows.
+
+    That is the sum over its slices that meet the stage. A cover is a set of slices that together
+    have all layers; `values` has one value for each slice.
+    """
+    # Of times that are finer than ticks, each may be rounded by one.
+    rounded = _longest_ticks(schedule) // MAX_TICKS
+    for stage, layers in enumerate(schedule.grid.layers_by_stage):
+        if stage in shown or not values[stage]:
+            continue
+        limits = []
+        for cover in covers:
+            met = [slice for slice in cover if _overlap(schedule.layers_of(slice), layers)]
+            limits.append(sum(values[slice] + rounded for slice in met))
+        most = min(limits, default=0)
+        if values[stage] > most:
+            yield (
+                f"{name} of stage {stage}, which no op runs, is {values[stage]}; expected at "
+                f"most {most}, that of the slices run in its place"
+            )
+
+
+def _overlap(one: LayerRange, other: LayerRange) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+# --- Optimizer steps ------------------------------------------------------------------------------
+
+
+def _check_steps(schedule: Schedule) -> Iterator[str]:
+    """Yield a message for each column whose optimizer step is not the sum over its layers."""
+    by_layer = schedule.times.optimizer_of_layer
+    if not by_layer:
+        return
+    for column, ticks in enumerate(schedule.times.optimizer):
+        told = sum(
+            sum(by_layer[first:end]) for first, end in schedule.held_layers_of_column(column)
+        )
+        if told != ticks:
+            yield (
+                f"times.optimizer_of_layer adds up to {told} ticks for the layers of column "
+                f"{column}; expected {ticks}, its times.optimizer"
+            )
+
+
+# --- Costs of single layers -----------------------------------------------------------------------
+
+
+def _check_layer_costs(schedule: Schedule) -> Iterator[str]:
+    """Yield messages for costs of single layers that are not those of the slices they are part of.
+
+    Both are rounded: those of layers down, in units of their own, and those of slices up.
+    """
+    costs = schedule.times.of_layers
+    if not costs:
+        return
+    for name in LAYER_COST_RULES:
+        yield from LAYER_COST_RULES[name](schedule, costs, name)
+
+
+LayerCostRule = Callable[[Schedule, LayerCosts, str], Iterator[str]]
+
+
+def _check_times(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
+    """Check a time of compute of all layers against that of each slice."""
+    if name != "forward" and schedule.scope is Scope.PLACEMENT:
+        # In another placement, what is first may have no I, and stages may be recomputed: only
+        # the sum counts here.
+        told = tuple(map(sum, zip(costs.backward_input, costs.backward_weight, strict=True)))
+        shown = tuple(
+            map(
+                sum, zip(schedule.times.backward_input, schedule.times.backward_weight, strict=True)
+            )
+        )
+        yield from _compare(
+            schedule,
+            "backward_input and backward_weight",
+            told,
+            shown,
+            Fraction(*costs.per_tick),
+            2,
+        )
+        return
+    yield from _compare(
+        schedule,
+        name,
+        getattr(costs, name),
+        getattr(schedule.times, name),
+        Fraction(*costs.per_tick),
+    )
+
+
+def _check_reductions(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
+    """Check the reductions of all layers against that of each slice.
+
+    With overlap, they are those of each layer by itself, which has a minimum time of its own.
+    """
+    per_tick, values = Fraction(*costs.per_tick), getattr(costs, name)
+    if not schedule.has_overlap:
+        yield from _compare(
+            schedule, name, values, schedule.times.all_reduce, per_tick, below=False
+        )
+        return
+    for slice, (first, end) in enumerate(schedule.layers_by_slice):
+        most = max(values[first:end])
+        if most > schedule.times.all_reduce[slice] * per_tick:
+            yield _message(schedule, name, slice, most, schedule.times.all_reduce[slice] * per_tick)
+
+
+def _check_steps_of_layers(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
+    """Check the optimizer steps of all layers against those of each column."""
+    per_tick, values = Fraction(*costs.per_tick), getattr(costs, name)
+    for column, ticks in enumerate(schedule.times.optimizer):
+        told = sum(sum(values[first:end]) for first, end in schedule.held_layers_of_column(column))
+        if told > ticks * per_tick:
+            yield (
+                f"times.of_layers.{name} is {told} for the layers of column {column}; expected "
+                f"at most {float(ticks * per_tick):g}, as its times.optimizer says"
+            )
+    for layer, ticks in enumerate(schedule.times.optimizer_of_layer):
+        if values[layer] > ticks * per_tick:
+            yield (
+                f"times.of_layers.{name} is {values[layer]} for layer {layer}; expected at "
+                f"most {float(ticks * per_tick):g}, as times.optimizer_of_layer says"
+            )
+
+
+def _check_memory(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
+    """Check memory of micro-batches at all layers against that at each slice."""
+    memory = schedule.memory
+    if memory is not None and not (name == "weight_stash" and schedule.backward == "fused"):
+        yield from _compare(
+            schedule,
+            name,
+            getattr(costs, name),
+            getattr(memory, name),
+            Fraction(*costs.per_unit),
+            below=schedule.scope is not Scope.PLACEMENT,
+        )
+
+
+def _check_weights(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
+    """Check the weights of all layers against those that the rule on memory counts."""
+    per_unit, memory = Fraction(*costs.per_unit), schedule.memory
+    for layer, shown in enumerate(memory.weights if memory is not None else ()):
+        told = getattr(costs, name)[layer]
+        if not (shown - 1) * per_unit - 1 < told <= shown * per_unit:
+            yield (
+                f"times.of_layers.{name} is {told} for layer {layer}; expected "
+                f"{float(shown * per_unit):g}, as memory.weights says"
+            )
+
+
+LAYER_COST_RULES: Mapping[str, LayerCostRule] = {
+    "forward": _check_times,
+    "backward_input": _check_times,
+    "backward_weight": _check_times,
+    "optimizer": _check_steps_of_layers,
+    "all_reduce": _check_reductions,
+    "activation": _check_memory,
+    "weight_stash": _check_memory,
+    "weights": _check_weights,
+}
+"""Rule for each field of `LayerCosts` but the units, which all of them read."""
+
+
+def _compare(
+    schedule: Schedule,
+    name: str,
+    told: Sequence[int],
+    shown: Sequence[int],
+    per: Fraction,
+    values: int = 1,
+    *,
+    below: bool = True,
+) -> Iterator[str]:
+    """Yield messages for slices whose cost is not that of their layers, `told`.
+
+    The costs of layers are in units of 1 / `per`. `shown` has the cost by slice. Each is a sum of
+    `values` rounded numbers. Without `below`, layers may cost less.
+    """
+    # Ticks may have been divided after costs were rounded to them, to no less than that.
+    off = max(Fraction(1), Fraction(_longest_ticks(schedule), MAX_TICKS))
+    for slice, (first, end) in enumerate(schedule.layers_by_slice):
+        total, limit = sum(told[first:end]), shown[slice] * per
+        least = limit - values * off * (per + end - first)
+        if total > limit or (below and total <= least):
+            yield _message(schedule, name, slice, total, limit)
+
+
+def _longest_ticks(schedule: Schedule) -> int:
+    """Return the longest time that a schedule file states, in ticks."""
+    times = schedule.times
+    by_slice = (times.forward, times.backward_input, times.backward_weight, times.all_reduce)
+    return max(chain(*by_slice, times.optimizer, (times.transfer,)), default=0)
+
+
+def _message(schedule: Schedule, name: str, slice: int, told: int, limit: Fraction) -> str:
+    return (
+        f"times.of_layers says {told} for {name} of "
+        f"{layers_text(schedule.layers_of(slice))}; expected {float(limit):g}, that of "
+        f"{schedule.slice_text(slice)} in its units"
+    )
