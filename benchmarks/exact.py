@@ -1,12 +1,13 @@
 """Compare what the planner claims of tiny random jobs with an exact reference.
 
-    python -m benchmarks.exact [--jobs 100] [--seed 0] [--scope "any layers"] [--steps 20000] [--keep DIR] [--json]
+    python -m benchmarks.exact [--jobs 100] [--seed 0] [--scope "any layers"] [--steps 20000]
+                               [--keep DIR] [--json]
 
-Plans this many jobs for each scope of bounds, one for each seed from `--seed` on, and finds their shortest periods by
-`tests/exact`, which is written from the documents alone. A scope counts the jobs that were asked for it; the claims
-compared are those of the scope that the plan names. Wrong claims are printed with the job file and the command, and
-written to `--keep`. Distances are of periods from the shortest ones, over the jobs for which those are known. Exit
-status 1 when a claim is wrong.
+Plans this many jobs for each scope of bounds, one for each seed from `--seed` on, and finds their
+shortest periods by `tests/exact`, written from the documents alone. A scope counts the jobs
+that were asked for it; the claims compared are those of the scope that the plan names. Wrong claims
+are printed with job file and command, and written to `--keep`. Distances are of periods from
+the shortest ones, over the jobs for which those are known. Exit status 1 when a claim is wrong.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def measure_scope(scope: str, seeds: range, steps: int, keep: Path | None) -> di
 
 
 def report(verdict: Verdict, seed: int, keep: Path | None) -> None:
-    """Print a job with wrong claims, and write it with the reference's schedule to the folder `keep`."""
+    """Print a job with wrong claims, and write it with both schedules to `keep`."""
     case = verdict.case
     sentences = "\n".join(f"{kind}: {sentence}" for kind, sentence in verdict.wrong.items())
     print(f"\n# {case.scope}, seed {seed}\n# {case.command}\n{sentences}\n{case.text}", flush=True)
@@ -68,14 +69,19 @@ def print_table(found: Sequence[dict[str, Any]]) -> None:
     table = Table("scope", "jobs", "decided", "wrong claims", "mean distance", "worst", "s per job")
     for row in found:
         wrong = ", ".join(f"{count} {kind}" for kind, count in row["wrong"].items()) or "0"
-        distances = ("–" if row[key] is None else f"{row[key]:.2%}" for key in ("mean_distance", "worst_distance"))
+        distances = (
+            "–" if row[key] is None else f"{row[key]:.2%}"
+            for key in ("mean_distance", "worst_distance")
+        )
         table.add_row(row["scope"], str(row["jobs"]), str(row["decided"]), wrong, *distances,
                       f"{row['seconds_per_job']:.2f}")
     Console().print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=100, help="jobs of each scope")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first job")
     parser.add_argument("--scope", action="append", choices=SCOPES, help="only this scope")
@@ -84,7 +90,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     seeds = range(given.seed, given.seed + given.jobs)
-    found = [measure_scope(scope, seeds, given.steps, given.keep) for scope in given.scope or SCOPES]
+    found = [
+        measure_scope(scope, seeds, given.steps, given.keep) for scope in given.scope or SCOPES
+    ]
     if given.json:
         print(json.dumps(found))
     else:

@@ -3,11 +3,15 @@
 Each solution is written as a schedule that `slipstream.schedules.check` judges.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
+
+import msgspec
 
 from slipstream.schedules.check import check
-from slipstream.schedules.layers import merge_ranges
+from slipstream.schedules.layers import LayerRange, merge_ranges
 from slipstream.schedules.schedule import (
     Grid,
     Memory,
@@ -20,11 +24,9 @@ from slipstream.schedules.schedule import (
     Times,
     VirtualStage,
     Worker,
-    compute_period_ticks,
 )
 from tests.exact.model import EFFORT, Solution, solve
-from tests.exact.question import OPS, Question
-from tests.exact.units import Units, units_of
+from tests.exact.question import TIMES, Part, Question, in_whole_units
 
 CLOSE = Fraction(1, 10**4)
 """Relative difference up to which two bounds of rounded times count as one answer."""
@@ -32,15 +34,14 @@ CLOSE = Fraction(1, 10**4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Bounds in seconds on the shortest period; equal if it is known."""
+    """Bounds in seconds on the shortest period, and a schedule that takes `upper` seconds."""
 
     lower: Fraction
-    """No schedule of the question is shorter. If there is none up to the limit that was asked for, above it."""
+    """No schedule of the question is shorter, if any is as short as was asked for."""
     upper: Fraction | None
     schedule: Schedule | None
-    """Schedule that takes `upper` seconds."""
     is_impossible: bool = False
-    """True if it is proven that no schedule exists up to the limit that was asked for."""
+    """True if it is proven that no schedule is as short as was asked for."""
 
     @property
     def is_exact(self) -> bool:
@@ -48,20 +49,21 @@ class Answer:
         return self.upper is not None and self.upper <= self.lower * (1 + CLOSE)
 
 
-def answer(question: Question, *, at_most: Fraction | None = None, effort: float = EFFORT) -> Answer:
-    """Return the shortest period of a question, or proven bounds.
+def answer(
+    question: Question, *, at_most: Fraction | None = None, effort: float = EFFORT
+) -> Answer:
+    """Return the shortest period of a question, or proven bounds, by a deterministic `effort`.
 
-    With `at_most` seconds, only shorter or equal periods are looked for. The deterministic time `effort`
-    is about seconds. Raises AssertionError if the checker refuses what was found.
+    With `at_most` seconds, no longer periods are looked for. Raises AssertionError if the checker
+    refuses what was found.
     """
-    upwards = units_of(question, up=True)
-    limit = None if at_most is None else max(1, int(at_most / upwards.tick))
+    upwards = in_whole_units(question, up=True)
+    limit = None if at_most is None else int(at_most / upwards.tick)
     rounding = 0 if upwards.is_exact or limit is None else max(1, int(limit * CLOSE / 2))
-    above = solve(upwards, at_most=limit and limit + rounding, effort=effort)
-    lower, is_impossible = above.bound * upwards.tick, above.solution is None and above.is_decided
-    if not upwards.is_exact:
-        below = solve(replace(upwards, up=False), at_most=limit, effort=effort)
-        lower, is_impossible = below.bound * upwards.tick, below.solution is None and below.is_decided
+    above = solve(upwards, at_most=limit if limit is None else limit + rounding, effort=effort)
+    below = above if upwards.is_exact else solve(in_whole_units(question, up=False), at_most=limit,
+                                                 effort=effort)
+    lower, is_impossible = below.bound * upwards.tick, below.solution is None and below.is_decided
     if above.solution is None:
         return Answer(lower=lower, upper=None, schedule=None, is_impossible=is_impossible)
     schedule = write_schedule(upwards, above.solution)
@@ -70,60 +72,81 @@ def answer(question: Question, *, at_most: Fraction | None = None, effort: float
     return Answer(lower=lower, upper=schedule.period_ticks * upwards.tick, schedule=schedule)
 
 
-def write_schedule(units: Units, solution: Solution) -> Schedule:
-    """Return a solution as a schedule file."""
-    question = units.question
-    numbers, slices = _number_slices(question)
-    ranges = [*question.stages * len(question.chains), *slices]
-    in_place = question.scope != "any layers"
+def write_schedule(question: Question, solution: Solution) -> Schedule:
+    """Return a solution of a question in whole units as a schedule file."""
+    chains, ranges = len(question.chains), [(part.first, part.end) for part in question.parts]
+    slices = tuple(layers for layers in ranges if layers not in question.stages)
+    stages = question.stages * chains
+    numbers = [
+        [
+            chain * len(question.stages) + question.stages.index(layers)
+            if layers in question.stages
+            else len(stages) + slices.index(layers)
+            for layers in ranges
+        ]
+        for chain in range(chains)
+    ]
+    columns = [column for chain in question.chains for column in chain]
+    pipelines = _pipelines_of_roles(question, solution)
     seats, programs = [], []
-    pipelines = _role_pipelines(question, solution)
-    for worker in question.live:
-        role = Worker(pipelines[worker], solution.columns[worker])
-        other_room = question.scope == "roles" and worker in question.capacity_of
-        holds = None if in_place and not other_room else merge_ranges(
-            (question.parts[part].first, question.parts[part].end) for part in solution.held[worker])
-        seats.append(Seat(Worker(*worker), role, len(programs), holds))
-        programs.append(_program(units, solution, numbers, worker, role.pipeline))
-    columns = tuple(column for chain in question.chains for column in chain)
-    stages = tuple(VirtualStage(column=column, layers=layers if question.has_layers else None)
-                   for column, layers in zip(columns, question.stages * len(question.chains), strict=True))
+    for number, worker in enumerate(question.live):
+        is_listed = question.scope == "any layers" or (
+            question.scope == "roles" and worker in question.capacity_of)
+        holds = merge_ranges(ranges[part] for part in solution.held[worker]) if is_listed else None
+        seats.append(
+            Seat(
+                Worker(*worker), Worker(pipelines[worker], solution.columns[worker]), number, holds
+            )
+        )
+        programs.append(_program(question, solution, numbers, worker, pipelines[worker]))
     schedule = Schedule(
-        job=question.name, tick_seconds=float(units.tick), slices=slices, backward=question.backward,
-        grid=Grid(pipelines=question.pipelines, columns=question.columns, stages=stages,
-                  microbatches=question.microbatches, chains=len(question.chains)),
-        times=_times(units, ranges), memory=_memory(units, ranges), optimizer=question.optimizer,
-        failed=tuple(Worker(*worker) for worker in question.failed), seats=tuple(seats),
-        programs=tuple(programs), period_ticks=1, lower_bound_ticks=0, status="feasible", method="exact")
-    period = compute_period_ticks(schedule.all_ops())
-    if question.optimizer == "synchronous":
-        ops = list(schedule.all_ops())
-        period = max(op.end_ticks for op in ops) - min(op.start_ticks for op in ops)
-    assert period <= solution.period, f"the schedule takes {period} ticks, the solution {solution.period}"
-    return Schedule(**{name: getattr(schedule, name) for name in Schedule.__struct_fields__
-                       if name != "period_ticks"}, period_ticks=period)
+        job="tiny",
+        tick_seconds=float(question.tick),
+        slices=slices,
+        backward=question.backward,
+        grid=Grid(
+            pipelines=question.pipelines,
+            columns=question.columns,
+            chains=chains,
+            microbatches=question.microbatches,
+            stages=tuple(
+                VirtualStage(column=column, layers=layers if question.has_layers else None)
+                for column, layers in zip(columns, stages, strict=True)
+            ),
+        ),
+        times=_times(question, [*stages, *slices]),
+        memory=_memory(question, [*stages, *slices]),
+        optimizer=question.optimizer,
+        failed=tuple(Worker(*worker) for worker in question.failed),
+        seats=tuple(seats),
+        programs=tuple(programs),
+        period_ticks=1,
+        lower_bound_ticks=0,
+        status="feasible",
+        method="exact",
+    )
+    return msgspec.structs.replace(schedule, period_ticks=_period(schedule, solution))
 
 
-def _number_slices(question: Question) -> tuple[dict[tuple[int, int], int], tuple[tuple[int, int], ...]]:
-    """Return the number of each part for each direction, and the ranges of those that are no stages."""
-    slices: list[tuple[int, int]] = []
-    numbers: dict[tuple[int, int], int] = {}
-    for number, part in enumerate(question.parts):
-        layers = (part.first, part.end)
-        for chain in range(len(question.chains)):
-            if layers in question.stages:
-                numbers[chain, number] = chain * question.depth + question.stages.index(layers)
-            else:
-                slices += [layers] if layers not in slices else []
-                numbers[chain, number] = len(question.chains) * question.depth + slices.index(layers)
-    return numbers, tuple(slices)
+def _period(schedule: Schedule, solution: Solution) -> int:
+    """Return the period of the ops as they are, which may be shorter than the solution says."""
+    windows = [
+        (ops[0].start_ticks, ops[-1].end_ticks) for ops in map(schedule.ops, schedule.members)
+    ]
+    first = min(start for start, _ in windows)
+    period = max(
+        end - (first if schedule.optimizer == "synchronous" else start) for start, end in windows
+    )
+    assert period <= solution.period, (
+        f"the schedule takes {period} ticks, its solution {solution.period}"
+    )
+    return period
 
 
-def _role_pipelines(question: Question, solution: Solution) -> dict[tuple[int, int], int]:
-    """Return the pipeline of each worker's role: its own, or in another column the first one left."""
+def _pipelines_of_roles(question: Question, solution: Solution) -> dict[tuple[int, int], int]:
+    """Return the pipeline of each worker's role: its own, or the first one left."""
     own = {worker for worker in question.live if solution.columns[worker] == worker[1]}
-    taken = set(own)
-    pipelines = {worker: worker[0] for worker in own}
+    pipelines, taken = {worker: worker[0] for worker in own}, set(own)
     for worker in question.live:
         if worker not in own:
             pipelines[worker] = next(number for number in range(question.pipelines)
@@ -132,55 +155,77 @@ def _role_pipelines(question: Question, solution: Solution) -> dict[tuple[int, i
     return pipelines
 
 
-def _program(units: Units, solution: Solution, numbers: dict[tuple[int, int], int], worker: tuple[int, int],
-             pipeline: int) -> tuple[ProgramOp, ...]:
-    """Return the ops of a worker in order. What takes no time comes first, in the order of its results."""
+def _program(question: Question, solution: Solution, numbers: Sequence[Sequence[int]],
+             worker: tuple[int, int], pipeline: int) -> tuple[ProgramOp, ...]:
+    """Return the ops of a worker in order; those without duration come first."""
     placed: list[tuple[int, int, tuple[int, ...], ProgramOp]] = []
-    rank = {"F": 0, "I": 1, "B": 1, "W": 2}
-    for (kind, home, batch, part), start in solution.starts.items():
-        if solution.hosts[home, batch, part] == worker:
-            number = numbers[batch % len(units.question.chains), part]
-            depth = part if kind == "F" else -part
-            placed.append((start, start + units.ticks(kind, part, worker), (rank[kind], depth, home, batch),
-                           ProgramOp(OpKind(kind), number, batch, start, None if home == pipeline else home)))
+    for (kind, batch, part), start in solution.starts.items():
+        if solution.hosts[batch, part] == worker:
+            rank = ("FIBW".index(kind), part if kind == "F" else -part, *batch)
+            placed.append(
+                (
+                    start,
+                    start + question.ticks(kind, part, worker),
+                    rank,
+                    ProgramOp(
+                        OpKind(kind),
+                        numbers[batch[1] % len(numbers)][part],
+                        batch[1],
+                        start,
+                        None if batch[0] == pipeline else batch[0],
+                    ),
+                )
+            )
     for part in solution.held[worker]:
         start = solution.reductions[part]
-        placed.append((start, start + units.ticks("A", part), (3, part),
-                       ProgramOp(OpKind.A, numbers[0, part], None, start)))
+        placed.append((start, start + question.ticks("A", part), (4, part),
+                       ProgramOp(OpKind.A, numbers[0][part], None, start)))
     placed.sort(key=lambda op: op[:3])
     return (*(op for *_, op in placed), ProgramOp(OpKind.O, None, None, solution.steps[worker]))
 
 
-def _times(units: Units, ranges: list[tuple[int, int]]) -> Times:
-    question = units.question
+def _times(question: Question, ranges: Sequence[LayerRange]) -> Times:
+    totals = {key: _totals(question, ranges, lambda part, kind=kind: part.times[kind])
+              for kind, key in TIMES.items()}
+    totals["optimizer"] = tuple(
+        sum(question.ticks("O", part) for part in held) for held in question.held
+    )
+    return Times(
+        **totals,
+        transfer=int(question.transfer),
+        slow=tuple(
+            Slow(Worker(*worker), int(factor * 1000))
+            for worker, factor in sorted(question.slow.items())
+        ),
+        optimizer_of_layer=tuple(question.ticks("O", part) for part in range(len(question.parts)))
+        if _has_layers_as_parts(question)
+        else (),
+        **({"overlap": True} if question.overlap else {}),
+    )
 
-    def of_slices(kind: str) -> tuple[int, ...]:
-        return tuple(_sum_of_parts(question, layers, lambda part: units.ticks(kind, part)) for layers in ranges)
 
-    cut = len(question.parts) == question.stages[-1][1]
-    return Times(**{key: of_slices(kind) for kind, key in {**OPS, "A": "all_reduce"}.items()},
-                 optimizer=tuple(sum(units.ticks("O", part) for part in held) for held in question.held),
-                 transfer=units.transfer,
-                 slow=tuple(Slow(Worker(*worker), int(factor * 1000))
-                            for worker, factor in sorted(question.slow.items())),
-                 optimizer_of_layer=tuple(units.ticks("O", part) for part in range(len(question.parts)))
-                 if cut else (), **({"overlap": True} if question.overlap else {}))
-
-
-def _memory(units: Units, ranges: list[tuple[int, int]]) -> Memory | None:
-    question = units.question
+def _memory(question: Question, ranges: Sequence[LayerRange]) -> Memory | None:
     if question.capacity is None:
         return None
-    rooms = tuple(Room(Worker(*worker), units.room(room)) for worker, room in sorted(question.capacity_of.items()))
-    cut = len(question.parts) == question.stages[-1][1]
-    return Memory(unit=float(units.unit), capacity=tuple(map(units.room, question.capacity)),
-                  activation=tuple(_sum_of_parts(question, layers, units.activation) for layers in ranges),
-                  weight_stash=tuple(_sum_of_parts(question, layers, units.stash) for layers in ranges),
-                  weights=tuple(units.need(part.weights) for part in question.parts) if cut else (),
-                  **({"capacity_of": rooms} if rooms else {}))
+    rooms = tuple(
+        Room(Worker(*worker), int(room)) for worker, room in sorted(question.capacity_of.items())
+    )
+    return Memory(unit=float(question.unit), capacity=tuple(map(int, question.capacity)),
+                  activation=_totals(question, ranges, lambda part: part.activation),
+                  weight_stash=_totals(question, ranges, lambda part: part.stash),
+                  weights=tuple(int(part.weights) for part in question.parts)
+                  if _has_layers_as_parts(question) else (), capacity_of=rooms or msgspec.UNSET)
 
 
-def _sum_of_parts(question: Question, layers: tuple[int, int], amount: object) -> int:
-    assert callable(amount)
-    return sum(amount(part) for part, own in enumerate(question.parts)
-               if layers[0] <= own.first and own.end <= layers[1])
+def _has_layers_as_parts(question: Question) -> bool:
+    return len(question.parts) == question.stages[-1][1]
+
+
+def _totals(
+    question: Question, ranges: Sequence[LayerRange], amount: Callable[[Part], Any]
+) -> tuple[int, ...]:
+    """Return an amount of all parts within each of the ranges of layers."""
+    return tuple(
+        int(sum(amount(part) for part in question.parts if first <= part.first and part.end <= end))
+        for first, end in ranges
+    )

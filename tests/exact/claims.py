@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from slipstream.planner import NoPlanError, PlanOptions, normalised, parse_job
 from slipstream.planner.bound_verifier import proven_bound
+from slipstream.planner.budget import Budget
 from slipstream.planner.placement import find_placement
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import Schedule, Worker
@@ -45,9 +46,14 @@ class Verdict(NamedTuple):
 
 def plan_case(case: Case, *, steps: int = STEPS, seed: int = 0) -> Schedule:
     """Return the planner's schedule of a case. Raises NoPlanError."""
-    options = PlanOptions(steps=steps, seed=seed, backward=case.backward, optimizer=case.optimizer,  # type: ignore[arg-type]
-                          layers="move" if case.scope == "any layers" else "fixed",
-                          from_checkpoint=case.scope == "any layers")
+    options = PlanOptions(
+        steps=steps,
+        seed=seed,
+        backward=case.backward,
+        optimizer=case.optimizer,  # type: ignore[arg-type]
+        layers="move" if case.scope == "any layers" else "fixed",
+        from_checkpoint=case.scope == "any layers",
+    )
     if case.scope == "any placement":
         return find_placement(case.text, options).plan.schedule
     job, failed = parse_job(case.text), [Worker(*worker) for worker in case.failed]
@@ -61,7 +67,9 @@ def ask(case: Case, scope: str, at_most: Fraction | None, effort: float = EFFORT
     if scope == "any placement":
         return answer_any_placement(case.job, backward=case.backward, optimizer=case.optimizer,
                                     at_most=at_most, effort=effort)
-    question = read_question(case.job, case.failed, scope=scope, backward=case.backward, optimizer=case.optimizer)
+    question = read_question(
+        case.job, case.failed, scope=scope, backward=case.backward, optimizer=case.optimizer
+    )
     return answer(question, at_most=at_most, effort=effort)
 
 
@@ -71,12 +79,19 @@ def judge(case: Case, *, steps: int = STEPS, seed: int = 0, effort: float = EFFO
         schedule = plan_case(case, steps=steps, seed=seed)
     except NoPlanError as error:
         found = ask(case, case.scope, None, effort)
-        wrong = {"no plan": f"refused ({error}); there is one of {_text(found.upper)} s"} if found.schedule else {}
+        wrong = (
+            {"no plan": f"refused ({error}); there is one of {_text(found.upper)} s"}
+            if found.schedule
+            else {}
+        )
         return Verdict(case, None, found, wrong)
     except Exception as error:
         return Verdict(case, None, Answer(lower=Fraction(0), upper=None, schedule=None),
                        {"crash": f"{type(error).__name__}: {error}"})
-    period, bound = _seconds(schedule, schedule.period_ticks), _seconds(schedule, schedule.lower_bound_ticks)
+    period, bound = (
+        _seconds(schedule, schedule.period_ticks),
+        _seconds(schedule, schedule.lower_bound_ticks),
+    )
     found = ask(case, schedule.scope.value, period * (1 + ROUNDING), effort)
     wrong = dict(_wrong_claims(schedule, found, period, bound))
     return Verdict(case, schedule, found, wrong)
@@ -85,14 +100,26 @@ def judge(case: Case, *, steps: int = STEPS, seed: int = 0, effort: float = EFFO
 def _wrong_claims(schedule: Schedule, found: Answer, period: Fraction, bound: Fraction) -> Any:
     scope = schedule.scope.value
     if found.is_impossible or period * (1 + ROUNDING) < found.lower:
-        yield "too short", f"planned {_text(period)} s, less than the shortest for {scope}, {_text(found.lower)} s"
+        yield (
+            "too short",
+            f"planned {_text(period)} s; the shortest for {scope} is {_text(found.lower)} s",
+        )
     if found.upper is None:
         return
     claims = [("bound", bound)]
+    if not bound:
+        claims.append(("gap", period / (1 + Fraction(schedule.gap))))
     try:
-        claims.append(("witness", _seconds(schedule, proven_bound(schedule).ticks)))
+        proven = proven_bound(schedule, Budget.of_steps(STEPS)).ticks
     except Exception as error:
         yield "witness crash", f"{type(error).__name__}: {error}"
+    else:
+        claims.append(("witness", _seconds(schedule, proven)))
+        if proven < schedule.lower_bound_ticks:
+            yield (
+                "unproven",
+                f"the bound of {_text(bound)} s is not proven by `slipstream check --bound`",
+            )
     for kind, claimed in claims:
         if claimed > found.upper * (1 + ROUNDING):
             yield kind, f"{_text(claimed)} s proven for {scope}; {_text(found.upper)} s is possible"

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 
 from tests.exact.question import Worker
 
-SCOPES = ("own micro-batches", "whole stages", "layers in place", "roles", "any layers", "any placement")
+SCOPES = (
+    "own micro-batches",
+    "whole stages",
+    "layers in place",
+    "roles",
+    "any layers",
+    "any placement",
+)
 LARGEST = 30
 """Largest number of compute ops of a drawn job, which is still solved in seconds."""
 WHOLE = (0, 1, 1, 1, 2, 3)
@@ -27,10 +34,17 @@ class Case(NamedTuple):
     @property
     def text(self) -> str:
         """Job file."""
-        lines = [f"{key} = {toml(value)}" for key, value in self.job.items() if not isinstance(value, dict)]
+        lines = [
+            f"{key} = {toml(value)}"
+            for key, value in self.job.items()
+            if not isinstance(value, dict)
+        ]
         for table, values in self.job.items():
             if isinstance(values, dict):
-                lines += [f"[{table}]", *(f"{key} = {toml(value)}" for key, value in values.items())]
+                lines += [
+                    f"[{table}]",
+                    *(f"{key} = {toml(value)}" for key, value in values.items()),
+                ]
         return "\n".join(lines) + "\n"
 
     @property
@@ -38,8 +52,19 @@ class Case(NamedTuple):
         """Options of `slipstream plan` that ask the question."""
         asked = {"roles": ["--normalise"], "any layers": ["--layers", "move", "--from-checkpoint"],
                  "any placement": ["--placement", "any"]}
-        down = [option for pipeline, column in self.failed for option in ("--failed", f"{pipeline}.{column}")]
-        return [*asked.get(self.scope, []), *down, "--backward", self.backward, "--optimizer", self.optimizer]
+        down = [
+            option
+            for pipeline, column in self.failed
+            for option in ("--failed", f"{pipeline}.{column}")
+        ]
+        return [
+            *asked.get(self.scope, []),
+            *down,
+            "--backward",
+            self.backward,
+            "--optimizer",
+            self.optimizer,
+        ]
 
     @property
     def command(self) -> str:
@@ -64,7 +89,9 @@ def draw_case(seed: int, scope: str) -> Case:
         batches = case.job["microbatches"]
         total = sum(batches) if isinstance(batches, list) else batches * case.job["pipelines"]
         parts = sum(case.job.get("placement", {}).get("layers", ())) if scope in SCOPES[2:] else 0
-        if total * max(parts, _depth(case.job)) * 3 <= (LARGEST if scope != "any placement" else LARGEST // 2):
+        if total * max(parts, _depth(case.job)) * 3 <= (
+            LARGEST if scope != "any placement" else LARGEST // 2
+        ):
             return case
 
 
@@ -78,7 +105,9 @@ class _Draw:
 
     def __init__(self, random: Random, scope: str) -> None:
         self.random, self.scope = random, scope
-        self.pipelines = random.choice((1, 1, 2) if scope.startswith(("own", "any")) else (1, 2, 2, 3))
+        self.pipelines = random.choice(
+            (1, 1, 2) if scope.startswith(("own", "any")) else (1, 2, 2, 3)
+        )
         self.stages = random.choice((1, 2, 2, 3))
         self.numbers = WHOLE if random.random() < 0.75 else ODD
 
@@ -95,8 +124,18 @@ class _Draw:
         if chances(0.5):
             job["memory"] = self._memory(depth)
         if "layers" in placement and chances(0.5):
-            keys = ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce", "activation", "weights")
-            job["layers"] = {key: self._values((0, 1, 1, 2, 3), layers) for key in keys if chances(0.5)}
+            keys = (
+                "forward",
+                "backward_input",
+                "backward_weight",
+                "optimizer",
+                "all_reduce",
+                "activation",
+                "weights",
+            )
+            job["layers"] = {
+                key: self._values((0, 1, 1, 2, 3), layers) for key in keys if chances(0.5)
+            }
         if self.scope != "any placement" and chances(0.2):
             job["network"] = {"overlap": True}
         return Case(self.scope, job, self._failures(), "fused" if chances(0.2) else "split",
@@ -140,7 +179,9 @@ class _Draw:
     def _times(self, depth: int) -> dict[str, Any]:
         forward = self._values(self.numbers, depth)
         times: dict[str, Any] = {"forward": forward if any(forward) else [1] * depth}
-        times |= {key: self._values(self.numbers, depth) for key in ("backward_input", "backward_weight")}
+        times |= {
+            key: self._values(self.numbers, depth) for key in ("backward_input", "backward_weight")
+        }
         inputs = times["backward_input"]
         if self.scope == "any placement" and not inputs[0] and any(inputs):
             inputs[0] = max(inputs)  # else the layers that come first have no I, wherever they are
@@ -154,7 +195,11 @@ class _Draw:
         return times
 
     def _by_worker(self, numbers: tuple[float, ...]) -> dict[str, float]:
-        workers = [f"{pipeline}.{column}" for pipeline in range(self.pipelines) for column in range(self.stages)]
+        workers = [
+            f"{pipeline}.{column}"
+            for pipeline in range(self.pipelines)
+            for column in range(self.stages)
+        ]
         chosen = self.random.sample(workers, min(len(workers), self.random.choice((1, 1, 2))))
         return {worker: self.random.choice(numbers) for worker in chosen}
 
@@ -163,8 +208,11 @@ class _Draw:
         activation, stash = self._values(sizes, depth), self._values((0, 0, 0.5, *sizes), depth)
         least = max(*activation, *stash) * (depth // self.stages)
         rooms = (least, least, 1.5 * least, 2 * least + 0.1)
-        memory: dict[str, Any] = {"capacity": self._values(rooms, self.stages), "activation": activation,
-                                  "weight_stash": stash}
+        memory: dict[str, Any] = {
+            "capacity": self._values(rooms, self.stages),
+            "activation": activation,
+            "weight_stash": stash,
+        }
         if self.scope != "own micro-batches" and self._chance(0.4):
             memory["weights"] = self._values((0, 0.5, 1, 2), depth)
         if self.scope not in ("own micro-batches", "any placement") and self._chance(0.3):
@@ -173,7 +221,9 @@ class _Draw:
 
     def _failures(self) -> tuple[Worker, ...]:
         """Return some workers, seldom all of a column."""
-        if self.scope in ("own micro-batches", "any placement") or (self.scope == "whole stages" and self._chance(0.3)):
+        if self.scope in ("own micro-batches", "any placement") or (
+            self.scope == "whole stages" and self._chance(0.3)
+        ):
             return ()
         down: set[Worker] = set()
         for _ in range(self.random.choice((0, 1, 1, 2) if self.scope != "roles" else (1, 1, 2))):

@@ -1,26 +1,23 @@
 """Model a question as one CP-SAT problem: hosts, holdings, starts, reductions and memory together.
 
-Each method states one of the rules of docs/concepts.md. A route passes every part in order. Consecutive
-parts on one worker, one directly after the other, are a slice of several layers.
+Each method states a rule of docs/concepts.md. A route passes every part in order. Parts that a
+worker runs one directly after the other are a slice of several layers.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from ortools.sat.python import cp_model
 
-from tests.exact.question import Worker
-from tests.exact.units import Units
+from tests.exact.question import Batch, Question, Worker
 
-Op = tuple[str, int, int, int]
-"""Compute op as (kind, pipeline, micro-batch, part)."""
+Op = tuple[str, Batch, int]
+"""Compute op as (kind, micro-batch, part)."""
 EFFORT = 2.0
 """Deterministic time of the solver for one question, in its unit of about a second."""
-Visit = tuple[int, int, int]
-"""Micro-batch at a part, as (pipeline, micro-batch, part)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +26,8 @@ class Solution:
 
     period: int
     starts: Mapping[Op, int]
-    hosts: Mapping[Visit, Worker]
-    reductions: Mapping[int, int]
+    hosts: Mapping[tuple[Batch, int], Worker]
+    reductions: tuple[int, ...]
     """Start of the reduction of each part."""
     steps: Mapping[Worker, int]
     """Start of the optimizer step of each live worker."""
@@ -39,7 +36,7 @@ class Solution:
     """Column of each worker's role."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Solved:
     """What the solver found out: a solution if there is one, and a proven bound in ticks."""
 
@@ -49,296 +46,284 @@ class Solved:
 
 
 class ExactModel:
-    """CP-SAT model of the shortest period of one question, in whole ticks."""
+    """CP-SAT model of the shortest period of one question in whole ticks, at most `at_most`."""
 
-    def __init__(self, units: Units, at_most: int | None) -> None:
-        self.units, self.question, self.model = units, units.question, cp_model.CpModel()
+    def __init__(self, question: Question, at_most: int | None) -> None:
+        self.question, self.model = question, cp_model.CpModel()
+        self.parts = range(len(question.parts))
         self.horizon = self._longest()
-        self.period = self.model.new_int_var(0, min(at_most or self.horizon, self.horizon), "period")
-        self.columns = self._choose_roles()
-        self.holds = self._choose_holdings()
-        self.hosts = self._choose_hosts()
-        self.starts = self._start_ops()
-        self.reductions = {part: self._time(f"A{part}") for part in range(len(self.question.parts))}
-        self.steps = {worker: self._time(f"O{worker}") for worker in self.question.live}
-        self.begins = self._begin_windows()
+        self.limit = self.horizon if at_most is None else min(at_most, self.horizon)
+        self.period = self.model.new_int_var(0, self.limit, "period")
+        self.columns = {(worker, column): self._boolean(worker[1] == column)
+                        for worker in question.live for column in range(question.columns)}
+        self.holds = {(worker, part): self._boolean(part in question.held[worker[1]])
+                      for worker in question.live for part in self.parts}
+        self.hosts = {(batch, part): {worker: self.model.new_bool_var("")
+                                      for worker in question.hosts(batch, part)}
+                      for batch in question.batches for part in self.parts}
+        self.starts: dict[Op, Any] = {(kind, *visit): self._time()
+                                      for visit in self.hosts for kind in question.kinds}
+        self.reductions = [self._time() for _ in self.parts]
+        self.steps = {worker: self._time() for worker in question.live}
+        self.begins = {worker: 0 if question.optimizer == "synchronous" else self._time()
+                       for worker in question.live}
+        self.assign_roles_and_hosts()
         self.order_route()
         self.run_one_at_a_time()
         self.keep_within_memory()
-        self.reduce_after_weight_gradients()
-        self.step_last()
+        self.step_after_reductions()
         self.break_symmetry()
         self.model.minimize(self.period)
 
-    # --- Variables ------------------------------------------------------------------------------------------
+    def _time(self) -> Any:
+        return self.model.new_int_var(0, self.horizon, "")
+
+    def _boolean(self, value: bool) -> Any:
+        """Return a value that is fixed in place, or a variable if roles or layers may move."""
+        return (
+            self.model.new_bool_var("")
+            if self.question.scope in ("roles", "any layers")
+            else int(value)
+        )
 
     def _longest(self) -> int:
-        """Return ticks in which everything can run one after the other.
+        """Return ticks in which all ops and transfers can follow one another.
 
-        A time at which nothing runs anywhere can be cut out of a schedule, so none needs more.
+        A time at which nothing happens anywhere can be cut out of a schedule, so none needs more.
         """
-        parts, live = range(len(self.question.parts)), self.question.live
-        longest = sum(max((self.units.ticks(kind, part, worker) for worker in live), default=0)
-                      for kind in self.question.kinds for part in parts)
-        route = longest + 2 * len(parts) * self.units.transfer
-        closing = sum(self.units.ticks(kind, part) for kind in "AO" for part in parts)
-        return route * len(self.question.batches()) + closing * (len(live) + 1)
-
-    def _time(self, name: str) -> cp_model.IntVar:
-        return self.model.new_int_var(0, self.horizon, name)
-
-    def _choose_roles(self) -> dict[tuple[Worker, int], Any]:
-        """Let each worker play the role of one column: its own, or any that is not full."""
-        question, columns = self.question, range(self.question.columns)
-        if question.scope != "roles":
-            return {(worker, column): worker[1] == column for worker in question.live for column in columns}
-        role = {(worker, column): self.model.new_bool_var(f"role {worker} {column}")
-                for worker in question.live for column in columns}
-        for worker in question.live:
-            self.model.add_exactly_one(role[worker, column] for column in columns)
-        for column in columns:
-            self.model.add(sum(role[worker, column] for worker in question.live) <= question.pipelines)
-        return role
-
-    def _choose_holdings(self) -> dict[tuple[Worker, int], Any]:
-        """Let each worker hold the parts of its role, or any if layers may move."""
-        question, parts = self.question, range(len(self.question.parts))
-        if question.scope not in ("roles", "any layers"):
-            return {(worker, part): int(part in question.held[worker[1]])
-                    for worker in question.live for part in parts}
-        holds = {(worker, part): self.model.new_bool_var(f"hold {worker} {part}")
-                 for worker in question.live for part in parts}
-        if question.scope == "roles":
-            for (worker, part), literal in holds.items():
-                self.model.add(literal == sum(
-                    self.columns[worker, column] for column in range(question.columns)
-                    if part in question.held[column]))
-        return holds
-
-    def _choose_hosts(self) -> dict[Visit, dict[Worker, Any]]:
-        """Let one worker that holds a part run it for a micro-batch: F, I and W."""
-        hosts: dict[Visit, dict[Worker, Any]] = {}
-        for batch in self.question.batches():
-            for part in range(len(self.question.parts)):
-                among = self.question.hosts(batch, part)
-                choice = {worker: self.model.new_bool_var(f"{batch} {part} on {worker}") for worker in among}
-                self.model.add_exactly_one(choice.values())
-                for worker, literal in choice.items():
-                    self.model.add(self.holds[worker, part] >= 1).only_enforce_if(literal)
-                hosts[*batch, part] = choice
-        return hosts
-
-    def _start_ops(self) -> dict[Op, cp_model.IntVar]:
-        return {(kind, *visit): self._time(f"{kind}{visit}") for visit in self.hosts
-                for kind in self.question.kinds}
-
-    def _begin_windows(self) -> dict[Worker, Any]:
-        """Return when each worker's window begins: at its first op, or everybody's if O is synchronous."""
-        if self.question.optimizer == "synchronous":
-            return dict.fromkeys(self.question.live, 0)
-        return {worker: self._time(f"begin {worker}") for worker in self.question.live}
+        question = self.question
+        route = sum(max(question.ticks(kind, part, worker) for worker in question.live)
+                    for kind in question.kinds for part in self.parts)
+        route += 2 * len(self.parts) * int(question.transfer)
+        closing = sum(question.ticks(kind, part) for kind in "AO" for part in self.parts)
+        return route * len(question.batches) + closing * (len(question.live) + 1)
 
     def _end(self, op: Op) -> Any:
-        kind, *_, part = op
-        ticks = (literal * self.units.ticks(kind, part, worker)
-                 for worker, literal in self.hosts[op[1:]].items())
-        return self.starts[op] + sum(ticks)
+        """Return the end of an op, by the worker that runs it."""
+        return self.starts[op] + sum(literal * self.question.ticks(op[0], op[2], worker)
+                                     for worker, literal in self.hosts[op[1:]].items())
 
-    def _optimizer_ticks(self, worker: Worker) -> Any:
-        return sum(self.holds[worker, part] * self.units.ticks("O", part)
-                   for part in range(len(self.question.parts)))
+    def _ops_on(self, worker: Worker) -> Iterator[tuple[Op, Any]]:
+        """Iterate over the ops that a worker may run, each with the literal that says so."""
+        return (
+            (op, self.hosts[op[1:]][worker]) for op in self.starts if worker in self.hosts[op[1:]]
+        )
 
-    # --- Rules ----------------------------------------------------------------------------------------------
+    def _held_by(self, worker: Worker) -> Iterator[tuple[int, Any]]:
+        """Iterate over the parts that a worker may hold, each with the literal that says so."""
+        held = ((part, self.holds[worker, part]) for part in self.parts)
+        return (
+            (part, literal) for part, literal in held if not isinstance(literal, int) or literal
+        )
+
+    # --- Rules -----------------------------------------------------------------------
+
+    def assign_roles_and_hosts(self) -> None:
+        """Let each worker play one role, and one holder run each part of a micro-batch."""
+        question, columns = self.question, range(self.question.columns)
+        if question.scope == "roles":
+            for worker in question.live:
+                self.model.add_exactly_one(self.columns[worker, column] for column in columns)
+                for part in self.parts:
+                    self.model.add(
+                        self.holds[worker, part]
+                        == sum(
+                            self.columns[worker, column]
+                            for column in columns
+                            if part in question.held[column]
+                        )
+                    )
+            for column in columns:
+                self.model.add(sum(self.columns[worker, column] for worker in question.live)
+                               <= question.pipelines)
+        for (_, part), choice in self.hosts.items():
+            self.model.add_exactly_one(choice.values())
+            for worker, literal in choice.items():
+                self.model.add(literal <= self.holds[worker, part])
 
     def order_route(self) -> None:
-        """Rules 1 to 3: results have arrived, I follows the next part's I, and W follows its I."""
-        gradient, last = self.question.kinds[1], len(self.question.parts) - 1
-        for batch in self.question.batches():
-            for part in range(last):
-                self._let_wait(("F", *batch, part), ("F", *batch, part + 1))
-                self._let_wait((gradient, *batch, part + 1), (gradient, *batch, part))
-            self._let_wait(("F", *batch, last), (gradient, *batch, last))
-            if self.question.backward == "split":
-                for part in range(last + 1):
-                    self._let_wait(("I", *batch, part), ("W", *batch, part))
+        """Rules 1 to 3: results have arrived, I follows the I of the next part, W follows its I."""
+        gradient, last = self.question.kinds[1], self.parts[-1]
+        for batch in self.question.batches:
+            for part in self.parts[:-1]:
+                self._let_wait(("F", batch, part), ("F", batch, part + 1))
+                self._let_wait((gradient, batch, part + 1), (gradient, batch, part))
+            self._let_wait(("F", batch, last), (gradient, batch, last))
+            if gradient == "I":
+                for part in self.parts:
+                    self._let_wait(("I", batch, part), ("W", batch, part))
 
     def _let_wait(self, awaited: Op, op: Op) -> None:
-        """Let an op start after another one's end, plus a transfer if another worker runs it."""
+        """Let an op start after the end of another, plus a transfer if another worker runs it."""
         self.model.add(self.starts[op] >= self._end(awaited))
-        if awaited[3] == op[3] or not self.units.transfer:
-            return
-        for worker, literal in self.hosts[awaited[1:]].items():
+        for worker, literal in self.hosts[awaited[1:]].items() if awaited[2] != op[2] else ():
             other = self.hosts[op[1:]].get(worker)
             elsewhere = [literal] if other is None else [literal, other.negated()]
-            self.model.add(self.starts[op] >= self._end(awaited) + self.units.transfer).only_enforce_if(elsewhere)
+            self.model.add(self.starts[op] >= self._end(awaited) + int(self.question.transfer)
+                           ).only_enforce_if(elsewhere)
 
     def run_one_at_a_time(self) -> None:
-        """Rule 4: a worker runs one op at a time; reductions occupy it, or one link if they overlap."""
-        busy: dict[Worker, list[Any]] = defaultdict(list)
-        links: dict[Worker, list[Any]] = defaultdict(list)
-        for (kind, *batch, part), start in self.starts.items():
-            for worker, literal in self.hosts[*batch, part].items():
-                busy[worker].append(self.model.new_optional_fixed_size_interval_var(
-                    start, self.units.ticks(kind, part, worker), literal, f"{kind} {batch} {part} {worker}"))
-        for (worker, part), held in self.holds.items():
-            taken = links if self.question.overlap else busy
-            if not isinstance(held, int) or held:
-                taken[worker].append(self.model.new_optional_fixed_size_interval_var(
-                    self.reductions[part], self.units.ticks("A", part), held, f"A {part} {worker}"))
-        for intervals in (*busy.values(), *links.values()):
-            self.model.add_no_overlap(intervals)
+        """Rule 4: a worker runs one op at a time.
+
+        Reductions occupy it, or its links if they overlap with compute.
+        """
+        for worker in self.question.live:
+            busy = [self.model.new_optional_fixed_size_interval_var(
+                self.starts[op], self.question.ticks(op[0], op[2], worker), literal, "")
+                for op, literal in self._ops_on(worker)]
+            reductions = [self.model.new_optional_fixed_size_interval_var(
+                self.reductions[part], self.question.ticks("A", part), literal, "")
+                for part, literal in self._held_by(worker)]
+            for together in (busy, reductions) if self.question.overlap else (busy + reductions,):
+                self.model.add_no_overlap(together)
 
     def keep_within_memory(self) -> None:
-        """Rule 5: weights, activations from F to I, and then stashes to the end of W fit each worker."""
+        """Rule 5: weights, activations from F to I, and stashes to the end of W fit each worker."""
         if self.question.capacity is None:
             return
-        gradient = self.question.kinds[1]
-        held: dict[Worker, list[tuple[Any, int]]] = defaultdict(list)
-        for visit, choice in self.hosts.items():
-            for worker, literal in choice.items():
-                spans = [("F", 0, gradient, self.units.activation(visit[2]))]
-                if self.question.backward == "split":
-                    after = self.units.ticks("I", visit[2], worker)
-                    spans.append(("I", after, "W", self.units.stash(visit[2])))
-                for first, delay, last, amount in spans:
-                    if amount:
-                        end = self.starts[last, *visit] + self.units.ticks(last, visit[2], worker)
-                        size = self._time(f"{first} {visit} {worker} held")
-                        span = self.model.new_optional_interval_var(
-                            self.starts[first, *visit] + delay, size, end, literal, f"{first} {visit} {worker}")
-                        held[worker].append((span, amount))
         for worker in self.question.live:
-            spans_held = held[worker]
-            self.model.add_cumulative([span for span, _ in spans_held], [amount for _, amount in spans_held],
-                                      self._room(worker))
+            spans, amounts = [], []
+            for (kind, batch, part), literal in self._ops_on(worker):
+                own = self.question.parts[part]
+                if kind == "F" and own.activation:
+                    spans.append(self._span(worker, literal, ("F", batch, part), 0,
+                                            (self.question.kinds[1], batch, part)))
+                    amounts.append(int(own.activation))
+                if kind == "W" and own.stash:
+                    spans.append(
+                        self._span(
+                            worker,
+                            literal,
+                            ("I", batch, part),
+                            self.question.ticks("I", part, worker),
+                            ("W", batch, part),
+                        )
+                    )
+                    amounts.append(int(own.stash))
+            self.model.add_cumulative(spans, amounts, self._room(worker))
+
+    def _span(self, worker: Worker, literal: Any, first: Op, delay: int, last: Op) -> Any:
+        """Return the interval from `delay` after the start of one op to the end of another."""
+        end = self.starts[last] + self.question.ticks(last[0], last[2], worker)
+        return self.model.new_optional_interval_var(
+            self.starts[first] + delay, self._time(), end, literal, ""
+        )
 
     def _room(self, worker: Worker) -> Any:
-        """Return the units of memory that a worker's layers leave for activations."""
-        question, parts = self.question, range(len(self.question.parts))
-        assert question.capacity is not None
-        if question.scope == "roles" and worker not in question.capacity_of:
-            ways = [(self.columns[worker, column], question.capacity[column])
-                    for column in range(question.columns)]
-        elif question.scope == "roles":
-            total = question.own_room(worker) + question.weights(question.held[worker[1]])
-            ways = [(self.columns[worker, column], total - question.weights(question.held[column]))
-                    for column in range(question.columns)]
+        """Return the room that the layers of a worker leave for activations."""
+        question = self.question
+        rooms = [int(question.room(worker, column)) for column in range(question.columns)]
+        total = rooms[worker[1]] + int(question.weights(worker[1]))
+        room = self.model.new_int_var(0, max(0, total, *rooms), "")
+        if question.scope == "any layers":
+            self.model.add(
+                room
+                == total
+                - sum(
+                    self.holds[worker, part] * int(question.parts[part].weights)
+                    for part in self.parts
+                )
+            )
         else:
-            total = question.own_room(worker) + question.weights(question.held[worker[1]])
-            if question.scope not in ("any layers", "any placement"):
-                return self.units.room(question.own_room(worker))
-            room = self.model.new_int_var(0, max(0, self.units.room(total)), f"room {worker}")
-            self.model.add(room == self.units.room(total) - sum(
-                self.holds[worker, part] * self.units.need(question.parts[part].weights) for part in parts))
-            return room
-        room = self.model.new_int_var(0, max(0, *(self.units.room(amount) for _, amount in ways)), f"room {worker}")
-        self.model.add(room == sum(literal * self.units.room(amount) for literal, amount in ways))
+            self.model.add(room == sum(self.columns[worker, column] * rooms[column]
+                                       for column in range(question.columns)))
         return room
 
-    def reduce_after_weight_gradients(self) -> None:
-        """Rule 6: all holders of a part reduce it at once, after its last weight gradient anywhere."""
-        final = self.question.kinds[-1]
-        for op in self.starts:
-            if op[0] == final:
-                self.model.add(self.reductions[op[3]] >= self._end(op))
+    def step_after_reductions(self) -> None:
+        """Rules 6 and 7: A follows the last W of its part, and O all of its worker.
 
-    def step_last(self) -> None:
-        """Rule 7: O follows all ops of its worker, and the period is the longest window."""
-        final = self.question.kinds[-1]
+        All holders start A of a part together. The period is the longest window, from the first
+        op to the end of O. With a synchronous optimizer all begin at once, and O follows the last
+        W of all.
+        """
+        question = self.question
+        last = [op for op in self.starts if op[0] == question.kinds[-1]]
+        for op in last:
+            self.model.add(self.reductions[op[2]] >= self._end(op))
         for worker, step in self.steps.items():
-            begin = self.begins[worker]
-            end = step + self._optimizer_ticks(worker)
-            self.model.add(self.period >= end - begin)
+            begin, held = self.begins[worker], list(self._held_by(worker))
+            optimizer = sum(literal * question.ticks("O", part) for part, literal in held)
             self.model.add(begin <= step)
-            load: list[Any] = [self._optimizer_ticks(worker)]
-            before: dict[int, list[Any]] = defaultdict(list)
-            for part, reduction in self.reductions.items():
-                held, ticks = self.holds[worker, part], self.units.ticks("A", part)
-                if not isinstance(held, int) or held:
-                    self.model.add(step >= reduction + ticks).only_enforce_if(held)
-                    self.model.add(begin <= reduction).only_enforce_if(held)
-                    load.append(0 if self.question.overlap else held * ticks)
-            for op, start in self.starts.items():
-                literal = self.hosts[op[1:]].get(worker)
-                if literal is not None:
-                    self.model.add(step >= self._end(op)).only_enforce_if(literal)
-                    self.model.add(begin <= start).only_enforce_if(literal)
-                    load.append(literal * self.units.ticks(op[0], op[3], worker))
-                    before[op[3]].append(load[-1])
-                if self.question.optimizer == "synchronous" and op[0] == final:
-                    self.model.add(step >= self._end(op))
-            # These follow from the rules, and help the solver.
-            self.model.add(sum(load) <= end - begin)
-            for part, reduction in self.reductions.items():
-                held = self.holds[worker, part]
-                if not isinstance(held, int) or held:
-                    self.model.add(begin + sum(before[part]) <= reduction).only_enforce_if(held)
+            self.model.add(self.period >= step + optimizer - begin)
+            load: dict[int, Any] = defaultdict(int)
+            for op, literal in self._ops_on(worker):
+                self.model.add(begin <= self.starts[op]).only_enforce_if(literal)
+                self.model.add(self._end(op) <= step).only_enforce_if(literal)
+                load[op[2]] += literal * question.ticks(op[0], op[2], worker)
+            if question.optimizer == "synchronous":
+                for op in last:
+                    self.model.add(self._end(op) <= step)
+            closing: Any = 0
+            for part, literal in held:
+                reduction, ticks = self.reductions[part], question.ticks("A", part)
+                self.model.add(reduction + ticks <= step).only_enforce_if(literal)
+                # What follows from the rules helps the solver: A follows the work of its part.
+                self.model.add(begin + load[part] <= reduction).only_enforce_if(literal)
+                closing += 0 if question.overlap else literal * ticks
+            self.model.add(begin + sum(load.values()) + closing <= step)
 
     def break_symmetry(self) -> None:
-        """Order what can be exchanged: micro-batches with the same hosts, and workers that are alike."""
-        same: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-        for batch in self.question.batches():
-            same[tuple(tuple(self.hosts[*batch, part]) for part in range(len(self.question.parts)))].append(batch)
-        for batches in same.values():
-            for before, after in pairwise(batches):
-                self.model.add(self.starts["F", *before, 0] <= self.starts["F", *after, 0])
-        alike: dict[Any, list[Worker]] = defaultdict(list)
+        """Order what can be exchanged: equal micro-batches, and equal workers."""
+        batches: dict[Any, list[Batch]] = defaultdict(list)
+        for batch in self.question.batches:
+            batches[tuple(tuple(self.hosts[batch, part]) for part in self.parts)].append(batch)
+        for before, after in (pair for alike in batches.values() for pair in pairwise(alike)):
+            self.model.add(self.starts["F", before, 0] <= self.starts["F", after, 0])
+        workers: dict[Any, list[Worker]] = defaultdict(list)
         for worker in self.question.live:
-            alike[self._properties(worker)].append(worker)
-        for workers in alike.values():
-            for one, other in pairwise(workers):
-                self.model.add(self._visits(one) >= self._visits(other))
-
-    def _visits(self, worker: Worker) -> Any:
-        return sum(choice[worker] for choice in self.hosts.values() if worker in choice)
+            workers[self._properties(worker)].append(worker)
+        for one, other in (pair for alike in workers.values() for pair in pairwise(alike)):
+            self.model.add(sum(literal for op, literal in self._ops_on(one) if op[0] == "F") >=
+                           sum(literal for op, literal in self._ops_on(other) if op[0] == "F"))
 
     def _properties(self, worker: Worker) -> Any:
-        """Return what tells workers apart: workers with equal properties can exchange all that they do."""
-        question = self.question
-        free = question.scope in ("roles", "any layers")
-        if question.scope in ("own micro-batches", "any placement"):
+        """Return what tells a worker apart from those that could do all that it does."""
+        question, column = self.question, worker[1]
+        if question.scope == "own micro-batches":
             return worker
-        room = None
-        if question.capacity is not None and (question.scope == "any layers" or worker in question.capacity_of):
-            room = question.own_room(worker) + question.weights(question.held[worker[1]])
-        return (None if free else worker[1], question.slow.get(worker), room)
+        is_own_room = question.scope == "any layers" or worker in question.capacity_of
+        total = question.room(worker, column) + question.weights(column) \
+            if question.capacity is not None and is_own_room else None
+        is_free = question.scope in ("roles", "any layers")
+        return None if is_free else column, question.slow.get(worker), total
 
 
-def solve(units: Units, *, at_most: int | None = None, effort: float = EFFORT) -> Solved:
-    """Minimise the period of a question in ticks within a deterministic limit.
+def solve(question: Question, *, at_most: int | None = None, effort: float = EFFORT) -> Solved:
+    """Minimise the period of a question in whole ticks within a deterministic time.
 
-    With `at_most`, only periods up to it are looked for; without any, the bound is `at_most` + 1.
+    With `at_most`, only periods up to it are looked for. If there is none, the bound is
+    `at_most` + 1.
     """
-    exact = ExactModel(units, at_most)
+    exact = ExactModel(question, at_most)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = effort
     solver.parameters.use_objective_lb_search = True
     status = solver.solve(exact.model)
+    assert status != cp_model.MODEL_INVALID, exact.model.validate()
     if status == cp_model.INFEASIBLE:
-        return Solved(solution=None, bound=(at_most or exact.horizon) + 1, is_decided=True)
-    if status == cp_model.MODEL_INVALID:
-        raise AssertionError(exact.model.validate())
-    bound = round(solver.best_objective_bound)
+        return Solved(None, exact.limit + 1, is_decided=True)
+    bound = max(0, round(solver.best_objective_bound))
     if status == cp_model.UNKNOWN:
-        return Solved(solution=None, bound=max(0, bound), is_decided=False)
-    return Solved(solution=_read_solution(exact, solver), bound=bound, is_decided=status == cp_model.OPTIMAL)
-
-
-def _read_solution(exact: ExactModel, solver: cp_model.CpSolver) -> Solution:
-    question = exact.question
-
-    def chosen(literals: Mapping[Any, Any]) -> Any:
-        return next(key for key, literal in literals.items()
-                    if (literal if isinstance(literal, int) else solver.value(literal)))
-
-    held = {worker: tuple(part for part in range(len(question.parts)) if solver.value(exact.holds[worker, part]))
+        return Solved(None, bound, is_decided=False)
+    held = {worker: tuple(part for part in exact.parts if solver.value(exact.holds[worker, part]))
             for worker in question.live}
-    columns = {worker: chosen({column: exact.columns[worker, column] for column in range(question.columns)})
-               for worker in question.live}
-    return Solution(
-        period=round(solver.objective_value), held=held, columns=columns,
+    hosts = {visit: next(worker for worker, literal in choice.items() if solver.value(literal))
+             for visit, choice in exact.hosts.items()}
+    columns = {
+        worker: column
+        for (worker, column), literal in exact.columns.items()
+        if solver.value(literal)
+    }
+    solution = Solution(
+        period=round(solver.objective_value),
+        hosts=hosts,
+        held=held,
+        columns={worker: worker[1] for worker in question.live}
+        if question.scope == "any layers"
+        else columns,
         starts={op: solver.value(start) for op, start in exact.starts.items()},
-        hosts={visit: chosen(choice) for visit, choice in exact.hosts.items()},
-        reductions={part: solver.value(start) for part, start in exact.reductions.items()},
-        steps={worker: solver.value(step) for worker, step in exact.steps.items()})
+        reductions=tuple(map(solver.value, exact.reductions)),
+        steps={worker: solver.value(step) for worker, step in exact.steps.items()},
+    )
+    return Solved(solution, bound, is_decided=status == cp_model.OPTIMAL)
