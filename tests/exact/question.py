@@ -23,6 +23,8 @@ TIMES = {
 }
 NOT_MODELLED = {"memory": ("state",), "training": ("recompute",),
                 "network": ("latency", "bandwidth", "gradients", "slowdown", "activation")}
+UNCUT = ("own micro-batches", "whole stages")
+"""Scopes in which each slice is a stage; in others it is any layers, also of several stages."""
 FINEST = 10**6
 """Largest number of ticks of the longest op, and of units in the largest amount of memory."""
 
@@ -129,7 +131,7 @@ def read_question(job: Mapping[str, Any], failed: Sequence[Worker] = (), *, scop
     counts = placement.get("layers", [1] * len(chains[0]))
     ends = [sum(counts[:stage + 1]) for stage in range(len(counts))]
     stages = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
-    is_cut = scope not in ("own micro-batches", "whole stages")
+    is_cut = scope not in UNCUT
     parts = _read_parts(
         job, stages, [(layer, layer + 1) for layer in range(ends[-1])] if is_cut else stages
     )
@@ -246,7 +248,7 @@ def in_whole_units(question: Question, *, up: bool) -> Question:
     sizes = [size for part in parts for size in (part.activation, part.stash, part.weights)]
     (tick, is_time_whole), (unit, is_size_whole) = _coarsest(times), _coarsest(
         [*sizes, *(question.capacity or ()), *question.capacity_of.values()])
-    fused, is_cut = question.backward == "fused", len(parts) > len(question.stages)
+    fused, is_cut = question.backward == "fused", question.scope not in UNCUT
     is_stash_free = fused or not is_cut or all(part.stash <= part.activation for part in parts)
     towards, away = (math.ceil, math.floor) if up else (math.floor, math.ceil)
 
