@@ -35,11 +35,13 @@ def load_kernel() -> None:
     from slipstream.planner.model.from_job import build_problem
     from slipstream.planner.search.annealing import AnnealingChain
     from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
+    from slipstream.planner.search.round_scheduler import RoundRule, RoundScheduler
 
     problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
                                       "backward_input = 1\nbackward_weight = 1\n"))
     scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "least-loaded")))
     scheduler.evaluate_rule(DispatchRule())
+    RoundScheduler(scheduler.arrays).evaluate_rule(RoundRule())
     AnnealingChain(scheduler.last_solution(), 0, 0).run()
 
 

@@ -1,8 +1,11 @@
 """Searches for the best solution of a problem within a budget.
 
-engine            orders the ops of each candidate, improves the promising ones, proves the best one incumbent         a
-candidate: its subproblems, the best solution of each so far, the bound; sources of candidates improvement
-improves candidates list_search       many list schedules: a shortlist and a grid of dispatch rules, random steps from
-the best list_scheduler    one list schedule of one assignment under one dispatch rule; baselines: 1F1B, ReCycle
-annealing         simulated annealing of orders and hosts cpsat             the exact model in CP-SAT
+- `engine`: orders the ops of each candidate, improves the promising ones, proves the best one
+- `incumbent`: a candidate: its subproblems, the best solution of each so far, the bound; sources of candidates
+- `improvement`: improves candidates
+- `list_search`: many schedules by rules: a shortlist and a grid of rules, random steps from the best
+- `list_scheduler`: one list schedule of one assignment under one dispatch rule; baselines: 1F1B, ReCycle
+- `round_scheduler`: one order in rounds of one assignment, for little memory, under one rule
+- `annealing`: simulated annealing of orders and hosts
+- `cpsat`: the exact model in CP-SAT
 """

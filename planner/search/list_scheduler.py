@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -298,19 +298,18 @@ def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
 class ListScheduler:
     """Builder of list schedules of one problem with one assignment of units to workers, by any dispatch rule."""
 
+    schedules_per_rule: ClassVar[int] = 1
+    """Number of schedules that the evaluation of one rule makes at most."""
+
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
-        problem, ops, reserved = arrays.problem, arrays.ops, compute_reserved_memory(arrays)
-        capacity = [activation_room(problem, worker) for worker in arrays.workers]
-        kinds = OpKind.F, problem.gradient_kind, OpKind.W
-        room = [(*(memory_change(kind, at_start, stash_memory(problem, number)) for kind in kinds), needed)
-                for number, (at_start, needed) in enumerate(zip(reserved.at_start, reserved.needed, strict=True))]
-        self._kernel = kernel = kernel_loops()
-        self._memory = kernel.MemoryLimits(capacity=to_ints(capacity), room=to_ints(room))
+        problem, ops = arrays.problem, arrays.ops
+        self._kernel = kernel_loops()
+        self._memory, chains_in_turn = make_memory_limits(arrays)
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
         chains = range(problem.grid.chains)
-        self._first = [first[chain == number] for number in chains] if reserved.chains_in_turn else [first]
+        self._first = [first[chain == number] for number in chains] if chains_in_turn else [first]
         self._forward = to_ints([problem.usual_ticks(OpKind.F, number)
                                  for number in range(len(problem.layers_by_slice))])
         self._waits: dict[tuple[float, tuple[int, ...] | None], Ints] = {}
@@ -521,6 +520,19 @@ def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
         stash_memory(problem, stage) > activation_memory(problem, stage)
         and room[problem.column_of[stage]] < (grid.depth - stage) * stash_memory(problem, stage)
         for stage in range(grid.depth))
+
+
+def make_memory_limits(arrays: ProblemArrays) -> tuple[Any, bool]:
+    """Return the memory of the workers, and what ops take of it, as the kernel's `MemoryLimits`.
+
+    The second value says whether directions must run in turn (`ReservedMemory.chains_in_turn`).
+    """
+    problem, reserved = arrays.problem, compute_reserved_memory(arrays)
+    kinds = OpKind.F, problem.gradient_kind, OpKind.W
+    room = [(*(memory_change(kind, at_start, stash_memory(problem, number)) for kind in kinds), needed)
+            for number, (at_start, needed) in enumerate(zip(reserved.at_start, reserved.needed, strict=True))]
+    capacity = to_ints([activation_room(problem, worker) for worker in arrays.workers])
+    return kernel_loops().MemoryLimits(capacity=capacity, room=to_ints(room)), reserved.chains_in_turn
 
 
 # --- What others run: orders to compare with, by the same list scheduler under their rules ----------------------------

@@ -5,9 +5,9 @@ A step changes the dispatch rule, or which peers run the micro-batches of a dead
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -36,6 +36,25 @@ from slipstream.planner.search.list_scheduler import (
     scale_forward_ticks,
     scale_in_flight_limits,
 )
+from slipstream.planner.search.round_scheduler import ROUND_RULES, RoundRule, RoundScheduler, change_round_rule
+
+Rule = DispatchRule | RoundRule
+
+
+class Scheduler(Protocol):
+    """Builder of the schedules of one problem and assignment: a `ListScheduler`, or a `RoundScheduler`."""
+
+    arrays: ProblemArrays
+    schedules_per_rule: ClassVar[int]
+
+    def __init__(self, arrays: ProblemArrays) -> None: ...
+
+    def evaluate_rule(self, rule: Any) -> int:
+        """Return the period of the schedule by a rule; raise StuckError if there is none for lack of memory."""
+
+    def last_solution(self) -> Solution:
+        """Return the schedule that the last call of `evaluate_rule` made."""
+
 
 # --- Dispatch rules that are worth a try: a shortlist, a grid, and random neighbours of a rule ------------------------
 
@@ -82,8 +101,10 @@ def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
                            make_room=room, in_flight=scale_in_flight_limits(problem, slope, extra))
 
 
-def change_rule(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
+def change_rule(problem: Problem, rule: Rule, random: random.Random, params: ListParams) -> Rule:
     """Return a copy of a dispatch rule (which op a worker starts) in which one or two fields are changed at random."""
+    if isinstance(rule, RoundRule):
+        return change_round_rule(rule, len(problem.layers_by_slice), random)
     rule = _change_field(problem, rule, random, params)
     return _change_field(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
@@ -155,9 +176,12 @@ def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, p
 # --- The search -------------------------------------------------------------------------------------------------------
 
 
-TRIED_RULES, TRIED_STEPS, TRIED_ASSIGNMENTS = (
-    f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
-"""Labels under which the tally counts list schedules of the grid, of changed rules and of changed assignments."""
+TRIED_RULES, TRIED_ROUNDS, TRIED_STEPS, TRIED_ASSIGNMENTS = (
+    f"list schedules: {what}" for what in ("dispatch rules", "rounds", "random steps", "random assignments"))
+"""Labels under which the tally counts list schedules of the grid, orders in rounds, list schedules of changed rules and
+of changed assignments."""
+FIRST_RULES, FIRST_ROUNDS = 3, 4
+"""Numbers of dispatch rules of the shortlist, and of rules for orders in rounds, that are tried first."""
 PeriodCallback = Callable[[int], None]
 
 
@@ -167,8 +191,8 @@ class _Attempt(NamedTuple):
 
     period: int
     """Period of the list schedule of this rule, in ticks."""
-    rule: DispatchRule
-    scheduler: ListScheduler
+    rule: Rule
+    scheduler: Scheduler
 
 
 class _SearchState:
@@ -184,17 +208,20 @@ class _SearchState:
         self._slowest = 0.0
         self.current: _Attempt | None = None
         """Dispatch rule, with its scheduler and period, from which the next random step starts."""
+        self.rounds: Scheduler | None = None
+        """Scheduler in rounds for the assignment that was tried last."""
         self.period: int | None = None
         self.solution: Solution | None = None
 
-    def try_rule(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Attempt | None:
+    def try_rule(self, scheduler: Scheduler, rule: Rule, why: str) -> _Attempt | None:
         """Make the list schedule of a dispatch rule, keep it if it is the best, and return the rule with its period.
 
         If it is no worse than the rule from which random steps start, they start from this one. The attempt is counted
         in the tally as `why`. Return None if the schedule gets stuck for lack of memory.
         """
         began, before = self._clock.now(), self.period
-        self._clock.count_steps(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
+        schedule_steps = LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit)
+        self._clock.count_steps(schedule_steps * scheduler.schedules_per_rule)
         try:
             period = scheduler.evaluate_rule(rule)
         except StuckError:
@@ -234,10 +261,10 @@ class _SearchState:
         """True if there is a plan and the search must end: by the bound, the time, or a request to stop."""
         return self.period is not None and self._budget.end_reason(self.period, self._bound, self._slowest) is not None
 
-    def make_scheduler(self, arrays: ProblemArrays) -> ListScheduler:
-        """Return a list scheduler for the assignment in `arrays`, and count the search steps that this takes."""
+    def make_scheduler(self, arrays: ProblemArrays, kind: type[Scheduler] = ListScheduler) -> Scheduler:
+        """Return a scheduler for the assignment in `arrays`, and count the search steps that this takes."""
         self._clock.count_steps(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
-        return ListScheduler(arrays)
+        return kind(arrays)
 
 
 def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists,
@@ -271,16 +298,17 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
     Return the `ListParams.starts` attempts with the shortest periods, from which random steps start.
     """
     problem = best.problem
-    schedulers: list[ListScheduler | None] = []
+    schedulers: list[Scheduler | None] = []
     exchanging, is_over = _can_exchange(problem), False
-    others: Iterable[tuple[int, DispatchRule]] = (
-        (index, rule) for rule in iterate_rule_grid(problem) for index in range(len(ASSIGNMENT_RULES)))
-    if problem.assigned:
-        others = itertools.takewhile(lambda _: best.solution is None, others)
     attempts: list[_Attempt] = []
-    for index, rule in itertools.chain(iterate_shortlist(problem, params), others):
-        if (scheduler := _get_scheduler(best, schedulers, index)) \
-                and (attempt := best.try_rule(scheduler, rule, TRIED_RULES)):
+    for index, rule in _iterate_rules(best, params):
+        if isinstance(rule, RoundRule):
+            attempt = _try_rounds(best, schedulers, rule)
+        elif scheduler := _get_scheduler(best, schedulers, index):
+            attempt = best.try_rule(scheduler, rule, TRIED_RULES)
+        else:
+            attempt = None
+        if attempt:
             attempts.append(attempt)
         if is_over := best.is_over or (exchanging and best.share_spent > params.grid_share):
             break
@@ -292,7 +320,35 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
     return sorted(attempts, key=lambda attempt: attempt.period)[:params.starts]
 
 
-def _get_scheduler(best: _SearchState, made: list[ListScheduler | None], index: int) -> ListScheduler | None:
+def _iterate_rules(best: _SearchState, params: ListParams) -> Iterator[tuple[int, Rule]]:
+    """Iterate over the rules to try, each with the index of its assignment in `ASSIGNMENT_RULES`.
+
+    Orders in rounds are tried if memory is limited, the first of them early: large jobs have time for few rules.
+    """
+    problem = best.problem
+    shortlist = iterate_shortlist(problem, params)
+    rounds = iter(() if problem.memory is None or problem.assigned else ROUND_RULES)
+    yield from itertools.islice(shortlist, FIRST_RULES)
+    yield from ((0, rule) for rule in itertools.islice(rounds, FIRST_ROUNDS))
+    yield from shortlist
+    yield from ((0, rule) for rule in rounds)
+    for rule in iterate_rule_grid(problem):
+        for index in range(len(ASSIGNMENT_RULES)):
+            if problem.assigned and best.solution is not None:
+                return
+            yield index, rule
+
+
+def _try_rounds(best: _SearchState, schedulers: list[Scheduler | None], rule: RoundRule) -> _Attempt | None:
+    """Try a rule for orders in rounds under the assignment of the best rule so far."""
+    current = best.current.scheduler if best.current else _get_scheduler(best, schedulers, 0)
+    assert current is not None
+    if best.rounds is None or best.rounds.arrays is not current.arrays:
+        best.rounds = best.make_scheduler(current.arrays, RoundScheduler)
+    return best.try_rule(best.rounds, rule, TRIED_ROUNDS)
+
+
+def _get_scheduler(best: _SearchState, made: list[Scheduler | None], index: int) -> Scheduler | None:
     """Return the list scheduler for the assignment rule at `index`, or None if an earlier rule gives the same
     assignment.
 
@@ -326,7 +382,8 @@ def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random
             return
         at = best.current
         if exchanging and random.random() < params.assignment_steps:
-            best.try_rule(best.make_scheduler(_exchange_hosts(at.scheduler.arrays, random)), at.rule, TRIED_ASSIGNMENTS)
+            best.try_rule(best.make_scheduler(_exchange_hosts(at.scheduler.arrays, random), type(at.scheduler)),
+                          at.rule, TRIED_ASSIGNMENTS)
         else:
             best.try_rule(at.scheduler, change_rule(best.problem, at.rule, random, params), TRIED_STEPS)
         stale = 0 if best.current.period != at.period else stale + 1

@@ -1,0 +1,218 @@
+"""Make orders in rounds: schedules of zero bubble for any durations, transfers, memory and placement.
+
+Greedy list schedules run whatever is ready. Where memory binds, and above all with several stages on
+a worker, that fills it with the wrong micro-batches. Here every worker runs one I (or B) and one F in
+each round, so that the number of micro-batches in flight stays the same, and W only fill gaps. These
+are the rules of the automatic schedules of zero bubble (Qi et al. 2024, arXiv 2401.10241) and of its
+V placement (arXiv 2405.15362), for workers with any number of stages and re-routed micro-batches.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from slipstream.planner.loops import kernel_loops
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
+from slipstream.planner.model.memory import activation_memory
+from slipstream.planner.model.problem import UNLIMITED
+from slipstream.planner.model.start_times import time_order
+from slipstream.planner.search.list_scheduler import StuckError, make_memory_limits
+
+Spread = Literal["own", "stay", "less"]
+PASSES = 3
+"""Most orders of a rule; each knows how long each worker was idle in the one before."""
+
+
+class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Rule by which a worker takes part in the rounds of an order."""
+
+    share: float = 1.0
+    """Factor on the F of a stage before the worker's first I."""
+    spread: Spread = "own"
+    """How the F before the first I are divided over the stages, given the memory.
+
+    "own": the stages of a worker share its memory in proportion to how long a micro-batch stays there.
+    "stay": they share it as those of the worker do where micro-batches stay longest.
+    "less": each stage of a route has one F less than the stage before it.
+    """
+    more: tuple[int, ...] = ()
+    """F before the first I in addition, by slice; empty: none."""
+    tolerance: float = 0.0
+    """Time, in mean durations of an op, by which F before the first I may delay the first micro-batch."""
+    patience: float = 0.0
+    """Time, in durations of a W, that a worker waits for its next op beyond the idle time of others.
+
+    If it would wait longer, it runs a W although that delays the op. Negative: it waits less.
+    """
+    fill_forward: bool = True
+    """True if W also run before an F that they delay, as they do before an I."""
+    skip: bool = False
+    """True if an F is postponed to the next round where it would delay an I."""
+    cascade_forward: bool = False
+    """True if a micro-batch may pass several workers by F in one round."""
+    cascade_gradient: bool = True
+    """True if a micro-batch may pass several workers by I in one round."""
+    capacity: float = 1.0
+    """Share of the memory that is used: what fits in less memory is sometimes shorter."""
+
+
+_CHOICES: Mapping[str, Sequence[Any]] = {
+    "share": (0.9, 1.0, 1.1, 1.25, 2.0), "spread": get_args(Spread), "more": (),
+    "tolerance": (0.0, 0.1, 0.25, 0.5, 1.0),
+    "patience": (-9.0, -0.3, 0.0, 0.3, 0.6, 1.0), "fill_forward": (True, False), "skip": (True, False),
+    "cascade_forward": (True, False), "cascade_gradient": (True, False),
+    "capacity": (1.0, 0.97, 0.94, 0.9, 0.8)}
+
+
+ROUND_RULES = (
+    RoundRule(skip=True, spread="less"),
+    RoundRule(skip=True, patience=-9.0),
+    RoundRule(skip=True, fill_forward=False, cascade_gradient=False),
+    RoundRule(tolerance=0.25, spread="stay"),
+    RoundRule(skip=True, patience=-9.0, tolerance=0.25),
+    RoundRule(skip=True),
+    RoundRule(skip=True, tolerance=0.25),
+    RoundRule())
+"""Rules that are tried first, the most often best ones first: the fewest of 96 whose best is the best of all on 28 of
+the published settings of benchmarks.curves."""
+
+
+def change_round_rule(rule: RoundRule, slices: int, random: random.Random) -> RoundRule:
+    """Return a copy of a rule with one or two fields changed at random, for a problem of so many slices."""
+    names = random.sample(list(_CHOICES), random.choice((1, 1, 2)))
+    return msgspec.structs.replace(rule, **{
+        name: _change_more(rule.more, slices, random) if name == "more" else random.choice(_CHOICES[name])
+        for name in names})
+
+
+def _change_more(more: Sequence[int], slices: int, random: random.Random) -> tuple[int, ...]:
+    changed = list(more) or [0] * slices
+    first = random.randrange(slices)
+    step = random.choice((-2, -1, 1, 2))
+    for number in range(first, random.randrange(first, slices) + 1):
+        changed[number] += step
+    return tuple(changed)
+
+
+class RoundScheduler:
+    """Builder of orders in rounds of one problem with one assignment of units to workers."""
+
+    schedules_per_rule: ClassVar[int] = PASSES
+    """Number of orders that the evaluation of one rule makes at most."""
+
+    def __init__(self, arrays: ProblemArrays) -> None:
+        self.arrays = arrays
+        self._memory, _ = make_memory_limits(arrays)
+        self._kernel = kernel_loops()
+        self._last: tuple[Ints, Ints] | None = None
+
+    def evaluate_rule(self, rule: RoundRule) -> int:
+        """Return the period, in ticks, of the best order that the rule makes; `last_solution` returns it.
+
+        Raises StuckError if a worker lacks the memory to go on.
+        """
+        best, approved = None, np.full_like(self._lack, -1)
+        for _ in range(PASSES):
+            idle, order = self._lack.copy(), np.zeros_like(self.arrays.ops.duration)
+            done = self._kernel.order_in_rounds(self.arrays.ops, self._lanes, self._limit_memory(rule),
+                                                self._make_rule(rule, approved), idle, order)
+            if done < len(order):
+                break
+            period, start = time_order(self.arrays, order)
+            if best is None or period < best:
+                best, self._last = period, (order, start)
+            if idle.max() >= approved.max() >= 0:
+                break
+            approved = np.maximum(idle, 0)
+        if best is None:
+            raise StuckError
+        return best
+
+    def last_solution(self) -> Solution:
+        """Return the best order of the last call of `evaluate_rule`, with its start ticks."""
+        assert self._last is not None
+        return self.arrays.make_solution(*self._last)
+
+    def _make_rule(self, rule: RoundRule, approved: Ints) -> Any:
+        limit = rule.share * self._usual_forwards[rule.spread] + 0.5
+        if rule.more:
+            limit += to_ints(rule.more)[self._slices]
+        return self._kernel.RoundRule(
+            limit=np.clip(limit, 1, UNLIMITED).astype(np.int64), approved=approved, patience=rule.patience,
+            tolerance=int(rule.tolerance * self.arrays.ops.duration.mean()), fill_forward=rule.fill_forward,
+            skip=rule.skip, cascade_forward=rule.cascade_forward, cascade_gradient=rule.cascade_gradient)
+
+    def _limit_memory(self, rule: RoundRule) -> Any:
+        capacity = (self._memory.capacity * rule.capacity).astype(np.int64)
+        return self._memory._replace(capacity=capacity)
+
+    @cached_property
+    def _lack(self) -> Ints:
+        """Ticks, as negative numbers, that the workers have less work than the busiest one."""
+        arrays = self.arrays
+        work = np.bincount(arrays.ops.worker[arrays.ops.unit], arrays.ops.duration, len(arrays.workers))
+        work = work.astype(np.int64) + arrays.ticks_after_group
+        lack: Ints = work - work.max()
+        return lack
+
+    @cached_property
+    def _lanes(self) -> Any:
+        ops, kinds = self.arrays.ops, self.arrays.ops.kinds
+        slices = len(self.arrays.problem.layers_by_slice)
+        kind = np.arange(len(ops.duration)) % kinds
+        lane_of = (ops.worker[ops.unit] * slices + ops.slice[ops.unit]) * 2 + kind
+        _, pipeline, number = self.arrays.unit_numbers[ops.unit].T
+        queued = np.flatnonzero(kind < 2)
+        queued = queued[np.lexsort((pipeline[queued], number[queued], lane_of[queued]))]
+        ids, begin, of_queued = np.unique(lane_of[queued], return_index=True, return_inverse=True)
+        lane = np.full(len(kind), -1)
+        lane[queued] = of_queued
+        first_op = queued[begin]
+        route = np.lexsort((ops.worker[ops.unit[first_op]], ops.position[ops.unit[first_op]]))
+        forward, gradient = route[ids[route] % 2 == 0], route[ids[route] % 2 == 1][::-1]
+        worker = ids // 2 // slices
+        return self._kernel.Lanes(
+            start=np.append(begin, len(queued)), op=queued, lane=lane, worker=worker,
+            of_worker=np.searchsorted(worker, np.arange(len(self.arrays.workers) + 1)),
+            forward=forward.copy(), gradient=gradient.copy(),
+            first=self._first_starts[ids // 2 % slices, ids % 2])
+
+    @cached_property
+    def _first_starts(self) -> Ints:
+        """Ticks at which a micro-batch that nothing delays starts F, and I or B: shape [slices, 2]."""
+        problem = self.arrays.problem
+        starts = np.zeros((len(problem.layers_by_slice), 2), dtype=np.int64)
+        for chain in range(problem.grid.chains):
+            stages, tick = list(problem.grid.stages_of_microbatch(chain)), 0
+            way = [(stage, 0) for stage in stages] + [(stage, 1) for stage in reversed(stages)]
+            for index, (stage, kind) in enumerate(way):
+                if index and problem.column_of[stage] != problem.column_of[way[index - 1][0]]:
+                    tick += problem.times.transfer
+                starts[stage, kind] = tick
+                tick += problem.usual_ticks(problem.op_kinds[kind], stage)
+        return starts
+
+    @cached_property
+    def _slices(self) -> Ints:
+        """Slice of the ops of a lane, [lane]."""
+        slices: Ints = self.arrays.ops.slice[self.arrays.ops.unit[self._lanes.op[self._lanes.start[:-1]]]]
+        return slices
+
+    @cached_property
+    def _usual_forwards(self) -> Mapping[Spread, Any]:
+        """F before the first I, by the field `spread` of a rule, [lane]."""
+        lanes, problem, slices = self._lanes, self.arrays.problem, self._slices
+        numbers = range(len(problem.layers_by_slice))
+        memory = to_ints([activation_memory(problem, number) for number in numbers])
+        gradient = to_ints([problem.usual_ticks(problem.gradient_kind, number) for number in numbers])
+        stay = (self._first_starts[:, 1] - self._first_starts[:, 0] + gradient)[slices]
+        capacity = self._memory.capacity[lanes.worker]
+        taken = np.bincount(lanes.worker, stay * memory[slices], len(self.arrays.workers)) / 2  # lanes of F and I
+        own = capacity * stay / np.maximum(taken, 1)[lanes.worker]
+        position = self.arrays.ops.position[self.arrays.ops.unit[lanes.op[lanes.start[:-1]]]]
+        _, place = np.unique(position, return_inverse=True)
+        return {"own": own, "stay": capacity * stay / max(taken.max(), 1), "less": own.max() - place}
