@@ -90,7 +90,7 @@ class Counting:
                 self.said.append(ReadableCheckpoints(self.worker, tuple(
                     one for one in self.world.checkpoints if not one or self.world.rng.random() < 0.7)))
             case Finish():
-                if self.layers:  # none, if node 0 has died before this rank got its order
+                if self.order is not None:  # else a rank that node 0 was lost before it could tell: it holds nothing
                     self.go_back(message.first_iteration - 1)
                 self.world.saving = message.first_iteration
                 self.said.append(Finished(self.worker, message.order, {}))
