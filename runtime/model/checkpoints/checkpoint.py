@@ -416,6 +416,9 @@ def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping
     if is_complete(complete):
         open_checkpoint(complete, manifest.identity)
         return
+    # A folder without a manifest is what a killed process was removing. No worker completes this checkpoint meanwhile,
+    # as layers of this one are missing in the draft.
+    shutil.rmtree(complete, ignore_errors=True)
     draft.mkdir(parents=True, exist_ok=True)
     for _, path in _list_drafts(folder)[:-KEPT_DRAFTS]:  # none is ever completed if nodes do not share the folder
         if path != draft:
@@ -462,8 +465,6 @@ def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> Non
         whole = msgspec.structs.replace(manifest, layers=tuple(files))
         write_atomically(draft / MANIFEST, msgspec.json.encode(whole))
         _sync_folder(draft)
-        if not is_complete(complete):  # a folder without a manifest is what a killed process was removing
-            shutil.rmtree(complete, ignore_errors=True)
         draft.rename(complete)
     except (CheckpointError, OSError):
         if not is_complete(complete):
