@@ -68,11 +68,11 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
     if not dead:
-        groups = _group_by_load(problem)
-        if groups is None:
+        sharing = _group_by_load(problem)
+        if sharing is None:
             return (whole,)
-        rest = sorted(set(range(problem.grid.pipelines)).difference(*groups))
-        pieces = (*_make_loaded_pieces(problem, groups),
+        rest = sorted(set(range(problem.grid.pipelines)).difference(*sharing))
+        pieces = (*_make_loaded_pieces(problem, sharing),
                   *(_make_healthy_piece(problem, members) for members in _group_by_count(problem, rest)))
         return pieces if len(pieces) < problem.grid.pipelines else (whole,)
     if len(set(problem.grid.microbatches)) > 1:

@@ -5,7 +5,7 @@ move. Every layout that is allowed is a solution of it, so that it also finds a 
 answer is a layout and an order of ops, which are timed like all others; it proves nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -277,7 +277,7 @@ class _LayerModel:
         order = arrays.make_solution(to_ints(flow), to_ints(starts)).order
         return arrays.make_solution(order, time_order(arrays, order)[1])
 
-    def _flow_key(self, key: OpKey, start: int, solver: cp_model.CpSolver) -> Sequence[int]:
+    def _flow_key(self, key: OpKey, start: int, solver: cp_model.CpSolver) -> tuple[int, ...]:
         """Return a key that sorts ops by start; of those that start together, each comes after those it waits for."""
         kind, slice_, pipeline, microbatch = key
         first = self._free.number_of_slice[self._parts[0]]
