@@ -307,18 +307,28 @@ def _compare(
     """
     # Ticks may have been divided after costs were rounded to them, to no less than that.
     off = max(Fraction(1), Fraction(_longest_ticks(schedule), MAX_TICKS))
+    reduced = _only_reduced_slices(schedule)
     for slice, (first, end) in enumerate(schedule.layers_by_slice):
+        if slice in reduced and name != "all_reduce":
+            continue
         total, limit = sum(told[first:end]), shown[slice] * per
         least = limit - values * off * (per + end - first)
         if total > limit or (below and total <= least):
             yield _message(schedule, name, slice, total, limit)
 
 
+def _only_reduced_slices(schedule: Schedule) -> set[int]:
+    """Return the slices at which no micro-batch runs: their times of compute may be missing."""
+    run = {op.slice for program in schedule.programs for op in program if op.kind is OpKind.F}
+    return set(range(len(schedule.grid.stages), len(schedule.layers_by_slice))) - run
+
+
 def _longest_ticks(schedule: Schedule) -> int:
-    """Return the longest time that a schedule file states, in ticks."""
+    """Return the longest time that a schedule file states, on its slowest worker, in ticks."""
     times = schedule.times
     by_slice = (times.forward, times.backward_input, times.backward_weight, times.all_reduce)
-    return max(chain(*by_slice, times.optimizer, (times.transfer,)), default=0)
+    slowest = max([1000, *times.per_mille_of.values()])
+    return max(chain(*by_slice, times.optimizer, (times.transfer,)), default=0) * slowest // 1000
 
 
 def _message(schedule: Schedule, name: str, slice: int, told: int, limit: Fraction) -> str:
