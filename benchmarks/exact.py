@@ -76,8 +76,8 @@ def print_table(found: Sequence[dict[str, Any]]) -> None:
             "–" if row[key] is None else f"{row[key]:.2%}"
             for key in ("mean_distance", "worst_distance")
         )
-        table.add_row(row["scope"], str(row["jobs"]), str(row["decided"]), wrong, *distances, str(row["worst_seed"]),
-                      f"{row['seconds_per_job']:.2f}")
+        table.add_row(row["scope"], str(row["jobs"]), str(row["decided"]), wrong, *distances,
+                      str(row["worst_seed"]), f"{row['seconds_per_job']:.2f}")
     Console().print(table)
 
 
