@@ -31,22 +31,24 @@ from tests.exact.question import NotCoveredError
 
 def measure_scope(scope: str, seeds: range, steps: int, keep: Path | None) -> dict[str, Any]:
     """Return what was found for the jobs of these seeds, and print each wrong claim."""
-    began, verdicts, uncovered = time.process_time(), list[Verdict](), 0
+    began, verdicts, uncovered = time.process_time(), dict[int, Verdict](), 0
     for seed in seeds:
         try:
             verdict = judge(draw_case(seed, scope), steps=steps)
         except NotCoveredError:
             uncovered += 1
             continue
-        verdicts.append(verdict)
+        verdicts[seed] = verdict
         if verdict.wrong:
             report(verdict, seed, keep)
-    distances = [verdict.distance for verdict in verdicts if verdict.distance is not None]
+    distances = [verdict.distance for verdict in verdicts.values() if verdict.distance is not None]
+    worst = max(verdicts, key=lambda seed: verdicts[seed].distance or 0.0, default=None)
     return {"scope": scope, "jobs": len(verdicts), "not_covered": uncovered,
-            "decided": sum(verdict.is_decided for verdict in verdicts),
-            "wrong": dict(Counter(kind for verdict in verdicts for kind in verdict.wrong)),
+            "decided": sum(verdict.is_decided for verdict in verdicts.values()),
+            "wrong": dict(Counter(kind for verdict in verdicts.values() for kind in verdict.wrong)),
             "mean_distance": statistics.fmean(distances) if distances else None,
             "worst_distance": max(distances, default=None),
+            "worst_seed": worst,
             "seconds_per_job": (time.process_time() - began) / max(1, len(seeds))}
 
 
@@ -66,7 +68,8 @@ def report(verdict: Verdict, seed: int, keep: Path | None) -> None:
 
 
 def print_table(found: Sequence[dict[str, Any]]) -> None:
-    table = Table("scope", "jobs", "decided", "wrong claims", "mean distance", "worst", "s per job")
+    table = Table("scope", "jobs", "decided", "wrong claims", "mean distance", "worst", "its seed",
+                  "s per job")
     for row in found:
         wrong = ", ".join(f"{count} {kind}" for kind, count in row["wrong"].items()) or "0"
         distances = (
@@ -74,7 +77,7 @@ def print_table(found: Sequence[dict[str, Any]]) -> None:
             for key in ("mean_distance", "worst_distance")
         )
         table.add_row(row["scope"], str(row["jobs"]), str(row["decided"]), wrong, *distances,
-                      f"{row['seconds_per_job']:.2f}")
+                      str(row["worst_seed"]), f"{row['seconds_per_job']:.2f}")
     Console().print(table)
 
 
