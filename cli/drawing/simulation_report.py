@@ -225,9 +225,9 @@ def _schedule_and_failures_chart(result: Comparison) -> str:
     """Return a chart of two colours: hours lost to the policy's own schedule, and hours lost to failures."""
     rows = {}
     for name in rank_policies(result):
-        hours = _hours_by_cause(result, name)
-        whole = hours.pop(Cause.WHOLE)
-        rows[name] = {Cause.WHOLE.value: whole, TO_FAILURES: sum(hours.values())}
+        lost = _hours_by_cause(result, name)
+        whole = lost.pop(Cause.WHOLE)
+        rows[name] = {Cause.WHOLE.value: whole, TO_FAILURES: sum(lost.values())}
     colours = {Cause.WHOLE.value: CAUSE_COLOURS[Cause.WHOLE], TO_FAILURES: CAUSE_COLOURS[Cause.SWITCH]}
     legend = "".join(f"<label>{colour_swatch(colour)}{escape(part)}</label>" for part, colour in colours.items())
     hours = result.trace.length_seconds / 3600

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 from ortools.sat.python import cp_model
-from ortools.sat.python.cp_model import BoolVarT, CpModel, IntVar, LinearExprT
+from ortools.sat.python.cp_model import BoolVarT, CpModel, IntVar
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
@@ -137,8 +137,9 @@ class _LayerModel:
                 units = Unit(*min(producer[1:], key[1:])), Unit(*max(producer[1:], key[1:]))
                 if units not in away:
                     away[units] = self._add_away(*units) if hop and units[0] != units[1] else 0
-                wait: LinearExprT | int = away[units] * hop if rule.tensor else 0
-                model.add(start >= variables.end[producer] + wait)
+                model.add(start >= variables.end[producer])
+                if rule.tensor and units[0] != units[1] and hop:
+                    model.add(start - away[units] * hop >= variables.end[producer])
 
     def _add_away(self, unit: Unit, other: Unit) -> IntVar:
         """Return a variable that is 1 if the workers of two units differ."""
