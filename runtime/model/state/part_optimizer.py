@@ -153,9 +153,9 @@ class PartOptimizer(UndoableSteps):
                 if kept := [tensor for key, tensor in sorted(tensors.items()) if parameter_name(key) in trained_names]:
                     yield layer, span, True, compute_checksum(kept)
             untrained = untrained_tensors(module)
-            if tensors := [*module.parameters(), *(untrained[name] for name, _ in module.named_buffers()
-                                                   if name in untrained)]:
-                yield layer, (0, count_elements(module).total), False, compute_checksum(tensors)
+            if whole := [*module.parameters(), *(untrained[name] for name, _ in module.named_buffers()
+                                                 if name in untrained)]:
+                yield layer, (0, count_elements(module).total), False, compute_checksum(whole)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
         """Flip one random bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
