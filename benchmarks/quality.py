@@ -200,7 +200,7 @@ def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, 
     seconds = time.monotonic() - began
     schedule = plan.schedule
     if not instance.bubble:
-        return schedule.gap, 0.0, seconds, plan.evidence or ""
+        return schedule.gap or 0.0, 0.0, seconds, plan.evidence or ""
     times = schedule.times
     work = instance.job.microbatches[0] * (times.forward[0] + times.backward_input[0] + times.backward_weight[0])
     return (schedule.period_ticks - work) / schedule.period_ticks, \

@@ -37,7 +37,8 @@ def outcome(job: Job, limit: float) -> str:
         return str(error).partition(": ")[2]
     encode(plan.schedule)
     blocks = (plan.evidence or "").startswith("planned as")
-    return f"gap {plan.schedule.gap:.2%}" + (f", {str(plan.evidence).partition(',')[0]}" if blocks else "")
+    gap = "no bound" if plan.schedule.gap is None else f"gap {plan.schedule.gap:.2%}"
+    return gap + (f", {str(plan.evidence).partition(',')[0]}" if blocks else "")
 
 
 def main() -> None:

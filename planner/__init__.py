@@ -5,6 +5,7 @@
     search/          searches for the best solution
     layout/          layouts: which worker holds which layers, and the route of each micro-batch
     plan             one checked schedule for a job and its failures (`options`)
+    bounding         problems from which the bounds of a job are proven
     periods          periods by the number of failed workers of each stage, for simulations that need hundreds of them
     overlapped       gradient reductions that overlap compute, added to a plan made without them
     params           parameters of the searches

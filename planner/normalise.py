@@ -24,13 +24,12 @@ from itertools import islice
 import msgspec
 
 from slipstream.planner.blockwise import TooLargeError
+from slipstream.planner.bounding import any_roles_bound
 from slipstream.planner.budget import Clock, ProgressCallback, StepClock, ignore_progress
 from slipstream.planner.compiled import compile_in_background, ensure_compiled
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import exact_decimal
 from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import lower_bound
-from slipstream.planner.model.bounds_roles import roles_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
@@ -349,38 +348,6 @@ def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options:
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
                                        fixed_period=best.fixed_period or best.period)
     return msgspec.structs.replace(best, interrupted=normal.interrupted)
-
-
-def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) -> Bound:
-    """Return a bound on the period for any assignment of roles to the workers that have not failed.
-
-    It is in ticks of `bounding_problem` with all workers alive.
-    """
-    stateless = _without_state(job)
-    whole = bounding_problem(options, stateless, (), down=True)
-    if whole.memory is None or not stateless.memory:
-        return roles_bound(whole, failed)
-    memory, weights = whole.memory, [0] * whole.grid.columns
-    for stage, amount in enumerate(stateless.memory.weights):
-        weights[whole.column_of[stage]] += math.ceil(exact_decimal(amount) / exact_decimal(memory.unit))
-
-    def room_of(worker: Worker, column: int) -> int:
-        # A capacity of its own is what is left beside the worker's own stages, or beside those of any role.
-        room = memory.capacity_for(worker, column)
-        if worker.column >= whole.grid.columns or room == memory.capacity[column]:
-            return room
-        return room + max(0, weights[worker.column] - weights[column])
-
-    return roles_bound(whole, failed, room_of)
-
-
-def _without_state(job: Job) -> Job:
-    """Return a copy of the job without sharded optimizer state, for lower bounds that hold whichever workers fail.
-
-    With it, failures leave less memory to the workers that take over their state. A schedule file says how much only
-    for its own failures, not for others that a bound covers, too.
-    """
-    return msgspec.structs.replace(job, memory=job.memory and msgspec.structs.replace(job.memory, state=()))
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:

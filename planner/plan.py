@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from slipstream.planner.blockwise import Speed, TooLargeError, choose_blocks, plan_in_blocks
+from slipstream.planner.bounding import bounding_problem_in
 from slipstream.planner.budget import (
     Budget,
     Clock,
@@ -337,14 +338,6 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
         plan = _with_rounded_bound(plan, options, job, failed)
         return msgspec.structs.replace(plan, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)
-
-
-def bounding_problem_in(scope: Scope, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
-    """Return the problem, with costs rounded down, whose bounds hold for schedules of this scope, in place."""
-    problem = options.make_problem(job, failed, down=True)
-    if problem.bound_scope is not scope or has_overlapping_reductions(job):
-        problem = bounding_problem(options, job, failed, down=True)
-    return problem
 
 
 def _with_rounded_bound(plan: Plan, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Plan:

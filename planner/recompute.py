@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.planner.blockwise import TooLargeError
+from slipstream.planner.bounding import any_roles_bound, bounding_problem_in
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job, JobError, LayerValues
 from slipstream.planner.job.layers import add_exactly, layer_costs, layer_counts, limited_ratio
@@ -24,10 +25,9 @@ from slipstream.planner.model.bounds import lower_bound, strongest_bound
 from slipstream.planner.model.bounds_layouts import work_bound
 from slipstream.planner.model.from_job import build_layered_problem
 from slipstream.planner.model.problem import LayoutScope, NoPlanError
-from slipstream.planner.normalise import any_roles_bound
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
-from slipstream.planner.plan import bounding_problem_in, plan_only
+from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 AUTO = "auto"

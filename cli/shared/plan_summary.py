@@ -115,8 +115,8 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
     who = f"stage {which} computes its" if len(again.stages) == 1 else f"stages {which} compute their"
     without = "without, no schedule fits into memory" if again.without is None else \
         f"without, {duration(again.without)}"
-    return [f"{who} activations again: by plans of one pipeline with all workers alive the period is "
-            f"{duration(again.period)}; {without}"]
+    return [f"{who} activations again: by quick plans with all workers alive the period is {duration(again.period)}; "
+            f"{without}"]
 
 
 def _kept_share(made: Plan) -> str:

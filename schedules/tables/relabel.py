@@ -323,7 +323,8 @@ def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mappi
     seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order)), seat.holds) for seat in seats]
     programs = tuple(with_pipeline_numbers(schedule.programs[index], numbers) for index in order)
     relabelled = msgspec.structs.replace(schedule, failed=failed, seats=tuple(seats), programs=programs)
-    return relabelled.with_bound(_converted_bound(schedule, players), schedule.scope)
+    bound = 0 if any(_has_more_room(schedule, seat) for seat in seats) else _converted_bound(schedule, players)
+    return relabelled.with_bound(bound, schedule.scope)
 
 
 def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
@@ -336,6 +337,15 @@ def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)
+
+
+def _has_more_room(schedule: Schedule, seat: Seat) -> bool:
+    """Return whether a seat's worker has more memory for activations than its role was planned with.
+
+    Then a bound of the plan is none for the worker.
+    """
+    planned = Seat(seat.role, seat.role, seat.program, seat.holds)
+    return (activation_room(schedule, seat) or 0) > (activation_room(schedule, planned) or 0)
 
 
 def _converted_bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:

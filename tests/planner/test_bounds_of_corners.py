@@ -7,11 +7,12 @@ its file may claim that it is not.
 import pytest
 
 from slipstream.planner.bound_verifier import proven_bound
+from slipstream.planner.bounding import any_roles_bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.assumptions import has_single_stages, is_provable_by_search
 from slipstream.planner.model.from_job import build_problem, has_exact_units
-from slipstream.planner.normalise import any_roles_bound, normalised
+from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
 from slipstream.planner.plan import plan_job
