@@ -299,7 +299,6 @@ class ListScheduler:
     """Builder of list schedules of one problem with one assignment of units to workers, by any dispatch rule."""
 
     schedules_per_rule: ClassVar[int] = 1
-    """Number of schedules that the evaluation of one rule makes at most."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays

@@ -46,6 +46,7 @@ class Scheduler(Protocol):
 
     arrays: ProblemArrays
     schedules_per_rule: ClassVar[int]
+    """Most schedules that are made to evaluate a rule."""
 
     def __init__(self, arrays: ProblemArrays) -> None: ...
 

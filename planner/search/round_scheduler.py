@@ -1,7 +1,6 @@
 """Make orders in rounds: schedules of zero bubble for any durations, transfers, memory and placement.
 
-Greedy list schedules run whatever is ready. Where memory binds, and above all with several stages on
-a worker, that fills it with the wrong micro-batches. Here every worker runs one I (or B) and one F in
+Greedy list schedules fill scarce memory with the wrong micro-batches. Here every worker runs one I (or B) and one F in
 each round, so that the number of micro-batches in flight stays the same, and W only fill gaps. These
 are the rules of the automatic schedules of zero bubble (Qi et al. 2024, arXiv 2401.10241) and of its
 V placement (arXiv 2405.15362), for workers with any number of stages and re-routed micro-batches.
@@ -69,14 +68,10 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
 
 
 ROUND_RULES = (
-    RoundRule(skip=True, spread="less"),
-    RoundRule(skip=True, patience=-9.0),
+    RoundRule(skip=True, spread="less"), RoundRule(skip=True, patience=-9.0),
     RoundRule(skip=True, fill_forward=False, cascade_gradient=False),
-    RoundRule(tolerance=0.25, spread="stay"),
-    RoundRule(skip=True, patience=-9.0, tolerance=0.25),
-    RoundRule(skip=True),
-    RoundRule(skip=True, tolerance=0.25),
-    RoundRule())
+    RoundRule(tolerance=0.25, spread="stay"), RoundRule(skip=True, patience=-9.0, tolerance=0.25),
+    RoundRule(skip=True), RoundRule(skip=True, tolerance=0.25), RoundRule())
 """Rules that are tried first, the most often best ones first: the fewest of 96 whose best is the best of all on 28 of
 the published settings of benchmarks.curves."""
 
@@ -102,7 +97,6 @@ class RoundScheduler:
     """Builder of orders in rounds of one problem with one assignment of units to workers."""
 
     schedules_per_rule: ClassVar[int] = PASSES
-    """Number of orders that the evaluation of one rule makes at most."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
@@ -116,9 +110,10 @@ class RoundScheduler:
         Raises StuckError if a worker lacks the memory to go on.
         """
         best, approved = None, np.full_like(self._lack, -1)
+        memory = self._memory._replace(capacity=(self._memory.capacity * rule.capacity).astype(np.int64))
         for _ in range(PASSES):
             idle, order = self._lack.copy(), np.zeros_like(self.arrays.ops.duration)
-            done = self._kernel.order_in_rounds(self.arrays.ops, self._lanes, self._limit_memory(rule),
+            done = self._kernel.order_in_rounds(self.arrays.ops, self._lanes, memory,
                                                 self._make_rule(rule, approved), idle, order)
             if done < len(order):
                 break
@@ -146,10 +141,6 @@ class RoundScheduler:
             tolerance=int(rule.tolerance * self.arrays.ops.duration.mean()), fill_forward=rule.fill_forward,
             skip=rule.skip, cascade_forward=rule.cascade_forward, cascade_gradient=rule.cascade_gradient)
 
-    def _limit_memory(self, rule: RoundRule) -> Any:
-        capacity = (self._memory.capacity * rule.capacity).astype(np.int64)
-        return self._memory._replace(capacity=capacity)
-
     @cached_property
     def _lack(self) -> Ints:
         """Ticks, as negative numbers, that the workers have less work than the busiest one."""
@@ -171,8 +162,8 @@ class RoundScheduler:
         ids, begin, of_queued = np.unique(lane_of[queued], return_index=True, return_inverse=True)
         lane = np.full(len(kind), -1)
         lane[queued] = of_queued
-        first_op = queued[begin]
-        route = np.lexsort((ops.worker[ops.unit[first_op]], ops.position[ops.unit[first_op]]))
+        unit = ops.unit[queued[begin]]
+        route = np.lexsort((ops.worker[unit], ops.position[unit]))
         forward, gradient = route[ids[route] % 2 == 0], route[ids[route] % 2 == 1][::-1]
         worker = ids // 2 // slices
         return self._kernel.Lanes(
