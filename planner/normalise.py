@@ -9,7 +9,8 @@ failures is given; which F roles are vacant is a choice. It is made in three ste
 3. plans of the best few candidates decide. On small grids every pattern is a candidate.
 
 The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel` then chooses which
-worker plays which role, so that the fewest layers are loaded.
+worker plays which role, so that the fewest layers are loaded. In it, slow workers and those with a memory of their own
+keep their roles; `planner.exchange` tries others for them.
 
 The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP 2024, arXiv 2405.14009).
 """
@@ -24,9 +25,10 @@ from itertools import islice
 import msgspec
 
 from slipstream.planner.blockwise import TooLargeError
-from slipstream.planner.bounding import any_roles_bound
+from slipstream.planner.bounding import role_bounds
 from slipstream.planner.budget import Clock, ProgressCallback, StepClock, ignore_progress
 from slipstream.planner.compiled import compile_in_background, ensure_compiled
+from slipstream.planner.exchange import exchange_roles, unlike_workers
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import lower_bound
@@ -345,7 +347,8 @@ def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], o
     """
     job = slow_while_alive(job, failed)
     windows = window_bounds_of(job, options)
-    least, tick_seconds = any_roles_bound(job, failed, options), windows.tick_seconds
+    bounds = role_bounds(job, failed, options)
+    least, tick_seconds = bounds.best_bound(), windows.tick_seconds
     if best is not None:
         own = best.schedule
         if not moving:
@@ -356,11 +359,19 @@ def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], o
             if own.status == "optimal":
                 return best
             least, tick_seconds = Bound(own.lower_bound_ticks, own.scope), own.tick_seconds
-    normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress, clock=clock)
+    unlike = bool(unlike_workers(job, failed))
+    half = options.with_limit(options.limit_seconds / 2) if unlike and options.steps is None else options
+    normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress, clock=clock)
     schedule = relabel_schedule(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
     if schedule is not None:
         best = _shorter_plan(best, normal, with_converted_bound(schedule, least, tick_seconds))
-    return best and msgspec.structs.replace(best, interrupted=normal.interrupted)
+    interrupted = normal.interrupted
+    if unlike and not interrupted and (best is None or best.schedule.status != "optimal"):
+        found = exchange_roles(job, failed, half, bounds, clock, windows.to_seconds(bounds.best_bound().ticks))
+        if found is not None:
+            best = _shorter_plan(best, found.plan, with_converted_bound(found.schedule, least, tick_seconds))
+            interrupted = found.plan.interrupted
+    return best and msgspec.structs.replace(best, interrupted=interrupted)
 
 
 def _shorter_plan(best: Plan | None, found: Plan, schedule: Schedule) -> Plan:

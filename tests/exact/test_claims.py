@@ -19,8 +19,6 @@ from tests.exact.model import EFFORT
 WRONG_CASES: dict[str, str] = {}
 """Named cases with a wrong claim, each with its reason."""
 LONG_CASES = {
-    "ROLES_EXCHANGED": "2",
-    "ROLES_WITH_ROOMS": "3",
     "BIDIRECTIONAL": "4",
     "BIDIRECTIONAL_WITH_MEMORY": "4",
     "BIDIRECTIONAL_WITHOUT_A_COLUMN": "5",
