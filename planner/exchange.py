@@ -61,9 +61,10 @@ def exchange_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, bou
     """Return the exchange with the shortest period, None if there is none or if the live workers are alike.
 
     All candidates are planned in a share of the time, then the best few again in the rest. The search ends early at a
-    period of `floor` seconds, which none can beat.
+    period of `floor` seconds, which none can beat, or where plans take longer than their shares.
     """
     params, left = options.params.roles, options.limit_seconds
+    deadline = clock.now() + left if options.steps is None else math.inf
     castings = candidate_castings(job, failed, options, bounds, clock)
     best: Exchange | None = None
     for rest, chosen in ((1 - params.compared, options.for_comparison), (0.0, options)):
@@ -80,7 +81,8 @@ def exchange_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, bou
                 periods[casting] = plan.period
                 if best is None or plan.period < best.plan.period:
                     best = Exchange(plan, schedule)
-                if plan.interrupted or best.plan.period <= floor:
+                late = clock.now() + plan.solve_seconds > deadline
+                if plan.interrupted or late or best.plan.period <= floor:
                     return best._replace(plan=msgspec.structs.replace(best.plan, interrupted=plan.interrupted))
         castings = sorted(periods, key=lambda casting: periods[casting])[:params.finalists]
     return best
