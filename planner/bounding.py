@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import exact_decimal
-from slipstream.planner.model.bounds_roles import roles_bound
+from slipstream.planner.model.bounds_roles import RoleBounds
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem, has_overlapping_reductions
@@ -28,10 +28,16 @@ def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) 
 
     It is in ticks of `bounding_problem` with all workers alive.
     """
+    return role_bounds(job, failed, options).best_bound()
+
+
+def role_bounds(job: Job, failed: Collection[Worker], options: PlanOptions) -> RoleBounds:
+    """Return the bounds of assignments of roles to the workers that have not failed, in ticks of `bounding_problem`
+    with all workers alive."""
     stateless = _without_state(job)
     whole = bounding_problem(options, stateless, (), down=True)
     if whole.memory is None or not stateless.memory:
-        return roles_bound(whole, failed)
+        return RoleBounds(whole, failed)
     memory, weights = whole.memory, [0] * whole.grid.columns
     for stage, amount in enumerate(stateless.memory.weights):
         weights[whole.column_of[stage]] += math.ceil(exact_decimal(amount) / exact_decimal(memory.unit))
@@ -44,7 +50,7 @@ def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) 
             return own[worker] + max(0, weights[worker.column] - weights[column])
         return max(memory.capacity[column], most - weights[column])
 
-    return roles_bound(whole, failed, room_of)
+    return RoleBounds(whole, failed, room_of)
 
 
 def _without_state(job: Job) -> Job:

@@ -9,7 +9,8 @@ failures is given; which F roles are vacant is a choice. It is made in three ste
 3. plans of the best few candidates decide. On small grids every pattern is a candidate.
 
 The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel` then chooses which
-worker plays which role, so that the fewest layers are loaded.
+worker plays which role, so that the fewest layers are loaded. In it, slow workers and those with a memory of their own
+keep their roles; `planner.exchange` tries others for them.
 
 The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP 2024, arXiv 2405.14009).
 """
@@ -24,9 +25,10 @@ from itertools import islice
 import msgspec
 
 from slipstream.planner.blockwise import TooLargeError
-from slipstream.planner.bounding import any_roles_bound
+from slipstream.planner.bounding import role_bounds
 from slipstream.planner.budget import Clock, ProgressCallback, StepClock, ignore_progress
 from slipstream.planner.compiled import compile_in_background, ensure_compiled
+from slipstream.planner.exchange import exchange_roles, unlike_workers
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import lower_bound
@@ -91,9 +93,10 @@ class WindowBounds:
         if down == 0:
             column = 0  # the same plan, whatever the column
         if (column, down) not in self._bound:
-            problem = self._problem_of(self.possible_vacancies(column)[:down])
-            fewer = self.column_bound(column, down - 1) if down else 0
-            self._bound[column, down] = max(fewer, lower_bound(problem))
+            self._bound[column, down] = self.column_bound(column, down - 1) if down else 0
+            with suppress(NoPlanError):  # others may have room, if these roles stay vacant
+                problem = self._problem_of(self.possible_vacancies(column)[:down])
+                self._bound[column, down] = max(self._bound[column, down], lower_bound(problem))
         return self._bound[column, down]
 
     def to_seconds(self, ticks: int) -> float:
@@ -257,13 +260,14 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
     All candidates are planned in a share of the time, then the best few again in an equal share. If that is more than
     the list schedulers need, the choice does not depend on the clock. The comparison ends early at a plan that none can
     beat. On huge jobs, where a single plan takes longer than its share, it ends with the candidates that there was time
-    for.
+    for. Raises NoPlanError if no candidate has a plan.
     """
     params = options.params.roles
     deadline = clock.now() + 2 * params.compared * options.limit_seconds
     floor = windows.to_seconds(windows.best_distributions(failures)[0][0])
     best: dict[tuple[Worker, ...], Plan] = {}
     shortest: Plan | None = None
+    refusal: NoPlanError | None = None
     remaining = candidate_vacancies(job, windows, failures, params)
     for keep in (params.finalists, 0):
         quick = options.for_comparison.with_limit(options.limit_seconds * params.compared / len(remaining))
@@ -272,6 +276,9 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
                 plan = plan_only(quick, job, vacant, clock)
             except TooLargeError:  # for this share of the time; the most promising candidate gets all of it
                 return shortest or plan_only(options, job, vacant, clock)
+            except NoPlanError as error:  # others may have room
+                refusal = refusal or error
+                continue
             if vacant not in best or plan.period < best[vacant].period:
                 best[vacant] = plan
             if shortest is None or plan.period < shortest.period:
@@ -281,7 +288,9 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
                 return msgspec.structs.replace(shortest, interrupted=plan.interrupted)
         if len(best) <= params.finalists:
             break
-        remaining = sorted(remaining, key=lambda vacant: best[vacant].period)[:keep]
+        remaining = sorted(best, key=lambda vacant: best[vacant].period)[:keep]
+    if refusal and not best:
+        raise refusal
     return min(best.values(), key=lambda plan: plan.period)
 
 
@@ -299,7 +308,7 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
 
     Moved roles, a special case of moved layers, are tried even if layers may move. Whether layers may move or not, the
     plan is never longer than with roles in place. What an earlier search has found of the fault-free period may be
-    passed as `known`. Raises JobError for unknown workers, NoPlanError if no schedule can exist.
+    passed as `known`. Raises JobError for unknown workers, NoPlanError if no plan is found, in place or moved.
     """
     clock = clock or options.make_clock()
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
@@ -309,45 +318,70 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     roles = options.limit_seconds * share if failed else 0.0
     # Counted steps of the plan with roles in place are its own, so that it is never longer with them moved.
     first = options if options.steps is not None else options.with_limit(options.limit_seconds - roles)
-    best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)
+    best, refusals = None, list[str]()
+    try:
+        best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)
+    except NoPlanError as error:  # roles that a live worker has no room for may be played by another
+        if not failed:
+            raise
+        refusals.append(str(error))
     in_place = msgspec.structs.replace(options.with_limit(roles), layers="fixed")
-    with suppress(*(() if options.layers == "fixed" else (NoPlanError,))):
-        if failed and not best.interrupted:
+    try:
+        if failed and not (best and best.interrupted):
             best = _improve_with_roles(best, job, failed, in_place, moving=options.layers == "move", progress=progress,
                                        clock=clock)
+    except NoPlanError as error:
+        refusals.append(str(error))
+    if best is None:
+        raise NoPlanError("; with roles moved: ".join(dict.fromkeys(refusals)))
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
 
-def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
-                        progress: ProgressCallback, clock: Clock) -> Plan:
+def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
+                        progress: ProgressCallback, clock: Clock) -> Plan | None:
     """Return the plan with the shorter period: `best`, or one for as many failures in which live workers take other
-    roles.
+    roles. None if neither exists.
 
     The argument `moving` is True if layers may move in `best`, too. Otherwise the bound of the result also holds for
     plans with moved roles.
     """
     job = slow_while_alive(job, failed)
     windows = window_bounds_of(job, options)
-    least = any_roles_bound(job, failed, options)
-    own = best.schedule
-    if not moving:
-        best = msgspec.structs.replace(best, schedule=with_converted_bound(own, least, windows.tick_seconds))
-        if best.schedule.status == "optimal":
-            return best
-    elif own.scope is Scope.LAYERS:
-        if own.status == "optimal":
-            return best
-        least = Bound(own.lower_bound_ticks, own.scope)
-    normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress, clock=clock)
+    bounds = role_bounds(job, failed, options)
+    least, tick_seconds = bounds.best_bound(), windows.tick_seconds
+    if best is not None:
+        own = best.schedule
+        if not moving:
+            best = msgspec.structs.replace(best, schedule=with_converted_bound(own, least, tick_seconds))
+            if best.schedule.status == "optimal":
+                return best
+        elif own.scope is Scope.LAYERS:
+            if own.status == "optimal":
+                return best
+            least, tick_seconds = Bound(own.lower_bound_ticks, own.scope), own.tick_seconds
+    unlike = bool(unlike_workers(job, failed))
+    half = options.with_limit(options.limit_seconds / 2) if unlike and options.steps is None else options
+    normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress, clock=clock)
     schedule = relabel_schedule(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
-    if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
-        schedule = with_converted_bound(schedule, least, own.tick_seconds if least.scope is Scope.LAYERS
-                                        else windows.tick_seconds)
-        violations = check(schedule)
-        assert not violations, f"relabelling broke a rule: {violations[0]}"
-        best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
-                                       fixed_period=best.fixed_period or best.period)
-    return msgspec.structs.replace(best, interrupted=normal.interrupted)
+    if schedule is not None:
+        best = _shorter_plan(best, normal, with_converted_bound(schedule, least, tick_seconds))
+    interrupted = normal.interrupted
+    if unlike and not interrupted and (best is None or best.schedule.status != "optimal"):
+        found = exchange_roles(job, failed, half, bounds, clock, windows.to_seconds(bounds.best_bound().ticks))
+        if found is not None:
+            best = _shorter_plan(best, found.plan, with_converted_bound(found.schedule, least, tick_seconds))
+            interrupted = found.plan.interrupted
+    return best and msgspec.structs.replace(best, interrupted=interrupted)
+
+
+def _shorter_plan(best: Plan | None, found: Plan, schedule: Schedule) -> Plan:
+    """Return `best` or, if it has no shorter period, the plan `found` with its roles played as in `schedule`."""
+    if best is not None and schedule.seconds(schedule.period_ticks) >= best.period:
+        return best
+    violations = check(schedule)
+    assert not violations, f"relabelling broke a rule: {violations[0]}"
+    return msgspec.structs.replace(best or found, schedule=schedule, evidence=None, tally=found.tally, end=None,
+                                   fixed_period=best and (best.fixed_period or best.period))
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:

@@ -24,6 +24,10 @@ RoomOf = Callable[[Worker, int], int]
 """Function of a worker and a column: the memory units that it has there for weights and activations together."""
 
 
+Distribution = tuple[tuple[int, int], ...]
+"""Number of vacant roles of each column, and number of unlike workers that play others of its roles."""
+
+
 class _Unlike(NamedTuple):
     """Live worker with a speed or a memory of its own."""
 
@@ -39,8 +43,7 @@ def roles_bound(whole: Problem, failed: Collection[Worker], room_of: RoomOf | No
     In `whole`, all workers are alive; `failed` ones are left out. The function `room_of` has the memory of a worker in
     a column; None: as `Memory.capacity_for` says.
     """
-    return Bound(_RoleBounds(whole, failed, room_of or _make_room_of(whole)).best_ticks(), Scope.ROLES,
-                 "the work and the waits of each column, whichever workers play its roles")
+    return RoleBounds(whole, failed, room_of).best_bound()
 
 
 def _make_room_of(whole: Problem) -> RoomOf:
@@ -53,11 +56,12 @@ def _make_room_of(whole: Problem) -> RoomOf:
     return room_of
 
 
-class _RoleBounds:
+class RoleBounds:
     """Bounds by column, number of live workers in it, and number of unlike ones among these."""
 
-    def __init__(self, whole: Problem, failed: Collection[Worker], room_of: RoomOf) -> None:
-        self._whole, self._room_of = whole, room_of
+    def __init__(self, whole: Problem, failed: Collection[Worker], room_of: RoomOf | None = None) -> None:
+        """Take the arguments of `roles_bound`."""
+        self._whole, self._room_of = whole, room_of or _make_room_of(whole)
         self._live = [worker for worker in whole.live_workers if worker not in failed]
         memory = whole.memory
         own = {room.worker for room in (memory.capacity_of if memory else None) or ()}
@@ -72,10 +76,19 @@ class _RoleBounds:
             self._unlike, self._usual, self._with_own_room = unlike, 1000, []
         self._window: dict[tuple[int, int, int], int] = {}
 
-    def best_ticks(self) -> int:
-        """Return the least ticks that any distribution of the live workers over columns allows."""
+    def best_bound(self) -> Bound:
+        """Return the least bound that any distribution of the live workers over columns allows."""
         longest = self._distribute() if self._unlike else self._distribute_alike()
-        return max(self._total_work_ticks(), longest)
+        return Bound(max(self._total_work_ticks(), longest), Scope.ROLES,
+                     "the work and the waits of each column, whichever workers play its roles")
+
+    def best_distributions(self, kept: int) -> list[Distribution]:
+        """Return the best few distributions of vacant roles and unlike workers over columns, best first.
+
+        They are ranked by the bound of the longest column, then by the sum of all. Empty if live workers are alike, or
+        if too many are unlike.
+        """
+        return [distribution for _, _, distribution in self._rank_distributions(kept)] if self._unlike else []
 
     def _total_work_ticks(self) -> int:
         """Return the ticks in which all live workers together can do all work, whatever their roles."""
@@ -103,25 +116,30 @@ class _RoleBounds:
         return longest
 
     def _distribute(self) -> int:
-        """Return the least value, over all distributions, of the largest bound of a column.
+        """Return the least value, over all distributions, of the largest bound of a column."""
+        return next((longest for longest, _, _ in self._rank_distributions(1)), 0)
 
-        Dynamic programming over columns: best[v, u] is the least value if v roles of the columns so far are vacant, and
-        unlike workers play u of the others.
+    def _rank_distributions(self, kept: int) -> list[tuple[int, int, Distribution]]:
+        """Return the best few distributions, each after the largest bound of a column and the sum of all.
+
+        Dynamic programming over columns: best[v, u] are the least few if v roles of the columns so far are vacant, and
+        unlike workers play u of the others. The first is exact.
         """
         grid, usual = self._whole.grid, len(self._live) - len(self._unlike)
-        best = {(0, 0): 0}
+        best: dict[tuple[int, int], list[tuple[int, int, Distribution]]] = {(0, 0): [(0, 0, ())]}
         for column in range(grid.columns):
-            after: dict[tuple[int, int], int] = {}
-            for (vacant, unlike), ticks in best.items():
+            after: dict[tuple[int, int], list[tuple[int, int, Distribution]]] = {}
+            for (vacant, unlike), ranked in best.items():
                 usual_left = usual - (column * grid.pipelines - vacant - unlike)
                 for down in range(min(self._most_vacant, self._vacant - vacant) + 1):
                     count = grid.pipelines - down
                     for some in range(max(0, count - usual_left), min(count, len(self._unlike) - unlike) + 1):
-                        key = vacant + down, unlike + some
-                        longest = max(ticks, self._column_ticks(column, down, some))
-                        after[key] = min(after.get(key, longest), longest)
-            best = after
-        return best.get((self._vacant, len(self._unlike)), 0)
+                        ticks = self._column_ticks(column, down, some)
+                        after.setdefault((vacant + down, unlike + some), []).extend(
+                            (max(longest, ticks), total + ticks, (*before, (down, some)))
+                            for longest, total, before in ranked)
+            best = {key: sorted(ranked)[:kept] for key, ranked in after.items()}
+        return best.get((self._vacant, len(self._unlike)), [])
 
     @property
     def _vacant(self) -> int:

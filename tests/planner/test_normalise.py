@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from slipstream.planner import normalise
+from slipstream.planner.model.bounds_roles import RoleBounds
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, NoPlanError
 from slipstream.planner.normalise import candidate_vacancies, normal_form, normalised, window_bounds_of
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import plan_job, plan_only
+from slipstream.planner.plan import plan_job, plan_only, plan_with
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Scope, Worker
@@ -32,7 +33,7 @@ def test_ctrl_c_is_told_also_where_roles_stay(monkeypatch):
     job = SMALL["deep"]
     made = plan_only(GREEDY, job, [Worker(0, 1)])
     monkeypatch.setattr(normalise, "normal_form", lambda *_, **__: msgspec.structs.replace(made, interrupted=True))
-    monkeypatch.setattr(normalise, "any_roles_bound", lambda *_: Bound(0, Scope.ROLES))
+    monkeypatch.setattr(RoleBounds, "best_bound", lambda _: Bound(0, Scope.ROLES))
     plan = normalised(job, [Worker(0, 1)], GREEDY)
     assert plan.interrupted and not plan.schedule.moves
 
@@ -144,6 +145,28 @@ def test_too_many_failures_have_no_plan():
         normal_form(grid(2, 2, 1), 3, GREEDY)
     with pytest.raises(NoPlanError, match="stage 1 has no live worker"):
         normalised(grid(2, 2, 1), [Worker(0, 1), Worker(1, 1)], GREEDY)
+
+
+def test_roles_are_tried_where_those_in_place_have_no_room():
+    job = grid(2, 2, 1, times="forward = 1\nbackward_input = 1\nbackward_weight = 1",
+               more="[memory]\ncapacity = 2\nactivation = 1\ncapacity_of = {\"1.1\" = 0.5}\n")
+    with pytest.raises(NoPlanError, match="room"):
+        plan_with(GREEDY, job, [Worker(0, 1)])
+    schedule = normalised(job, [Worker(0, 1)], GREEDY).schedule
+    assert check(schedule) == [] and schedule.scope is Scope.ROLES
+    assert {(seat.worker.column, seat.role.column) for seat in schedule.moves} >= {(0, 1)}
+
+
+def test_unlike_workers_exchange_roles():
+    """The slow worker goes where the work is short, though no vacant role moves there."""
+    job = grid(2, 2, 1, times="forward = [1, 2]\nbackward_input = [1, 2]\nbackward_weight = [1, 2]\n"
+                              "slow = {\"0.1\" = 2}")
+    down = [Worker(0, 0), Worker(1, 1)]
+    plan = normalised(job, down, GREEDY)
+    assert plan.period < plan_with(GREEDY, job, down).period and check(plan.schedule) == []
+    player = {seat.role.column: seat.worker for seat in plan.schedule.seats}
+    assert player == {0: Worker(0, 1), 1: Worker(1, 0)}
+    assert {slow.worker for slow in plan.schedule.times.slow} == {Worker(0, 1)}
 
 
 def test_the_solver_refines_the_best_candidate():
