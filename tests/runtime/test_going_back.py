@@ -25,10 +25,13 @@ def on_the_spot(job):
 
 
 def saved(out, *iterations):
-    """Have the run wait, after each of these iterations, until the checkpoint of the state before it is complete."""
+    """Have the run wait until the checkpoint of the state before each of these iterations is complete.
+
+    It becomes one when its writers hear that the iteration is committed, so the run waits after the next one.
+    """
     def wait(iteration, _):
-        deadline = time.monotonic() + 120
-        while iteration in iterations and iteration not in find_complete(out / "checkpoints"):
+        deadline, before = time.monotonic() + 120, iteration - 1
+        while before in iterations and before not in find_complete(out / "checkpoints"):
             assert time.monotonic() < deadline, "the checkpoint is not written"
             time.sleep(0.01)
     return wait
