@@ -152,6 +152,6 @@ def test_fewer_workers_than_stages_go_on_down_to_one_and_up_again(settling, fork
 
 def test_where_one_worker_has_too_little_memory_the_run_ends_and_says_so(fork_server, tmp_path):
     job = grid(2, 2, 2, more="optimizer = 1\n[memory]\nactivation = 1\nweight_stash = 1\ncapacity = 4\nweights = 10")
-    with pytest.raises(RunError, match=r"stage 1 has no live worker left: .*0\.1 .* no schedule keeps all workers within "
-                                       "their memory"):
+    with pytest.raises(RunError, match=r"stage 1 has no live worker left: .*0\.1 .* no schedule keeps all workers "
+                                       "within their memory"):
         lose([at("0.1", 3), at("1.1", 4), at("0.0", 5)], fork_server, tmp_path, job=job, rebalancer=Planning(job))
