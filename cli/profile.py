@@ -12,7 +12,7 @@ import typer
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import delay_interrupts
-from slipstream.cli.shared.options import Force
+from slipstream.cli.shared.options import ANSWER, Force, Json
 from slipstream.planner.job.file import Job, placement_table, topology_table
 from slipstream.planner.job.network import network_table
 from slipstream.planner.job.toml import job_text, round_times
@@ -23,24 +23,29 @@ if TYPE_CHECKING:
     from slipstream.runtime.tools.stage_bench import StageProfile
 
 DEFAULT_JOB = Path(__file__).parent / "jobs" / "small-gpt.toml"
+MEASURED = "What is measured"
+"""Group of options in the help."""
 KIB = 1024
 MAX_WAITING_SHARE = 0.1
 """Share of the measuring time that processes may wait for each other before a warning is printed."""
 
 
-def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
+def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED, metavar="JOB", help=(
                 "A job file: its grid, [placement], [model] and [training]; its times and memory are measured anew; "
                 "[time] slow stays. "
                 "Default: a small GPT on 3 x 3 workers."))] = DEFAULT_JOB,
-            out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
+            out_file: Annotated[Path | None, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE",
+                                                         help=(
                 "Write the measured job file here, instead of printing it."))] = None,
-            rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, max=1000, help=(
+            rounds: Annotated[int, typer.Option("--rounds", rich_help_panel=MEASURED, metavar="N", min=1, max=1000,
+                                            help=(
                 "How often each op is measured; the median counts."))] = 7,
-            tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", metavar="N", min=1, max=64, help=(
+            tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", rich_help_panel=MEASURED,
+                                                            metavar="N", min=1, max=64, help=(
                 "Processes of each worker, one device each: [training] tensor_parallel. Default: as the job says."))
                 ] = None,
             force: Force = False,  # noqa: ARG001  # read by the overwrite guard
-            json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+            json: Json = False) -> None:
     """Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.
 
     Writes a complete job file, to be planned and trained. Transfers, all-reduces and links ([network] latency,

@@ -33,6 +33,8 @@ optimizer = 3
 """
 HARD = JOB.replace("pipelines = 3", "pipelines = 4").replace("= 6", "= 16").replace("stages = 4", "stages = 8") \
     + "[memory]\ncapacity = 8\nweight_stash = 1\n"
+FOLDED = HARD + "[placement]\norder = 'v'\nchunks = 2\n"
+"""A job whose plans do not reach their bound."""
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def test_bad_options_exit_2(job, arguments, says):
 
 def test_what_steers_the_search_is_read_and_what_it_tried_is_told(tmp_path):
     job, params, out = (tmp_path / name for name in ("job.toml", "params.toml", "plan.json"))
-    job.write_text(HARD)
+    job.write_text(FOLDED)
     params.write_text("[annealing]\ntrade = 0.0\n")
     arguments = ("plan", job, "--failed", "1.2", "--steps", 50_000, "--params", params, "--out", out)
     said = slipstream(*arguments, "--verbose").stdout
@@ -283,7 +285,7 @@ def test_the_reference_is_of_layers_in_place_whatever_was_planned_before(tmp_pat
 
 def test_a_reference_that_is_not_known_well_is_a_range(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "job.toml").write_text(HARD)
+    (tmp_path / "job.toml").write_text(FOLDED)
     said = slipstream("plan", tmp_path / "job.toml", "--failed", "0.3", "--time-limit", "0.01").stdout
     low, high = map(float, re.findall(r"throughput between ([\d.]+)% and ([\d.]+)% of fault-free", said)[0])
     assert low < high <= 100 and "the shortest fault-free period is between" in said

@@ -20,9 +20,6 @@ WRONG_CASES: dict[str, str] = {}
 """Named cases with a wrong claim, each with its reason."""
 LONG_CASES = {
     "BIDIRECTIONAL": "4",
-    "BIDIRECTIONAL_WITH_MEMORY": "4",
-    "BIDIRECTIONAL_WITHOUT_A_COLUMN": "5",
-    "LAYERS_BESIDE_REDUCTIONS": "8",
 }
 """Named cases whose plan is longer than the shortest one, each with its reason."""
 CRASHING_CASES: dict[str, str] = {}

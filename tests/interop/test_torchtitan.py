@@ -103,7 +103,8 @@ LINEAR_PAIRS = "[placement]\nchunks = 2\nlayers = [1, 1, 1, 1]"
 @pytest.mark.parametrize(("schedule", "options", "says"), [
     (plan_job(grid(2, 2, 3), [Worker(1, 0)], method="greedy").schedule, [],
      "worker 1.0 is down, and torchtitan runs whole pipelines: export a plan with all workers alive"),
-    (by_hand(SHED), [], "shed to worker 1.0, of another pipeline; torch's runtime knows one pipeline: export a plan"),
+    (by_hand(SHED), [],
+     "shed to worker 1.0, of another pipeline; torch's runtime knows one pipeline: plan with --method 1f1b"),
     (general.floating_layer(), [], "holds layers of its own choice"),
     (plan_job(grid(2, 2, [3, 4]), method="greedy").schedule, [], "pipelines have 3 to 4 micro-batches"),
     (plan_job(grid(1, 1, 3), method="greedy").schedule, [], "torchtitan does not run pipelines of one rank"),

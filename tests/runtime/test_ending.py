@@ -158,17 +158,17 @@ def test_a_layer_that_is_lost_while_the_run_ends_leaves_the_newest_checkpoint_to
     """No time is spent on going back: that would write what is written already."""
     def tell(iteration, loss):
         saved(tmp_path, 4)(iteration, loss)
-        if iteration == 5:
+        if iteration == 6:
             for name in ("0.0", "1.0"):
                 os.kill(fork_server.pids[name], signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     said: list[str] = []
     stopped(tmp_path, fork_server, tell, every=4, notify=lambda news: said.append(str(news)))
-    assert committed(tmp_path) == 6 and newest(tmp_path) == 4
+    assert committed(tmp_path) == 7 and newest(tmp_path) == 4
     (line,) = [one for one in said if "has no live worker left" in one]
     assert line.startswith("stage 0 has no live worker left: worker ") and line.endswith("without another checkpoint")
-    assert_goes_on(tmp_path, fork_server, lost=2)
+    assert_goes_on(tmp_path, fork_server, lost=3)
 
 
 def trained(out: Path, fork_server: ForkServer, progress, options: RunOptions = ONE_NODE,

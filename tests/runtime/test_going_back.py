@@ -27,10 +27,11 @@ def on_the_spot(job):
 def saved(out, *iterations):
     """Have the run wait until the checkpoint of the state before each of these iterations is complete.
 
-    It becomes one when its writers hear that the iteration is committed, so the run waits after the next one.
+    It becomes one when its writers hear that the iteration is committed. They have heard that before they begin the
+    second next one, after which the run waits.
     """
     def wait(iteration, _):
-        deadline, before = time.monotonic() + 120, iteration - 1
+        deadline, before = time.monotonic() + 120, iteration - 2
         while before in iterations and before not in find_complete(out / "checkpoints"):
             assert time.monotonic() < deadline, "the checkpoint is not written"
             time.sleep(0.01)

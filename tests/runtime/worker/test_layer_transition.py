@@ -29,7 +29,7 @@ def part_of(store, order, wait_for_all=lambda: None, fetched=()):
         setup=SimpleNamespace(first_iteration=0, failure_domains=()),
         placement=SimpleNamespace(reductions_of=lambda *_: {(1, 3): [ONE]}), reporter=SimpleNamespace(gathered=False))
     return SimpleNamespace(order=order, context=context, worker=ONE, schedule=None,
-                           activity=SimpleNamespace(set_activity=lambda _: None, doing=None),
+                           activity=SimpleNamespace(set_activity=lambda *_: None, doing=None),
                            session=SimpleNamespace(raise_if_ended=lambda: None, wait_for_all=wait_for_all))
 
 

@@ -54,9 +54,8 @@ def test_one_that_is_filled_computes_as_one_that_was_drawn(kind, tmp_path):
         value = given.detach()
 
 
-def test_a_forward_elsewhere_does_not_wait_for_it():
-    """Forwards take the generators for as long as they run; so would this, once, and no longer than to build empty
-    layers. Building in earnest holds them throughout."""
+def test_layers_are_built_while_nobody_else_draws_random_numbers():
+    """Forwards hold the generators while they run. A user's `build` may draw from them, for empty layers, too."""
     held = []
 
     class Watched(type(build_model(GPT, 0, torch.float64, CPU))):
@@ -68,4 +67,4 @@ def test_a_forward_elsewhere_does_not_wait_for_it():
     thread = threading.Thread(target=lambda: (build_on_device(model, 1, filled=False), build_on_device(model, 1)))
     thread.start()
     thread.join()
-    assert held == [False, True]
+    assert held == [True, True]
