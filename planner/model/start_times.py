@@ -253,7 +253,7 @@ def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: In
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = (done - saved)[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":
-        last = max(closing.max(), ends.max() + arrays.problem.max_optimizer_ticks)
+        last = max(closing[arrays.load > 0].max(), ends.max() + arrays.problem.max_optimizer_ticks)
         return int(last - first.min())
     return int((closing - first)[arrays.load > 0].max())
 

@@ -162,3 +162,8 @@ def test_memory_that_is_rounded_up_bounds_nothing():
     job, plain = (grid(1, 3, 3, more=more) for more in (memory, "[memory]\ncapacity = 3\nactivation = 1\n"))
     made, possible = (plan_job(one, steps=STEPS).schedule for one in (job, plain))
     assert made.seconds(made.lower_bound_ticks) <= possible.seconds(possible.period_ticks)
+
+
+def test_workers_that_hold_no_layers_do_not_count_in_a_synchronous_period():
+    job = grid(2, 2, 1, times="forward = 1\nbackward_input = 0\nbackward_weight = 0\nall_reduce = 1\ntransfer = 1\n")
+    assert plan_job(job, optimizer="synchronous", steps=500, layers="move").period == 4.0
