@@ -100,7 +100,7 @@ def _bound_without_search(schedule: Schedule) -> Bound:
         return _bound_over_layouts(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.PLACEMENT:
         return _bound_over_placements(schedule)
-    if schedule.scope is Scope.LAYERS or any(map(schedule.has_moved_layers, schedule.seats)):
+    if schedule.scope is Scope.LAYERS or held_elsewhere:
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
         return Bound(ticks, schedule.scope)
     if schedule.scope is Scope.ROLES:
