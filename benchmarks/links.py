@@ -28,8 +28,6 @@ from slipstream.planner.report import compute_transition
 from slipstream.schedules.precedence import OpKey, consumers_with_rules, op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
-OVERLAP = "\n[network]\noverlap = true\n"
-
 
 def replayed(schedule: Schedule, transfer: int, *, queued: bool) -> int:
     """Return the longest window of a worker, in ticks."""
@@ -159,7 +157,7 @@ def main() -> None:
     parser.add_argument("--failed", nargs="*", default=["2.1"])
     options = parser.parse_args()
     for name in options.preset:
-        job = parse_job(preset_text(name) + OVERLAP)
+        job = parse_job(preset_text(name))
         gather = gathering(name)
         for failed in ([], [Worker.parse(worker) for worker in options.failed]):
             schedule = plan_only(PlanOptions(steps=options.steps, layers="move"), job, failed).schedule

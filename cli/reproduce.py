@@ -21,7 +21,7 @@ from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.budget import CountCallback
 
 FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
-    "failure-cost": reproduce_failure_cost, "failure-cost-overlapped": partial(reproduce_failure_cost, overlap=True),
+    "failure-cost": reproduce_failure_cost, "failure-cost-exposed": partial(reproduce_failure_cost, exposed=True),
     "unlike-layers": reproduce_unlike_layers,
     "unlike-layers-large": partial(reproduce_unlike_layers, models=LARGER, name="unlike-layers-large")}
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from slipstream.cli.fleet.availability_trace import build_death_trace
 from slipstream.cli.fleet.costs import costs_for
 from slipstream.cli.fleet.figure import Cell, Figure, Series
@@ -37,11 +39,13 @@ def _build_row(text: str, rates: Sequence[float]) -> tuple[Cell, ...]:
     return (text, f"{whole:.1f}", *(f"{rate:.1f} ({round(100 * (rate / whole - 1))} %)" for rate in others))
 
 
-def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) -> Figure:
+def reproduce_failure_cost(progress: CountCallback, *, exposed: bool = False) -> Figure:
     """Return the README's table as a figure: for each policy (way to react to failures), the samples per second while
-    all workers are alive, and those in each failure case with their change in percent. With `overlap`, gradient
-    reductions overlap compute in all policies (`[network] overlap`)."""
-    job = parse_job(preset_text(PRESET) + "\n[network]\noverlap = true\n" * overlap)
+    all workers are alive, and those in each failure case with their change in percent. With `exposed`, gradient
+    reductions occupy workers in all policies (`[network] overlap = false`)."""
+    job = parse_job(preset_text(PRESET))
+    if exposed:
+        job = replace(job, network=replace(job.network, overlap=False))
     kinds, costs = [POLICIES[name] for name in POLICY_LABELS], costs_for(PARAMETERS, job.stages)
     by_case = {}
     planned_by_case = {}
@@ -61,7 +65,7 @@ def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) ->
                         [float(planned_by_case[case][policy][0]) for case in by_case])
              for policy in LIKE_FOR_LIKE]
     return Figure(
-        name="failure-cost" + "-overlapped" * overlap,
+        name="failure-cost" + "-exposed" * exposed,
         title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
         kind="bars", x_label="", y_label="samples per second", x=tuple(POLICY_LABELS),
         series=tuple(Series(name=name, values=tuple(one.values())) for name, one in values.items()),
@@ -70,4 +74,5 @@ def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) ->
             f"stay away",
             f"each plan is searched for as many counted steps as {PLAN_SECONDS:g} s of a processor have",
             f"costs of changes for {PARAMETERS:.3g} parameters",
-            *(["reductions run concurrently with compute: [network] overlap = true"] * overlap)))
+            "reductions occupy workers: [network] overlap = false" if exposed else
+            "reductions run while workers compute: [network] overlap = true"))

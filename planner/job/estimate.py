@@ -153,7 +153,7 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
         "memory": {"capacity": _capacity_by_stage(stages, layout.gpu), **sum_by_stage(_memory_sizes(layers)),
                    **({"state": [math.ceil(BYTES_STATE * cost.parameters / UNIT_BYTES) for cost in stages]}
                       if layout.shard_optimizer else {}), "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
-        "placement": {"layers": counts},
+        "network": {"overlap": True}, "placement": {"layers": counts},
         "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}
     training: dict[str, Any] = {}
     if layout.tensor_parallel > 1:
@@ -274,6 +274,8 @@ def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[s
         "memory": [*held,
                    f"weights: those {layout.held_bytes_per_parameter:.3g} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],
+        "network": ["Gradient reductions run while the worker computes, as in other trainers. With false, they "
+                    "occupy it."],
         "placement": [placement], "layers": [by_layer]}
     if layout.muon:
         comments["time"].append("optimizer of matrices of layers: Muon, whose products are counted, too.")
