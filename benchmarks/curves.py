@@ -6,114 +6,33 @@
 Each setting is planned with one stage on each worker (ZB), and with two as a V (ZB-V), at each memory.
 `--json` keeps the results after each point: with the same file, only missing points are planned. `--only`
 takes the points whose names contain one of the texts, such as "V 16x48" or "1.25x". `--settings` names a
-file of other settings, in the form of benchmarks/published_curves.json; `one_stage` and `v` may be left
+file of other settings, in the form of cli/pipelines/published_curves.json; `one_stage` and `v` may be left
 out. `--figure` draws the curves and needs matplotlib. Exits with 1 if a plan is behind a published figure.
 """
 
 import argparse
-import itertools
 import json
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.planner.job.file import Job, parse_job
-from slipstream.planner.job.toml import job_text
-from slipstream.planner.plan import plan_job
+from slipstream.cli.pipelines.memory_curves import (
+    PUBLISHED,
+    Point,
+    Result,
+    build_row,
+    describe,
+    iterate_points,
+    measure,
+    read_settings,
+)
 
-PUBLISHED = Path(__file__).with_name("published_curves.json")
-SAME = 5e-5
-"""Difference of bubbles up to which two plans count as equally good; published ones have six digits."""
 TIGHT = 1.5
 """Memory up to which the mean lead of V placements is printed separately."""
-
-
-class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times and memory of a job, and the published bubble for each memory, if there is one."""
-
-    workers: int
-    microbatches: int
-    forward: float
-    backward_input: float
-    backward_weight: float
-    transfer: float
-    activation: float
-    weight_stash: float
-    one_stage: tuple[float, ...] = ()
-    v: tuple[float, ...] = ()
-
-
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a file, and the memory for which each is planned, as multiples of that of 1F1B."""
-
-    memory: tuple[float, ...]
-    settings: tuple[Setting, ...]
-    source: str = ""
-    times: str = ""
-    bubble: str = ""
-
-
-class Point(msgspec.Struct, frozen=True):
-    """One job to plan, and the bubble to compare its plan with."""
-
-    name: str
-    placement: str
-    memory: float
-    setting: Setting
-    published: float | None
-
-    @property
-    def work(self) -> float:
-        """Work of each worker in an iteration, in microseconds."""
-        setting = self.setting
-        times = setting.forward + setting.backward_input + setting.backward_weight
-        return 2 * times * setting.microbatches
-
-    def make_job(self) -> Job:
-        """Return the job of this point, in microseconds."""
-        setting = self.setting
-        chunks = 2 if self.placement == "V" else 1
-        tables = {
-            "pipelines": 1, "stages": setting.workers, "microbatches": setting.microbatches,
-            "time": {"forward": setting.forward * 2 / chunks, "transfer": setting.transfer,
-                     "backward_input": setting.backward_input * 2 / chunks,
-                     "backward_weight": setting.backward_weight * 2 / chunks},
-            "memory": {"capacity": int(chunks * self.memory * setting.workers * setting.activation),
-                       "activation": setting.activation, "weight_stash": setting.weight_stash}}
-        if chunks == 2:
-            tables["placement"] = {"order": "v", "chunks": chunks}
-        return parse_job(job_text(tables, {}))
-
-
-class Result(msgspec.Struct, frozen=True):
-    """Bubble of the plan of one point, the least bubble that its bound allows, and processor seconds."""
-
-    bubble: float
-    bound: float
-    seconds: float
-
-
-def iterate_points(settings: Settings) -> Iterator[Point]:
-    """Yield the points of all settings, by setting, placement and memory."""
-    for setting, placement in itertools.product(settings.settings, ("ZB", "V")):
-        published = setting.v if placement == "V" else setting.one_stage
-        for memory, bubble in itertools.zip_longest(settings.memory, published):
-            name = f"{placement} {setting.workers}x{setting.microbatches} {memory:g}x"
-            yield Point(name, placement, memory, setting, bubble)
-
-
-def measure(point: Point, options: argparse.Namespace) -> Result:
-    """Plan a point, and return its bubble: the share of the period in which a worker is idle."""
-    began = time.process_time()
-    plan = plan_job(point.make_job(), time_limit=options.time_limit, steps=options.steps)
-    bound = plan.schedule.seconds(plan.schedule.lower_bound_ticks)
-    return Result(bubble=1 - point.work / plan.period, bound=1 - point.work / bound,
-                  seconds=time.process_time() - began)
 
 
 def load_results(path: Path | None) -> dict[str, Result]:
@@ -131,25 +50,11 @@ def keep_results(path: Path | None, results: Mapping[str, Result]) -> None:
         part.replace(path)
 
 
-def describe(point: Point, result: Result) -> str:
-    """Return the word for how a plan compares with the published one."""
-    if point.published is None:
-        return "proven" if result.bubble <= result.bound + SAME else ""
-    if result.bubble > point.published + SAME:
-        return "behind"
-    if result.bubble < point.published - SAME:
-        return "ahead"
-    return "proven" if result.bubble <= result.bound + SAME else "equal"
-
-
 def build_table(points: Sequence[Point], results: Mapping[str, Result]) -> Table:
     """Return a table with a row for each point."""
     table = Table("point", "ours", "published", "bound", "", "processor s")
     for point in points:
-        result = results[point.name]
-        published = "" if point.published is None else f"{point.published:.3%}"
-        table.add_row(point.name, f"{result.bubble:.3%}", published, f"{result.bound:.3%}",
-                      describe(point, result), f"{result.seconds:.1f}")
+        table.add_row(*build_row(point, results[point.name]))
     return table
 
 
@@ -204,14 +109,14 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--brief", action="store_true", help="print only the last line")
     options = parser.parse_args()
-    settings = msgspec.json.decode(options.settings.read_bytes(), type=Settings)
+    settings = read_settings(options.settings)
     points = [point for point in iterate_points(settings)
               if not options.only or any(text in point.name for text in options.only)]
     points = points[options.offset::options.every]
     console, results = Console(), load_results(options.json)
     for point in points:
         if point.name not in results:
-            results[point.name] = measure(point, options)
+            results[point.name] = measure(point, time_limit=options.time_limit, steps=options.steps)
             keep_results(options.json, results)
     if not options.brief:
         console.print(build_table(points, results))

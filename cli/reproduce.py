@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from slipstream.cli.fleet import Figure, reproduce_failure_cost
+from slipstream.cli.pipelines.memory_curves import reproduce_curves
 from slipstream.cli.pipelines.unlike_layers import LARGER, reproduce_unlike_layers
 from slipstream.cli.shared.console import err, out, print_json, refuse
 from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
@@ -22,7 +23,7 @@ from slipstream.planner.budget import CountCallback
 
 FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
     "failure-cost": reproduce_failure_cost, "failure-cost-exposed": partial(reproduce_failure_cost, exposed=True),
-    "unlike-layers": reproduce_unlike_layers,
+    "curves": reproduce_curves, "unlike-layers": reproduce_unlike_layers,
     "unlike-layers-large": partial(reproduce_unlike_layers, models=LARGER, name="unlike-layers-large")}
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")]

@@ -73,7 +73,7 @@ ROUND_RULES = (
     RoundRule(tolerance=0.25, spread="stay"), RoundRule(skip=True, patience=-9.0, tolerance=0.25),
     RoundRule(skip=True), RoundRule(skip=True, tolerance=0.25), RoundRule())
 """Rules that are tried first, the most often best ones first: the fewest of 96 whose best is the best of all on 28 of
-the published settings of benchmarks.curves."""
+the published settings of `slipstream reproduce curves`."""
 
 
 def change_round_rule(rule: RoundRule, slices: int, random: random.Random) -> RoundRule:

@@ -1,24 +1,18 @@
 """Bubble over memory: the published points, and results that an interrupted run continues from."""
 
-import argparse
-
-import msgspec
-
-from benchmarks.curves import (
-    PUBLISHED,
+from benchmarks.curves import keep_results, load_results
+from slipstream.cli.pipelines.memory_curves import (
     Setting,
     Settings,
     describe,
     iterate_points,
-    keep_results,
-    load_results,
     measure,
+    read_settings,
 )
 
 
 def test_each_published_figure_is_a_point():
-    settings = msgspec.json.decode(PUBLISHED.read_bytes(), type=Settings)
-    points = list(iterate_points(settings))
+    points = list(iterate_points(read_settings()))
     assert len(points) == len({point.name for point in points}) == 306
     assert all(point.published is not None for point in points)
     one_stage, v = points[0], points[17]
@@ -32,7 +26,7 @@ def test_results_are_kept_and_a_plan_is_never_below_its_bound(tmp_path):
                       activation=2, weight_stash=1, one_stage=(0.9,), v=(0.0,))
     results = {}
     for point in iterate_points(Settings(memory=(1.0, 2.0), settings=(setting,))):
-        results[point.name] = measure(point, argparse.Namespace(steps=5000, time_limit=10.0))
+        results[point.name] = measure(point, steps=5000)
         assert 0 <= results[point.name].bound <= results[point.name].bubble + 1e-12 < 1
     keep_results(tmp_path / "results.json", results)
     assert load_results(tmp_path / "results.json") == results

@@ -32,8 +32,7 @@ def test_a_figure_as_table_json_and_picture(monkeypatch, tmp_path):
 def test_an_unknown_figure_exits_2():
     result = slipstream("reproduce", "magic")
     assert result.exit_code == 2
-    assert "figure magic: expected failure-cost or failure-cost-exposed or unlike-layers or unlike-layers-large" \
-        in result.stderr
+    assert f"figure magic: expected one of {', '.join(reproduce.FIGURES)}" in result.stderr
 
 
 def test_what_has_moved_to_benchmarks_says_so():
