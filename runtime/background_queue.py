@@ -66,7 +66,8 @@ class BackgroundQueue:
 
         If work only enqueues kernels, the current stream waits instead of the host.
         """
-        thread = self._thread
+        with self._lock:  # another thread may be starting it
+            thread = self._thread
         if thread is not None:
             thread.join()
         if self._enqueues and self._stream is not None:

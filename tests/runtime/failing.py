@@ -162,7 +162,8 @@ KILLS_ITERATIONS = 62
 
 
 def dead(result: RunResult) -> list[str]:
-    """The members that were lost, in order."""
+    """The members that were lost, in order; why is printed, and seen where a test fails."""
+    print(*(reason for one in result.recoveries for reason in one.reasons), sep="\n")
     return [str(worker) for one in result.recoveries for worker in one.dead]
 
 

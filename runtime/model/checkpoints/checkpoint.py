@@ -161,8 +161,8 @@ class PendingSave:
         self._allowed, self._written, self._dropped = allowed, False, False
         self._state_lock = threading.Lock()
         """Lock held while the draft becomes the checkpoint, and while that is allowed or ruled out."""
-        self._thread = threading.Thread(target=self._run, args=(self._write, layers), daemon=True)
-        self._thread.start()
+        self._thread = _start_thread(self._run, self._write, layers)
+        """Thread that was started last. Others wait for it at any time, so that it is stored only once it runs."""
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """Return whether this worker's write has ended, successfully or not, after waiting at most `seconds`."""
@@ -183,8 +183,7 @@ class PendingSave:
                 return
             self._allowed = True
             if self._written and self._error is None:
-                self._thread = threading.Thread(target=self._run, args=(self._complete,), daemon=True)
-                self._thread.start()
+                self._thread = _start_thread(self._run, self._complete)
 
     def drop(self) -> None:
         """Rule out that the draft becomes the checkpoint, as the iteration is discarded or will be run again, and start
@@ -192,8 +191,7 @@ class PendingSave:
         with self._state_lock:
             self._dropped = True
         # The disk may not answer, and no order waits for it.
-        self._thread = threading.Thread(target=self._remove, args=(self._thread,), daemon=True)
-        self._thread.start()
+        self._thread = _start_thread(self._remove, self._thread)
 
     def _write(self, layers: Mapping[int, LayerState]) -> None:
         _write_layers(self._folder, self._draft, self._manifest, layers, lambda: self._dropped)
@@ -224,6 +222,12 @@ class PendingSave:
                                           f"written: {error.strerror or error}; earlier ones are untouched")
         if not self._dropped:
             self._ended(self._error)
+
+
+def _start_thread(work: Callable[..., None], *given: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=given, daemon=True)
+    thread.start()
+    return thread
 
 
 def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],

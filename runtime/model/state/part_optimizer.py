@@ -161,21 +161,23 @@ class PartOptimizer(UndoableSteps):
         """Flip one random bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
 
         The bit is in the stepped parameters if `what` is "parameters", in their optimizer state if it is "state", and
-        in either of a copy of another worker's part if it is "copy". It is a high bit of the mantissa, because the next
-        step may round a low one away, and then nothing is wrong. Autograd does not notice the change.
+        in either of a copy of another worker's part if it is "copy". It is a high bit of the mantissa of a number other
+        than 0, because the next step may round the others away, and then nothing is wrong. Autograd does not notice the
+        change.
         """
         pieces = [piece for piece in (self._copies if what == "copy" else self._pieces) if piece.stepped.numel()]
         piece = rng.choice(pieces) if pieces else None
         tensors = [] if piece is None or what == "state" else [piece.stepped.detach()]
         tensors += [] if piece is None or what == "parameters" else [
             tensor for tensor in self._optimizer_of(piece).state_tensors(piece.stepped).values() if tensor.dim()]
-        if tensors:
-            tensor = rng.choice(tensors)
+        tensor = rng.choice(tensors).data.view(-1) if tensors else torch.empty(0)
+        elements = tensor.nonzero().flatten().tolist()
+        if elements:
             lowest = tensor.itemsize * 3 // 8
-            byte = rng.randrange(tensor.numel()) * tensor.itemsize + rng.randrange(
+            byte = rng.choice(elements) * tensor.itemsize + rng.randrange(
                 lowest, max(lowest + 1, tensor.itemsize - 2))
-            tensor.data.view(-1).view(torch.uint8)[byte] ^= 1 << rng.randrange(7)
-        return bool(tensors)
+            tensor.view(torch.uint8)[byte] ^= 1 << rng.randrange(7)
+        return bool(elements)
 
     def layer_squares(self) -> dict[int, float]:
         """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in float64.

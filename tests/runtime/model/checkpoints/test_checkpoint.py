@@ -21,6 +21,7 @@ from slipstream.runtime.model.checkpoints import checkpoint
 from slipstream.runtime.model.checkpoints.checkpoint import (
     KEPT_CHECKPOINTS,
     CheckpointError,
+    PendingSave,
     find_complete,
     find_newest_undamaged,
     identity_of,
@@ -470,6 +471,32 @@ def test_drafts_of_different_orders_do_not_mix_and_a_dropped_one_leaves_nothing(
     late.allow()
     late.wait()  # until it is removed
     assert open_latest(tmp_path) is None and not list(tmp_path.glob(".saving-20*"))
+
+
+@pytest.mark.parametrize("settle", [PendingSave.allow, PendingSave.drop])
+def test_a_save_can_be_waited_for_while_its_draft_is_being_allowed_or_dropped(settle, tmp_path, monkeypatch) -> None:
+    """The thread that trains waits for the last save when the main thread hears that its iteration is committed."""
+    starting, may_start = threading.Event(), threading.Event()
+
+    class Late(threading.Thread):
+        def start(self) -> None:
+            starting.set()
+            assert may_start.wait(SECONDS)
+            super().start()
+
+    saving = start_saving(tmp_path, 10, states(), IDENTITY, allowed=False)
+    saving.wait()
+    settling = threading.Thread(target=settle, args=(saving,))
+    monkeypatch.setattr(threading, "Thread", Late)
+    settling.start()
+    try:
+        assert starting.wait(SECONDS)
+        assert saving.is_done(), "it is written"
+    finally:
+        may_start.set()
+        settling.join()
+    saving.wait()
+    assert (open_latest(tmp_path) is None) == (settle is PendingSave.drop) and not list(tmp_path.glob(".saving*"))
 
 
 def test_a_folder_without_a_manifest_blocks_nothing(tmp_path) -> None:

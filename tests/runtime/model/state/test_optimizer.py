@@ -1,6 +1,7 @@
 """One set of tests for every optimizer: those that come with Slipstream, and one of a user's."""
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -226,3 +227,23 @@ def test_clip_factor() -> None:
         assert clip_factor(bad, clipped) != 1.0
     values = [1e16, 1.0, -0.0, 3.0, 1e-9, 7.0]
     assert len({clip_factor(order, clipped) for order in (values, values[::-1], sorted(values))}) == 1
+
+
+@pytest.mark.parametrize("what", ["parameters", "state"])
+def test_a_flipped_bit_changes_what_is_computed(what):
+    """A bit of a zero, as in the state of a row that no sample has used, is rounded away by the next step."""
+    layer = nn.Linear(3, 5, dtype=torch.float64)
+    optimizer = build_optimizer({0: layer}, TrainingConfig(learning_rate=0.1))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.zeros_like(parameter).index_fill_(0, torch.tensor([2]), 1.0))
+            parameter.grad = parameter.clone()
+    optimizer.step(0)
+    for seed in range(50):
+        before = {key: tensor.clone() for key, tensor in optimizer.part_state(0, (0, 20)).tensors.items()}
+        assert optimizer.flip_bit(what, Random(seed))
+        (changed,) = [before[key][before[key] != tensor].item()
+                      for key, tensor in optimizer.part_state(0, (0, 20)).tensors.items() if tensor.dim()
+                      and not torch.equal(before[key], tensor)]
+        assert changed != 0.0
+    assert not build_optimizer({0: layer}, TrainingConfig()).flip_bit("state", Random(0)), "it has none yet"
