@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from slipstream.runtime.model.object_reference import load_reference
 from slipstream.runtime.model.seeds import derive_seed
 
 CHECKED_MICROBATCHES = 64
-"""Number of micro-batches of the user's own data that are read before a run, to check that their forms are equal."""
+"""Number of micro-batches that are read before a run, to check them."""
 LIBRARY_BYTES = 4 * 2**20
 """Number of bytes of the standard library's sources that are the text of a job without data."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
@@ -339,18 +339,6 @@ def batch_form(config: RunConfig) -> TupleForm:
     form = form_of(given)
     assert isinstance(form, TupleForm)
     return form
-
-
-def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
-    """Raise BadSampleError if micro-batches of the user's own data have other shapes or dtypes than `form`.
-
-    Reads the first `CHECKED_MICROBATCHES` of all pipelines' micro-batches in `iteration`; does nothing for data of
-    other kinds.
-    """
-    names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
-             for index in range(count))
-    for name in islice(names, CHECKED_MICROBATCHES) if config.training.data is not None else ():
-        require_form(read_batch(data, name, config), form, name)
 
 
 def is_fully_masked(batch: tuple[Tensor, ...]) -> bool:
