@@ -20,9 +20,10 @@ moments. With `--double`, tensors travel over the scripted double of NCCL that t
 back, or node 0 and one of them. The seeds of the runs are consecutive.
 
 After each run the benchmark checks losses and parameters against the same training in one process; that no worker was
-restarted without having been lost; that no process, thread or open descriptor is left; and that the folder holds no
-unneeded files. It prints how long recoveries took and the largest deviation. The exit status is 1 when the deviation is
-above 1e-9 or anything else goes wrong; `--keep` then keeps the folder of the run, and the other runs continue. `--log`
+restarted without having been lost, and none lost as silent unless it had been stopped; that no run has told nothing for
+30 s; that no process, thread or open descriptor is left; and that the folder holds no unneeded files. It prints how
+long recoveries took and the largest deviation. The exit status is 1 when the deviation is above 1e-9 or anything else
+goes wrong; `--keep` then keeps the folder of the run, and the other runs continue. `--log`
 appends a line for each run.
 """
 
@@ -49,7 +50,17 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter, workers_below
+from benchmarks.chaos_checks import (
+    SILENT_SECONDS,
+    ChaosError,
+    Leaks,
+    Silence,
+    Survivors,
+    Tally,
+    require_no_litter,
+    worker_of,
+    workers_below,
+)
 from benchmarks.chaos_scenario import CHECKPOINT_EVERY, ChaosScenario, resilience, settings, watching_closely
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig
@@ -57,6 +68,7 @@ from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.device import choose_device
 from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import Event
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.fork_server import ForkServer
@@ -91,6 +103,8 @@ class Storm(threading.Thread):
         self._committed = False
         self.stalled = False
         """True if this thread has ended this process."""
+        self.stopped: set[str] = set()
+        """Workers of which this thread has stopped a process."""
 
     def progress(self, _: int = -1) -> None:
         """Record that an iteration was committed."""
@@ -108,8 +122,11 @@ class Storm(threading.Thread):
             pids = sorted(self._fork_server.pids.items())
             if pids:
                 what = signal.SIGSTOP if self._rng.random() < 0.2 and self._committed else signal.SIGKILL
+                name, pid = self._rng.choice(pids)
+                if what == signal.SIGSTOP:
+                    self.stopped.add(worker_of(name))
                 try:
-                    os.kill(self._rng.choice(pids)[1], what)
+                    os.kill(pid, what)
                 except ProcessLookupError:  # it has just died by itself
                     continue
                 self._pause = min(2 * self._pause, CALM * self._seconds)
@@ -217,24 +234,38 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
     survivors = Survivors(found, lambda: fork_server.pids)
 
     def tell(news: Recovery | SpeedEvent | str) -> None:
+        silence.end()
         if isinstance(news, Recovery):
             tally.add(news, setting.nodes)
+            if not found:  # another node 0 may have had others stopped
+                tally.count_innocent(news, {*storm.stopped, *injected})
         elif isinstance(news, SpeedEvent):
             tally.add_speeds(news)
         else:
             tally.told.append(news)
 
+    def observe(event: Event) -> None:
+        silence.end()
+        survivors.observe(event)
+
     def progress(iteration: int, _: float) -> None:
+        silence.end()
         storm.progress(iteration)
         survivors.look(fork_server.pids)
 
     how = resilience(setting, rng, open_latest(out / "checkpoints"))
     whole = plan_job(setting.job, method="greedy").schedule  # before the storm: the planner may have to be compiled
     load_dealing()
+    injected = {str(one.worker) for one in how.injections if one.action == "stop"}
     kind = PairStorm(fork_server, rng, storm_seconds, tally, found) if pairs else Storm(fork_server, rng, storm_seconds)
-    with storming(kind) as storm:
-        run(whole, setting.config, out=out, fork_server=fork_server, resilience=how, progress=progress,
-            options=RunOptions(notify=tell, force=True, observe=survivors.observe, topology=setting.nodes))
+    silence = Silence()
+    try:
+        with storming(kind) as storm:
+            run(whole, setting.config, out=out, fork_server=fork_server, resilience=how, progress=progress,
+                options=RunOptions(notify=tell, force=True, observe=observe, topology=setting.nodes))
+    finally:
+        silence.end()
+        tally.silence = max(tally.silence, silence.longest)
     tally.slowdowns += sum(one.iteration < setting.iterations for one in how.slowdowns)
     survivors.require()
 
@@ -335,6 +366,10 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
                           pairs=options.pairs)
             if tally.deviation > TOLERANCE:
                 wrong = f"deviation {tally.deviation:.3g}"
+            elif tally.silence > SILENT_SECONDS:
+                wrong = f"a run told nothing for {tally.silence:.0f} s"
+            elif tally.innocent:
+                wrong = f"{tally.innocent} workers were lost as silent, and nobody had stopped them"
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None and options.keep is not None and out.exists():
@@ -347,7 +382,8 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
                 "kills": tally.kills, "returns": tally.returns, "slowdowns": tally.slowdowns, "leaders": tally.leaders,
                 "nodes": tally.nodes, "settled": tally.settled,
                 "pairs": tally.pairs, "found": tally.found, "left_out": tally.left_out, "back": tally.back,
-                "lost": tally.lost, "deviation": tally.deviation, "wrong": wrong}) + "\n")
+                "lost": tally.lost, "silence": tally.silence,
+                "innocent": tally.innocent, "deviation": tally.deviation, "wrong": wrong}) + "\n")
     return wrong
 
 

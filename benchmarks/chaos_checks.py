@@ -21,6 +21,10 @@ from slipstream.schedules.schedule import Worker
 
 REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
 """Texts in the reasons for workers that were lost on purpose."""
+STOPPED = "stopped answering"
+"""Text in the reason for a worker that was stopped."""
+SILENT_SECONDS = 30.0
+"""Longest time, in seconds, without a commit, an event or a line."""
 KEPT = re.compile(r"losses\.jsonl|metrics\.jsonl|events\.jsonl|schedule\.json|trace\.json|schedules/[0-9a-f]{16}\.json"
                   r"|parameters/layer-\d+\.safetensors|logs/worker-\d+\.\d+(-rank-\d+)?\.log|checkpoints/iteration-\d+/[^.][^/]*")
 """Pattern of the files that a run may leave in its folder."""
@@ -62,6 +66,10 @@ class Tally:
     runs: int = 0
     told: list[str] = field(default_factory=list)
     """Further messages of the runs."""
+    innocent: int = 0
+    """Number of workers that were lost as silent although nobody had stopped them, as on a machine that is too busy."""
+    silence: float = 0.0
+    """Longest time, in seconds, in which a run has told nothing."""
 
     @property
     def kills(self) -> int:
@@ -95,6 +103,10 @@ class Tally:
             self.reasons[known] += 1
         self.reasons["connections"] += not recovery.dead and not recovery.returned and not recovery.settled
 
+    def count_innocent(self, recovery: Recovery, stopped: Collection[str]) -> None:
+        """Count the workers that were lost as silent and are not among those that were stopped."""
+        self.innocent += sum(STOPPED in reason and reason.split()[1] not in stopped for reason in recovery.reasons)
+
     def add_speeds(self, event: SpeedEvent) -> None:
         """Count the detected changes of workers' speeds."""
         self.found += len(event.changes)
@@ -106,7 +118,9 @@ class Tally:
         self.reasons += other.reasons
         self.pairs += other.pairs
         self.deviation = max(self.deviation, other.deviation)
-        for name in ("lost", "back", "nodes", "leaders", "slowdowns", "found", "left_out", "runs"):
+        self.silence = max(self.silence, other.silence)
+        for name in ("lost", "back", "nodes", "leaders", "slowdowns", "found", "left_out", "innocent",
+                     "runs"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def report(self) -> str:
@@ -121,7 +135,8 @@ class Tally:
                 f"of speed found, {self.left_out} workers left out, {self.back} times back to a checkpoint, "
                 f"{self.lost} times too few were left\n"
                 f"pairs: {', '.join(f'{count} {what}' for what, count in self.pairs.most_common()) or 'none'}\n"
-                f"recovery: median {middle * 1e3:.0f} ms, worst {worst * 1e3:.0f} ms\n"
+                f"recovery: median {middle * 1e3:.0f} ms, worst {worst * 1e3:.0f} ms; longest silence "
+                f"{self.silence:.1f} s; {self.innocent} lost as silent that nobody had stopped\n"
                 f"largest deviation {self.deviation:.3g}")
 
     def compare_losses(self, out: Path, reference: ReferenceResult) -> int:
@@ -145,6 +160,20 @@ class Tally:
             raise ChaosError(f"{out}: parameters are missing")
         for name, theirs in reference.parameters.items():
             self.deviation = max(self.deviation, float((parameters[name] - theirs).abs().max()))
+
+
+class Silence:
+    """Measure the longest time in which a run tells nothing: no commit, no event, no line."""
+
+    def __init__(self) -> None:
+        self._heard = time.monotonic()
+        self.longest = 0.0
+        """That time, in seconds."""
+
+    def end(self) -> None:
+        """Record that the run has told something."""
+        now = time.monotonic()
+        self.longest, self._heard = max(self.longest, now - self._heard), now
 
 
 class Survivors:
@@ -172,11 +201,11 @@ class Survivors:
             worker = match[1]
         if worker is not None:
             for pids in (self._found, self._ended):
-                for name in [name for name in pids if _worker_of(name) == worker]:
+                for name in [name for name in pids if worker_of(name) == worker]:
                     del pids[name]
             if not isinstance(event, Joined):
                 self._lost |= {pid for pids in (self._pids, self._running()) for name, pid in pids.items()
-                               if _worker_of(name) == worker}
+                               if worker_of(name) == worker}
 
     def look(self, pids: Mapping[str, int]) -> None:
         """Compare the expected processes with those that exist at a commit, by name of worker."""
@@ -195,7 +224,7 @@ class Survivors:
             raise ChaosError("; ".join([*self._wrong, *late]))
 
 
-def _worker_of(process: str) -> str:
+def worker_of(process: str) -> str:
     """Return the name of the worker that a process belongs to.
 
     A worker may consist of several processes, or continue as half of them. The fork server has its own name.
@@ -270,7 +299,7 @@ def workers_below(*pids: int) -> dict[str, int]:
         with contextlib.suppress(OSError):
             role, _, worker = Path(f"/proc/{pid}/comm").read_text().strip().partition("-")
             if role == "worker" and lives(pid):
-                found.setdefault(_worker_of(worker), pid)
+                found.setdefault(worker_of(worker), pid)
     return found
 
 

@@ -15,21 +15,18 @@ from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.model.computing.forms import find_forms
 from slipstream.runtime.model.computing.trial import try_layers
 from slipstream.runtime.model.data.data import (
-    Data,
     batch_form,
     is_users_own,
     load_data,
     load_validation_data,
-    require_same_forms,
 )
-from slipstream.runtime.model.data.sample_digests import digest_first_samples, require_repeatable
-from slipstream.runtime.model.layers.calling import Batch
+from slipstream.runtime.model.data.sample_digests import check_first_samples
 from slipstream.runtime.model.layers.flops import counting_flops
 from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.model.layers.repeatability import require_repeatable_layers
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.model.microbatch import NOTHING_READ, Microbatch, SamplesRead
+from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 from slipstream.runtime.model.run_identity import (
     NO_IDENTITY,
     RunIdentity,
@@ -156,15 +153,13 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     placement = place_layers(schedule.grid, model.layers)
     corpus = load_data(config, schedule.grid.microbatches, read)
     data_form = batch_form(config)
-    require_same_forms(corpus, config, schedule.grid.microbatches, data_form, read.iteration)
+    first_samples = check_first_samples(corpus, config, schedule.grid.microbatches, read.iteration, data_form)
     check_costs(corpus, schedule, training, placement)
     validation = load_validation_data(config, schedule.grid.microbatches)
-    require_repeatable(corpus, config, schedule.grid.microbatches, read.iteration)
-    first_samples = digest_first_samples(corpus, config, schedule.grid.microbatches, read.iteration)
-    digests = digest_data(corpus, validation, training) | first_samples
+    digests = digest_data(corpus, validation, training) | first_samples.digests
     identity = build_run_identity(config, data=digests, microbatches=schedule.grid.microbatches,
                                   columns=find_layers_by_column(schedule.grid, placement))
-    fused = _try_layers(config, corpus, read, placement, flops.training_flops(1), options)
+    fused = try_layers(config, first_samples.first, placement.cuts, flops.training_flops(1), options.notify)
     shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
     gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
@@ -179,16 +174,7 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
                   tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                   training.evaluate_every is not None
                   or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
-                  elements, FormSpec.from_form(data_form), identity, first_samples, fused)
-
-
-def _try_layers(config: RunConfig, corpus: Data, read: SamplesRead, placement: Placement, flops: float,
-                options: RunOptions) -> frozenset[int]:
-    """Try the layers of a user's model on the first micro-batch (`try_layers`)."""
-    def read_batch() -> Batch:
-        return corpus.batch(Microbatch(read.iteration, 0, 0), config.training.batch, config.model.context)
-
-    return try_layers(config, read_batch, placement.cuts, flops, options.notify)
+                  elements, FormSpec.from_form(data_form), identity, first_samples.digests, fused)
 
 
 def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,

@@ -7,12 +7,14 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from msgspec import UnsetType
 from torch import Tensor
 
 from slipstream.runtime.model.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     PendingSave,
+    StreamState,
     find_complete,
     identity_of,
     is_complete,
@@ -31,6 +33,8 @@ from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 
 _POLL_SECONDS = 0.05
+ReadDataState = Callable[[int], StreamState | None]
+"""Function that returns the state of data that are read in order before an iteration; None if it is not known."""
 CopyLayers = Callable[[], Mapping[int, Mapping[str, Tensor]]]
 """Function that returns copies of the whole states of layers, by layer and name of the tensor."""
 
@@ -45,7 +49,7 @@ class Checkpointer:
 
     def __init__(self, setup: WorkerSetup, settings: NodeSettings, layers: int, worker: Worker,
                  tell: Callable[[Note | CheckpointSaved], None], sharing: Sharing,
-                 run: RunIdentity | None = None) -> None:
+                 run: RunIdentity | None = None, data_state: ReadDataState = lambda _: None) -> None:
         self._folder = Path(settings.out) / CHECKPOINTS
         self._resume = None if settings.resume is None else Path(settings.resume)
         self._every = setup.checkpoint_every
@@ -53,6 +57,7 @@ class Checkpointer:
         self._read, self._samples = setup.read, settings.config.training.batch * sum(setup.microbatches)
         self._identity = identity_of(settings.config, layers)
         self._run = run
+        self._data_state = data_state
         self._sharing = sharing
         self._worker = worker
         self._tell = tell
@@ -106,7 +111,8 @@ class Checkpointer:
             self._saving = start_saving(self._folder, iteration, own, self._identity,
                                         self._read.count_before(iteration, self._samples),
                                         partial(self._report_saved, iteration, time.monotonic() - began),
-                                        self._run, order=self._order, allowed=False)
+                                        self._run, order=self._order, allowed=False,
+                                        data=self._data_state(iteration))
             with self._lock:
                 self._drafts = [*self._drafts, self._saving]
 
@@ -139,6 +145,20 @@ class Checkpointer:
         found = {self._first} if self._first == 0 or self._open_initial_checkpoint() is not None else set()
         found |= {iteration for iteration in find_complete(self._folder) if iteration >= self._first}
         return tuple(sorted(found - self._damaged))
+
+    def find_data_state(self, iteration: int) -> tuple[int, StreamState] | None:
+        """Return the latest saved state of the data before an iteration or an earlier one, with that iteration; None if
+        there is none."""
+        found = {number: path for number, path in find_complete(self._folder).items()
+                 if self._first <= number <= iteration}
+        if self._resume is not None:
+            found.setdefault(self._first, self._resume)
+        for number in sorted(found, reverse=True):
+            with suppress(CheckpointError):  # removed meanwhile, or damaged: an earlier one will do
+                manifest = open_checkpoint(found[number], self._identity).manifest
+                if manifest.iteration == number and not isinstance(manifest.data, UnsetType):
+                    return number, manifest.data
+        return None
 
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
         """Return the states of some layers before an iteration, by layer and tensor; empty for iteration 0, whose

@@ -9,7 +9,13 @@ from functools import partial
 
 import torch
 
-from slipstream.runtime.model.data.data import load_data, load_validation_data, move_data_to
+from slipstream.runtime.model.data.data import (
+    get_data_state,
+    load_data,
+    load_validation_data,
+    move_data_to,
+    use_saved_states,
+)
 from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import enter_group
@@ -54,7 +60,8 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
     identity = build_run_identity(config, data=digests, microbatches=setup.microbatches,
                                   columns=setup.columns)
     checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing,
-                                identity)
+                                identity, partial(get_data_state, corpus))
+    use_saved_states(corpus, checkpointer.find_data_state)
     layer_store = LayerStore(partial(build_layer, model, config=training), checkpointer.load,
                              build_holding(model, (), training), model.device)
     store = _connect_to_store(spec, channel)  # which may replace the setup by that of another coordinator
@@ -98,8 +105,8 @@ def _connect_to_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
 class _FetchReporter(ReceiverCallbacks):
     """Callbacks that report the progress of fetches to the coordinator.
 
-    A worker that joins late may have to read a stream of data from its beginning, by `move_data`. It does so in a
-    thread during its first fetch, and is up to date only after that: nobody waits for it meanwhile.
+    A worker that joins late may have to read a stream of data from its last saved state on, by `move_data`. It does so
+    in a thread during its first fetch, and is up to date only after that: nobody waits for it meanwhile.
     """
 
     def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector, move_data: Callable[[int], None]

@@ -9,6 +9,7 @@ from benchmarks.chaos import TOLERANCE, train_through
 from benchmarks.chaos_checks import Tally
 from benchmarks.chaos_scenario import settings
 from slipstream.runtime import run_fit
+from slipstream.runtime.events import Event, Failed
 from slipstream.runtime.launch import run
 from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, WIDE, Planning, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
@@ -18,6 +19,9 @@ from tests.runtime.test_overlapped import JOB as OVERLAPPED
 from tests.runtime.test_routes import eight_layers
 
 pytestmark = pytest.mark.usefixtures("unhurried")
+GATHER_SECONDS = 20.0
+"""Far longer than it takes until all have heard of a death, and less than it takes to give up who computes for so
+long."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,17 +69,27 @@ def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, mo
     """The last stage has reported an iteration when one of its workers dies; the first one is still gathering what it
     has stepped, which the end of the order breaks off. Without commit points, all report an iteration, which is then
     committed with what the abort has left: so a loss is not finite, and the run goes back."""
-    monkeypatch.setenv(SLOW, f"allgather 0.0 {4.0 if hasty else 1.0}")
+    slow, lost = tmp_path / "slow", list[Failed]()
+    monkeypatch.setenv(SLOW, f"allgather 0.0 {GATHER_SECONDS} {slow}")
     if hasty:
         monkeypatch.setenv(HASTY, "1")
-    config = tiny(iterations=6, shard_optimizer=True)
+
+    def slow_down(iteration: int, _: float) -> None:
+        if iteration == 1 and not lost:
+            slow.touch()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Failed):
+            lost.append(event)
+            slow.unlink(missing_ok=True)
+
     with own_fork_server("tests.runtime.over_double") as fork_server:
-        if not hasty:
-            result = train([at("2.1", 2, "reported")], fork_server, tmp_path, job=WIDE, config=config)
-            assert dead(result) == ["2.1"]
-            return
-        result = train([at("2.1", 2, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+        result = train([at("2.1", 2, "reported")], fork_server, tmp_path / "out", job=WIDE, progress=slow_down,
+                       config=tiny(iterations=6, shard_optimizer=True), observe=observe)
+    if hasty:
         assert any("the loss of iteration 3 is not finite" in note for note in result.notes)
+    else:
+        assert dead(result) == ["2.1"]
 
 
 @pytest.mark.slow

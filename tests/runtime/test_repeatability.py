@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.data.sample_digests import digest_first_samples, digest_sample
+from slipstream.runtime.model.data.data import batch_form, load_data
+from slipstream.runtime.model.data.sample_digests import check_first_samples, digest_sample
 from slipstream.runtime.model.layers.layered_model import build_model
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.model.seeds import GENERATOR_LOCK
@@ -17,6 +17,7 @@ from slipstream.runtime.model.state.held_layers import build_on_device
 from slipstream.runtime.run_fit import check_fit
 from slipstream.runtime.run_options import RunOptions
 from tests.jobs import grid
+from tests.runtime.careless import Seeded
 from tests.runtime.running import schedule_for, tiny
 
 ON = schedule_for(grid(2, 2, 2))
@@ -40,6 +41,22 @@ def test_data_from_the_global_generator_are_refused(name):
 
 def test_data_that_repeat_are_accepted():
     assert check_fit(ON, reading("Seeded"), RunOptions()).identity.data["samples of iteration 0"]
+
+
+def test_a_run_reads_its_first_micro_batches_once_and_two_of_them_again(monkeypatch):
+    """Own data may take long for each."""
+    read = []
+    batch = Seeded.batch
+
+    def counted(data, name, *more):
+        read.append(name)
+        return batch(data, name, *more)
+
+    monkeypatch.setattr(Seeded, "batch", counted)
+    check_fit(ON, reading("Seeded"), RunOptions())
+    names = [Microbatch(0, pipeline, index) for pipeline in range(2) for index in range(2)]
+    of_forms = 2 * [names[0]]  # of the values between layers, and of the micro-batches
+    assert read == [*of_forms, *names, names[0], names[-1]]
 
 
 def test_memory_that_the_next_call_overwrites_does_no_harm():
@@ -68,11 +85,13 @@ def test_checks_leave_the_generator_as_it_was():
 
 def test_first_samples_on_another_grid_are_equal_if_they_are_numbered():
     """And are others if pipeline and index name them."""
-    numbered = [digest_first_samples(load_data(reading("Numbered", per_pipeline=count)), reading("Numbered"),
-                                     [count] * (4 // count), 0) for count in (1, 2, 4)]
+    def digest(config, count):
+        counts = [count] * (4 // count)
+        return check_first_samples(load_data(config), config, counts, 0, batch_form(config)).digests
+
+    numbered = [digest(reading("Numbered", per_pipeline=count), count) for count in (1, 2, 4)]
     assert numbered[0] == numbered[1] == numbered[2]
-    by_grid = [digest_first_samples(load_data(reading("Seeded")), reading("Seeded"), [count] * (4 // count), 0)
-               for count in (2, 4)]
+    by_grid = [digest(reading("Seeded"), count) for count in (2, 4)]
     assert by_grid[0] != by_grid[1]
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from torch import Tensor
 
 from slipstream.runtime.config import RunConfig
@@ -49,6 +49,8 @@ _DRAFT = re.compile(r"\.saving-(\d{1,18})(?:-(\d{1,18}))?")
 _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 T = TypeVar("T")
+StreamState = dict[str, Any]
+"""State of data that are read in order, as plain values of JSON."""
 LayerState = Mapping[str, Tensor]
 """Whole state of a layer, by name: parameters, buffers and optimizer state, as `part_state.assemble_state` returns
 it."""
@@ -88,6 +90,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Number of samples that all iterations have read; None in checkpoints of earlier versions."""
     run: RunIdentity | None = None
     """What the run trained; None in checkpoints of earlier versions."""
+    data: StreamState | UnsetType = UNSET
+    """State of data that are read in order, before `iteration`; absent if they have none that can be saved."""
 
 
 _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
@@ -232,7 +236,7 @@ def _start_thread(work: Callable[..., None], *given: object) -> threading.Thread
 
 def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
                  samples: int | None = None, ended: OnEnded = lambda _: None, run: RunIdentity | None = None,
-                 *, order: int = 0, allowed: bool = True) -> PendingSave:
+                 *, order: int = 0, allowed: bool = True, data: StreamState | None = None) -> PendingSave:
     """Start to write this worker's layers of a checkpoint in the background, and return a handle to wait for the end.
 
     The draft bears the number of the `order` in which it is written. Unless `allowed`, it stays a draft until
@@ -240,11 +244,13 @@ def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState],
 
     The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
     worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
-    samples that they have read (None: not recorded), `identity` the result of `identity_of`, `run` what the run trains.
+    samples that they have read (None: not recorded), `identity` the result of `identity_of`, `run` what the run trains,
+    `data` the state of data that are read in order (None: this worker does not know it).
     Errors are raised by `PendingSave.wait`. `ended` is called in a thread: with None when the layers are on the disk,
     or with the error; and again when a draft that was allowed later may have become the checkpoint.
     """
-    manifest = Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples, run=run)
+    manifest = Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples, run=run,
+                        data=UNSET if data is None else data)
     return PendingSave(folder, folder / f".saving-{iteration}-{order}", layers, manifest, ended, allowed=allowed)
 
 
@@ -459,6 +465,7 @@ def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> Non
     complete = folder / f"iteration-{manifest.iteration}"
     try:
         files: list[LayerFile] = []
+        stream = manifest.data
         for layer in range(manifest.identity["layers"]):
             note = draft / f"layer-{layer:04d}.json"
             if not note.exists():
@@ -466,7 +473,8 @@ def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> Non
             note_content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
             _require_same_job(note, note_content.identity, manifest.identity)
             files += note_content.layers
-        whole = msgspec.structs.replace(manifest, layers=tuple(files))
+            stream = note_content.data if stream is UNSET else stream  # only some of the writers read data
+        whole = msgspec.structs.replace(manifest, layers=tuple(files), data=stream)
         write_atomically(draft / MANIFEST, msgspec.json.encode(whole))
         _sync_folder(draft)
         draft.rename(complete)

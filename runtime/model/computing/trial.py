@@ -60,11 +60,11 @@ class _Gradients:
         return None
 
 
-def try_layers(config: RunConfig, read: Callable[[], Batch], begins: Collection[int], flops: float,
+def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: float,
                notify: Callable[[str], None]) -> frozenset[int]:
     """Run a micro-batch through a user's layers, and return those whose backward must not be divided into I and W.
 
-    `read` returns the micro-batch. `begins` are the layers with which stages begin, `flops` the operations of a forward
+    `batch` is the micro-batch. `begins` are the layers with which stages begin, `flops` the operations of a forward
     and its backward. Models that come with the package are not tried, and neither are those whose workers have several
     ranks. A layer that needs a GPU, and a model too large for a CPU, is not tried either, which `notify` is told.
 
@@ -80,7 +80,6 @@ def try_layers(config: RunConfig, read: Callable[[], Batch], begins: Collection[
                "the CPU before the start: gradients and buffers are not compared")
         return frozenset()
     model = build_model(config.model, training.seed, parameter_dtype(training), torch.device("cpu"))
-    batch = read()
     trial = _Trial(model, config, batch, begins)
     value: Value = batch[0]
     for layer in range(model.layers):

@@ -5,14 +5,16 @@ import os
 import re
 import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -33,7 +35,9 @@ from slipstream.runtime.model.object_reference import load_reference
 from slipstream.runtime.model.seeds import derive_seed
 
 CHECKED_MICROBATCHES = 64
-"""Number of micro-batches of the user's own data that are read before a run, to check that their forms are equal."""
+"""Number of micro-batches that are read before a run, to check them."""
+RECENT_ITERATIONS = 8
+"""Number of iterations by which data go back without a saved state, as after a discarded iteration."""
 LIBRARY_BYTES = 4 * 2**20
 """Number of bytes of the standard library's sources that are the text of a job without data."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
@@ -97,7 +101,17 @@ class IterationData(Protocol):
         at any iteration. If the data also have a method `tokens(sample)`, it returns the number of tokens that count in
         the sample's loss. It may have methods `costs(iteration)` and `lengths(iteration)` as well (`has_costs`,
         `has_lengths`).
+
+        If the data have methods `state_dict(iteration)` and `load_state_dict(iteration, state)`, checkpoints hold their
+        state, and a worker that starts late reads from there on and not from the beginning. `state_dict` returns the
+        state before an iteration as a dict of plain values of JSON, or None if it is not known any more; it is called
+        for iterations that were just read, and for the next one.
         """
+
+
+FindState = Callable[[int], tuple[int, dict[str, Any]] | None]
+"""Function that returns the latest saved state of data before an iteration or an earlier one, with that iteration; None
+if there is none."""
 
 
 class _IterationAdapter:
@@ -108,6 +122,11 @@ class _IterationAdapter:
         self._data, self.digest = data, data.digest
         self._first = list(accumulate(microbatches, initial=0))
         self._kept: dict[int, Sequence[tuple[Tensor, ...]]] = {}
+        self._begun = self._next = 0
+        """Iteration from which the data have been read in order, and the iteration after the one that was read
+        last."""
+        self.find_state: FindState = lambda _: None
+        """Function that finds a saved state of the data."""
         self._lock = threading.Lock()
         if hasattr(data, "tokens"):
             self.tokens = lambda iteration: [data.tokens(sample) for sample in self._read_samples(iteration)]
@@ -126,9 +145,29 @@ class _IterationAdapter:
         return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
     def move_to(self, iteration: int) -> None:
-        """Read the data up to an iteration, as a stream is read from its beginning by a worker that has just
-        started."""
+        """Read the data up to an iteration, as a stream is read by a worker that has just started: from its last saved
+        state on, or from its beginning."""
         self._read_samples(iteration)
+
+    def get_state(self, iteration: int) -> dict[str, Any] | None:
+        """Return the state of the data before an iteration; None if it is not known, or not of plain values."""
+        if not hasattr(self._data, "state_dict"):
+            return None
+        try:
+            with self._lock:
+                state = self._data.state_dict(iteration)
+        except Exception:  # the user's code may raise anything; without a state, data are read from their beginning
+            traceback.print_exc()
+            return None
+        return state if _is_plain(state) else None
+
+    def _load_state_before(self, iteration: int) -> None:
+        """Load the last saved state before an iteration that is neither the next one nor recent, unless reading on is
+        shorter."""
+        found = self.find_state(iteration) if hasattr(self._data, "load_state_dict") else None
+        if found is not None and not found[0] <= self._next <= iteration:
+            self._data.load_state_dict(*found)
+            self._begun = found[0]
 
     def _read_alone(self, read: Callable[[int], Any], iteration: int) -> Any:
         """Return what `read` returns for an iteration, while no other thread reads the data."""
@@ -139,11 +178,14 @@ class _IterationAdapter:
         """Return all samples of an iteration. Raises BadSampleError if their number is not the one requested."""
         with self._lock:
             if iteration not in self._kept:
+                if not max(self._begun, self._next - RECENT_ITERATIONS) <= iteration <= self._next:
+                    self._load_state_before(iteration)
                 with ending_data(iteration):
                     read = self._data.samples(iteration, self._first[-1])
                 if len(read) != self._first[-1]:
                     raise BadSampleError(f"the data give {len(read)} samples for iteration {iteration}; expected "
                                          f"{self._first[-1]}, one for each micro-batch of all pipelines")
+                self._next = iteration + 1
                 self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
                 self._kept[iteration] = [copy_sample(sample) for sample in read]
             return self._kept[iteration]
@@ -172,6 +214,26 @@ def move_data_to(data: Data, iteration: int) -> None:
     if isinstance(data, _IterationAdapter):
         with suppress(Exception):
             data.move_to(iteration)
+
+
+def get_data_state(data: Data, iteration: int) -> dict[str, Any] | None:
+    """Return the state of data that are read in order before an iteration; None for other data, or if it is not
+    known."""
+    return data.get_state(iteration) if isinstance(data, _IterationAdapter) else None
+
+
+def use_saved_states(data: Data, find_state: FindState) -> None:
+    """Let data that are read in order continue from saved states, which `find_state` finds."""
+    if isinstance(data, _IterationAdapter):
+        data.find_state = find_state
+
+
+def _is_plain(state: object) -> bool:
+    """Return whether a state is a dict that JSON gives back as it is."""
+    try:
+        return isinstance(state, dict) and bool(msgspec.json.decode(msgspec.json.encode(state)) == state)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+        return False
 
 
 class _CopiedData:
@@ -339,18 +401,6 @@ def batch_form(config: RunConfig) -> TupleForm:
     form = form_of(given)
     assert isinstance(form, TupleForm)
     return form
-
-
-def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
-    """Raise BadSampleError if micro-batches of the user's own data have other shapes or dtypes than `form`.
-
-    Reads the first `CHECKED_MICROBATCHES` of all pipelines' micro-batches in `iteration`; does nothing for data of
-    other kinds.
-    """
-    names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
-             for index in range(count))
-    for name in islice(names, CHECKED_MICROBATCHES) if config.training.data is not None else ():
-        require_form(read_batch(data, name, config), form, name)
 
 
 def is_fully_masked(batch: tuple[Tensor, ...]) -> bool:

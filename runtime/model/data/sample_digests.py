@@ -1,15 +1,24 @@
-"""Digests of samples, by which processes notice that they read different ones, and the check that
-reads repeat."""
+"""Digests of samples, by which processes notice that they read different ones, and the check of the first
+samples before a run."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig
-from slipstream.runtime.model.data.data import CHECKED_MICROBATCHES, Data, is_users_own
+from slipstream.runtime.model.data.data import (
+    CHECKED_MICROBATCHES,
+    Data,
+    is_users_own,
+    read_batch,
+    require_form,
+)
+from slipstream.runtime.model.layer_values import Form
+from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.microbatch import Microbatch
 
 FIRST_SAMPLES = "samples of iteration"
@@ -27,40 +36,53 @@ def digest_sample(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def digest_first_samples(data: Data, config: RunConfig, microbatches: Sequence[int],
-                         iteration: int) -> dict[str, str]:
-    """Return the digest of the first `CHECKED_MICROBATCHES` micro-batches of an iteration, pipeline
-    by pipeline, by its name in the run's identity."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in islice(_list_names(iteration, microbatches), CHECKED_MICROBATCHES):
-        sample = data.batch(name, config.training.batch, config.model.context)
-        digest.update(digest_sample(sample).encode())
-    return {f"{FIRST_SAMPLES} {iteration}": digest.hexdigest()}
+class FirstSamples(NamedTuple):
+    """First micro-batches of a run, read once."""
+
+    first: Batch
+    """First micro-batch of pipeline 0."""
+    digests: dict[str, str]
+    """Digest of all of them, by its name in the run's identity."""
 
 
-def require_repeatable(data: Data, config: RunConfig, microbatches: Sequence[int],
-                       iteration: int) -> None:
-    """Raise ConfigError if the user's own data give other samples when an iteration is read again.
+def check_first_samples(data: Data, config: RunConfig, microbatches: Sequence[int], iteration: int,
+                        form: Form) -> FirstSamples:
+    """Read the first `CHECKED_MICROBATCHES` micro-batches of an iteration, pipeline by pipeline.
 
-    Compares the first and the last of its first `CHECKED_MICROBATCHES` micro-batches. Other kinds
-    of data repeat.
+    Raises BadSampleError if some of the user's or a library's data have another form than `form`, and ConfigError if
+    the user's own data give others when the iteration is read again: the first and the last of these micro-batches are
+    compared. Other kinds of data have one form, and repeat.
     """
-    if not is_users_own(config.training):
-        return
-    batch, context = config.training.batch, config.model.context
     names = list(islice(_list_names(iteration, microbatches), CHECKED_MICROBATCHES))
-    checked = dict.fromkeys((names[0], names[-1]))
-    first_read = [digest_sample(data.batch(name, batch, context)) for name in checked]
+    first: Batch = ()
+    digests: list[str] = []
+    for name in names:
+        sample = read_batch(data, name, config)
+        if config.training.data is not None:
+            require_form(sample, form, name)
+        first = first or sample
+        digests.append(digest_sample(sample))
+    if is_users_own(config.training):
+        _require_repeatable(data, config, {names[0]: digests[0], names[-1]: digests[-1]})
+    return FirstSamples(first, {f"{FIRST_SAMPLES} {iteration}": _join_digests(digests)})
+
+
+def _require_repeatable(data: Data, config: RunConfig, first_read: Mapping[Microbatch, str]) -> None:
+    """Raise ConfigError if a micro-batch has another digest when it is read again."""
     forget = getattr(data, "forget", None)
     if forget is not None:
         forget()
-    for name, digest in zip(checked, first_read, strict=True):
-        if digest_sample(data.batch(name, batch, context)) != digest:
+    for name, digest in first_read.items():
+        if digest_sample(read_batch(data, name, config)) != digest:
             raise ConfigError(
                 f"training.data is {config.training.data!r}: micro-batch {name.index} of pipeline "
-                f"{name.pipeline} in iteration {iteration} is another one when it is read again; expected "
+                f"{name.pipeline} in iteration {name.iteration} is another one when it is read again; expected "
                 "the same one at every read: draw random numbers from a generator that is seeded by its "
                 "name")
+
+
+def _join_digests(digests: Iterable[str]) -> str:
+    return hashlib.blake2b("".join(digests).encode(), digest_size=8).hexdigest()
 
 
 def _list_names(iteration: int, microbatches: Sequence[int]) -> Iterator[Microbatch]:

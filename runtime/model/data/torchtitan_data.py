@@ -1,14 +1,15 @@
 """torchtitan's tokenizers and data sets: the samples that its Trainer reads in one process, by iteration.
 
-A data set is a stream. Every worker reads it from its beginning, micro-batch after micro-batch, and stores the position
-in the stream before each of the last few iterations, so that a discarded iteration reads the same samples when it is
-run again.
+A data set is a stream. Every worker reads it in order, micro-batch after micro-batch, and stores the position in the
+stream before each of the last few iterations, so that a discarded iteration reads the same samples when it is run
+again. Checkpoints hold the position, too.
 """
 
 import hashlib
 import json
+import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.data.data import RECENT_ITERATIONS
 from slipstream.runtime.model.data.token_data import DataEndedError
 from slipstream.runtime.model.layers.cross_entropy import IGNORED_TARGET
 from slipstream.runtime.model.layers.torchtitan.specification import parse_for_one_process
 from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 
-STORED_STATES = 8
-"""Number of recent iterations to which the stream can return without reading from its beginning."""
+_PICKLED = "pickled"
+"""Key of what the loader has pickled, in the state that checkpoints hold."""
 DATA_OPTIONS = ("assets", "dataset", "dataset_path")
 """Keys of `[training.options]`: folder of the tokenizer, name of a torchtitan data set, and its path. `[model.options]
 arguments`, if given, replaces all of them."""
@@ -96,8 +98,8 @@ class TorchtitanData:
             raise ConfigError(f"training.data is 'torchtitan', which cannot be read: {type(error).__name__}: "
                               f"{first_line(error)}") from error
         self._next, self._stream = self._read_before.iteration, iter(self._data)
-        for _ in range(self._read_before.samples // self._batch):
-            _next_sample(self._next, self._stream)
+        self._unread = self._read_before.samples // self._batch
+        """Micro-batches of earlier runs that the stream has yet to pass."""
         self._states = OrderedDict[int, Any]()
 
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
@@ -111,14 +113,34 @@ class TorchtitanData:
             self._read_iteration(count)
         return self._read_iteration(count)
 
+    def state_dict(self, iteration: int) -> dict[str, Any] | None:
+        """Return the stream's position before an iteration, as plain values; None if it is not known.
+
+        The loader pickles its state. A pickle from a file or from another process is never loaded here, so the content
+        is taken out, and pickled again by `load_state_dict`.
+        """
+        state = self._data.state_dict() if iteration == self._next and not self._unread else self._states.get(iteration)
+        return None if state is None else {
+            key: {_PICKLED: pickle.loads(value)} if isinstance(value, bytes) else value  # noqa: S301, it is our own
+            for key, value in state.items()}
+
+    def load_state_dict(self, iteration: int, state: Mapping[str, Any]) -> None:
+        """Move the stream to the position before an iteration that `state_dict` has returned, maybe elsewhere."""
+        self._move_to(iteration, {
+            key: pickle.dumps(value[_PICKLED]) if isinstance(value, dict) and value.keys() == {_PICKLED} else value
+            for key, value in state.items()})
+
     def tokens(self, sample: Sample) -> int:
         """Return the number of tokens of a micro-batch that count in the loss."""
         return int((sample.targets != IGNORED_TARGET).sum())
 
     def _read_iteration(self, count: int) -> list[Sample]:
         """Store the position in the stream, and return the next `count` micro-batches: those of the next iteration."""
+        while self._unread:
+            _next_sample(self._next, self._stream)
+            self._unread -= 1
         self._states[self._next] = self._data.state_dict()
-        while len(self._states) > STORED_STATES:
+        while len(self._states) > RECENT_ITERATIONS:
             self._states.popitem(last=False)
         samples = [_next_sample(self._next, self._stream) for _ in range(count)]
         self._next += 1
@@ -130,8 +152,12 @@ class TorchtitanData:
         if iteration not in self._states:
             self._open_stream()
             return
-        self._data.load_state_dict(self._states[iteration])
-        self._stream, self._next = iter(self._data), iteration
+        self._move_to(iteration, self._states[iteration])
+
+    def _move_to(self, iteration: int, state: Mapping[str, Any]) -> None:
+        """Move the stream to its position before an iteration, which the loader has described by `state`."""
+        self._data.load_state_dict(state)
+        self._stream, self._next, self._unread = iter(self._data), iteration, 0
 
 
 def _next_sample(iteration: int, stream: Iterator[Any]) -> Sample:

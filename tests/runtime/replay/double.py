@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ Operation = Callable[[Tensor, Tensor], Tensor]
 LIMIT_SECONDS = 600.0
 LOOK_SECONDS = 0.002
 SLOW = "SLIPSTREAM_TESTS_SLOW"
-"""In the environment: "CALL MEMBER SECONDS", by whose device each such call is begun so much later."""
+"""In the environment: "CALL MEMBER SECONDS FILE": while that file exists, the member's device begins each such call so
+much later."""
 
 HASTY = "SLIPSTREAM_TESTS_HASTY"
 """In the environment: that there are no commit points."""
@@ -225,9 +227,10 @@ class Double:
             end.close()
 
     def _slow(self, name: str) -> float:
-        call, member, seconds = os.environ.get(SLOW, "- - 0").split()
+        call, member, seconds, file = os.environ.get(SLOW, "- - 0 -").split()
         names = [word for word in self._prefix.replace("/", " ").split() if ":" in word]
-        return float(seconds) if name == call and names[self._rank].partition(":")[0] == member else 0.0
+        is_slow = name == call and names[self._rank].partition(":")[0] == member and Path(file).exists()
+        return float(seconds) if is_slow else 0.0
 
     def _put(self, rank: int, tensor: Tensor) -> None:
         self._ends[rank].sendall(_bytes(tensor.detach().contiguous()))

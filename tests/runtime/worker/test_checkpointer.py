@@ -79,3 +79,21 @@ def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_th
     checkpointer.begin_order(3, 5)
     checkpointer._saving.wait()
     assert checkpointer.list_iterations() == (0, 2, 4)
+
+
+def test_checkpoints_hold_the_state_of_data_that_are_read_in_order(tmp_path) -> None:
+    """Only some of the writers read data, and have it."""
+    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=2, read=NOTHING_READ, microbatches=(1,)),
+                       SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
+    reader, other = (Checkpointer(cast(Any, setup), cast(Any, settings), 2, Worker(0, column), lambda _: None,
+                                  Sharing(), None, state)
+                     for column, state in enumerate((lambda iteration: {"read": iteration}, lambda _: None)))
+    assert other.find_data_state(9) is None
+    for iteration in (4, 6):
+        for layer, checkpointer in ((1, reader), (0, other)):
+            checkpointer.save(iteration, lambda layer=layer: {layer: {"model.weight": torch.zeros(3)}})
+            checkpointer.allow_committed(iteration)
+            checkpointer._saving.wait()
+    for checkpointer in (reader, other):
+        assert [checkpointer.find_data_state(iteration) for iteration in (9, 6, 5, 3)] \
+            == [(6, {"read": 6}), (6, {"read": 6}), (4, {"read": 4}), None]

@@ -14,7 +14,7 @@ def tried(*kinds, begins=(0, 1), flops=0.0, **training):
         {"name": "tests.runtime.tried_model:Model", "width": 8, "context": 8, "options": {"kinds": list(kinds)}},
         {"batch": 2, "dtype": "float64", "device": "cpu", "iterations": 1, **training})
     data, notes = load_data(config, (1,)), []
-    return try_layers(config, lambda: data.batch(Microbatch(0, 0, 0), 2, 8), begins, flops, notes.append), notes
+    return try_layers(config, data.batch(Microbatch(0, 0, 0), 2, 8), begins, flops, notes.append), notes
 
 
 @pytest.mark.parametrize("training", [{}, {"recompute": "full"}, {"dtype": "float32"}, {"dtype": "bf16"}], ids=str)
