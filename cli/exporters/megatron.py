@@ -1,9 +1,9 @@
 """Write the stages of a plan, or of a job's placement, as Megatron-LM's flags.
 
-Megatron-LM runs an order of its own, 1F1B, interleaved if ranks have several stages. Of a plan it takes only which
-layers are on which rank. It derives the number of stages of a rank from the layout, and refuses
-`--num-layers-per-virtual-pipeline-stage` and `--num-virtual-stages-per-pipeline-rank` next to it
-(`megatron/training/arguments.py`).
+Megatron-LM runs an order of its own, 1F1B, interleaved if ranks have several stages. Of a plan it
+takes only which layers are on which rank. It derives the number of stages of a rank from the
+layout, and refuses `--num-layers-per-virtual-pipeline-stage` and
+`--num-virtual-stages-per-pipeline-rank` next to it (`megatron/training/arguments.py`).
 """
 
 import shlex
@@ -24,7 +24,8 @@ from slipstream.schedules.schedule import Grid, Schedule
 
 
 class MegatronSettings(NamedTuple):
-    """What Megatron-LM is told of a placement, with the names of its arguments. JSON has the same keys."""
+    """What Megatron-LM is told of a placement, with the names of its arguments. JSON has the same
+    keys."""
 
     num_layers: int
     mtp_num_layers: int
@@ -44,11 +45,13 @@ class MegatronSettings(NamedTuple):
         return flags
 
 
-def export_schedule(schedule: Schedule, *, decoder_layers: int | None, out: Path | None, json: bool) -> None:
-    """Write Megatron-LM's flags for the stages of a plan to the file `out`, or to stdout if it is None.
+def export_schedule(schedule: Schedule, *, decoder_layers: int | None, out: Path | None,
+                    json: bool) -> None:
+    """Write Megatron-LM's flags for the stages of a plan to the file `out`, or to stdout if it is
+    None.
 
-    For `decoder_layers` see `build_settings`. Raises ExportError if the plan is more than a placement of stages that
-    Megatron-LM takes.
+    For `decoder_layers` see `build_settings`. Raises ExportError if the plan is more than a
+    placement of stages that Megatron-LM takes.
     """
     if schedule.grid.chains == 1:
         schedule = with_whole_stages(schedule)
@@ -73,23 +76,24 @@ def _write_settings(settings: MegatronSettings, out: Path | None, *, json: bool)
     elif out is None:
         typer.echo(text, nl=False)
     predicting = f" --mtp-num-layers {settings.mtp_num_layers}" if settings.mtp_num_layers else ""
-    err.print(f"for --num-layers {settings.num_layers}{predicting}; Megatron-LM runs its own order of micro-batches "
-              "on these stages, not the plan's", style="dim", soft_wrap=True)
+    err.print(f"for --num-layers {settings.num_layers}{predicting}; Megatron-LM runs its own order "
+              "of micro-batches on these stages, not the plan's", style="dim", soft_wrap=True)
 
 
 def build_settings(grid: Grid, decoder_layers: int | None = None) -> MegatronSettings:
     """Return Megatron-LM's settings for the stages of a grid.
 
-    The model has `decoder_layers` decoder layers; by default, embedding and head are the first and the last layer of
-    the grid, and the others are decoder layers. For other numbers see `split_letters`. Raises ExportError if
-    Megatron-LM does not take the stages.
+    The model has `decoder_layers` decoder layers; by default, embedding and head are the first and
+    the last layer of the grid, and the others are decoder layers. For other numbers see
+    `split_letters`. Raises ExportError if Megatron-LM does not take the stages.
     """
     chunks = len(grid.stages) // grid.columns
     _require_round_robin(grid, chunks)
-    counts = [end - first for first, end in (stage.layers for stage in grid.stages if stage.layers is not None)]
-    if len(counts) < len(grid.stages):
-        raise ExportError("the stages have no layers: give the job [placement] layers, as `slipstream new --model` and "
-                          "`slipstream profile` write them")
+    ranges = [stage.layers for stage in grid.stages if stage.layers is not None]
+    if len(ranges) < len(grid.stages):
+        raise ExportError("the stages have no layers: give the job [placement] layers, as "
+                          "`slipstream new --model` and `slipstream profile` write them")
+    counts = [end - first for first, end in ranges]
     if decoder_layers is None:
         decoder_layers = sum(counts) - 2 if sum(counts) > 2 else sum(counts)
     try:
@@ -98,40 +102,49 @@ def build_settings(grid: Grid, decoder_layers: int | None = None) -> MegatronSet
         raise ExportError(str(error)) from None
     predicting = [stage for stage, text in enumerate(letters) if "m" in text]
     if len(predicting) > 1 or any(stage < (chunks - 1) * grid.columns for stage in predicting):
-        raise ExportError(f"layers of multi-token prediction are in stages {', '.join(map(str, predicting))}; "
-                          "Megatron-LM takes them in one stage, the last of its rank: plan with other [placement] "
-                          "layers")
-    return MegatronSettings(decoder_layers, "".join(letters).count("m"), grid.columns, chunks, write_layout(letters),
-                            _microbatch_group(grid, chunks))
+        stage_text = ", ".join(map(str, predicting))
+        raise ExportError(f"layers of multi-token prediction are in stages {stage_text}; Megatron-LM "
+                          "takes them in one stage, the last of its rank: plan with other "
+                          "[placement] layers")
+    return MegatronSettings(
+        num_layers=decoder_layers, mtp_num_layers="".join(letters).count("m"),
+        pipeline_model_parallel_size=grid.columns, virtual_pipeline_model_parallel_size=chunks,
+        pipeline_model_parallel_layout=write_layout(letters),
+        microbatch_group_size_per_virtual_pipeline_stage=_microbatch_group(grid, chunks))
 
 
 def _require_round_robin(grid: Grid, chunks: int) -> None:
-    """Raise ExportError unless stages are assigned to ranks in turn, in one direction, as Megatron-LM does."""
+    """Raise ExportError unless stages are assigned to ranks in turn, in one direction, as
+    Megatron-LM does."""
     columns = [stage.column for stage in grid.stages]
     if grid.chains > 1:
-        raise ExportError("micro-batches pass in two directions; Megatron-LM has one: plan with [placement] order = "
-                          "'interleaved'")
-    if columns != list(range(grid.columns)) * chunks:
-        raise ExportError(f"stages are on ranks {columns}; Megatron-LM puts them on ranks in turn: plan with "
+        raise ExportError("micro-batches pass in two directions; Megatron-LM has one: plan with "
                           "[placement] order = 'interleaved'")
+    if columns != list(range(grid.columns)) * chunks:
+        raise ExportError(f"stages are on ranks {columns}; Megatron-LM puts them on ranks in turn: "
+                          "plan with [placement] order = 'interleaved'")
     if grid.columns == 1 and chunks > 1:
-        raise ExportError(f"a rank has all {chunks} stages; Megatron-LM interleaves stages of 2 or more ranks: plan "
-                          "with [placement] chunks = 1")
+        raise ExportError(f"a rank has all {chunks} stages; Megatron-LM interleaves stages of 2 or "
+                          "more ranks: plan with [placement] chunks = 1")
 
 
 def _microbatch_group(grid: Grid, chunks: int) -> int | None:
-    """Return the least number of micro-batches that Megatron-LM may run of a stage in turn; None for its default.
+    """Return the least number of micro-batches that Megatron-LM may run of a stage in turn; None
+    for its default.
 
-    Interleaved stages need at least as many micro-batches as ranks, in groups of at least as many; so does what remains
-    after the last whole group (`forward_backward_pipelining_with_interleaving`). Raises ExportError.
+    Interleaved stages need at least as many micro-batches as ranks, in groups of at least as many;
+    so does what remains after the last whole group
+    (`forward_backward_pipelining_with_interleaving`). Raises ExportError.
     """
     low, high = min(grid.microbatches), max(grid.microbatches)
     if low < high:
-        raise ExportError(f"pipelines have {low} to {high} micro-batches, and Megatron-LM gives all the same number: "
-                          "plan with one number for microbatches")
+        raise ExportError(f"pipelines have {low} to {high} micro-batches, and Megatron-LM gives all "
+                          "the same number: plan with one number for microbatches")
     if chunks == 1 or low % grid.columns == 0:
         return None
     if low < grid.columns:
-        raise ExportError(f"{low} micro-batches on {grid.columns} ranks; Megatron-LM interleaves stages from "
-                          f"{grid.columns} micro-batches on: plan with more, or with [placement] chunks = 1")
-    return next(size for size in range(grid.columns, low + 1) if low % size == 0 or low % size >= grid.columns)
+        raise ExportError(f"{low} micro-batches on {grid.columns} ranks; Megatron-LM interleaves "
+                          f"stages from {grid.columns} micro-batches on: plan with more, or with "
+                          "[placement] chunks = 1")
+    sizes = range(grid.columns, low + 1)
+    return next(size for size in sizes if low % size == 0 or low % size >= grid.columns)

@@ -1,16 +1,18 @@
-"""Write the rows of all pipelines for torch.distributed.pipelining, re-routed micro-batches included.
+"""Write the rows of all pipelines for torch.distributed.pipelining, re-routed micro-batches
+included.
 
-The cells are those of `torch_csv` with communication. There is a row for each role, pipeline by pipeline: row
-`d * columns + s` is that of worker d.s, and it is empty if nobody plays the role. Micro-batches are numbered over all
-pipelines. Peers are not stored: the other end of `1SEND_F4` is the row that has `2RECV_F4`, and a gradient is reduced
-over the rows that have the same `1REDUCE_GRAD`. Where a row runs two stages in turn for a micro-batch, it has neither.
+The cells are those of `torch_csv` with communication. There is a row for each role, pipeline by
+pipeline: row `d * columns + s` is that of worker d.s, and it is empty if nobody plays the role.
+Micro-batches are numbered over all pipelines. Peers are not stored: the other end of `1SEND_F4` is
+the row that has `2RECV_F4`, and a gradient is reduced over the rows that have the same
+`1REDUCE_GRAD`. Where a row runs two stages in turn for a micro-batch, it has neither.
 
-All rows are read off one order of all ops, in which a tensor is sent and received directly after the op that makes it,
-as torch orders its own. So they end even if every send waits for its receive.
+All rows are read off one order of all ops, in which a tensor is sent and received directly after
+the op that makes it, as torch orders its own. So they end even if every send waits for its receive.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from slipstream.cli.exporters.whole_stages import require_whole_stages
 from slipstream.schedules.graph import Collective, Node, programs_of, topological_order
@@ -20,7 +22,8 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, W
 
 
 def write_rows(schedule: Schedule) -> str:
-    """Return the CSV of the rows of all pipelines. Raises ExportError if workers do not run whole stages in place."""
+    """Return the CSV of the rows of all pipelines. Raises ExportError if workers do not run whole
+    stages in place."""
     schedule = require_whole_stages(schedule)
     cells = _RowWriter(schedule).write_cells()
     workers = map(schedule.player_of.get, schedule.grid.workers())
@@ -46,7 +49,8 @@ class _RowWriter:
         return self._cells
 
     def _write_node(self, node: Node) -> None:
-        """Add the cells of an op with the tensors that it makes, or of an all-reduce, on all of its workers."""
+        """Add the cells of an op with the tensors that it makes, or of an all-reduce, on all of its
+        workers."""
         if isinstance(node, Collective):
             for worker, stage in self._reducers[node.layers].items():
                 self._cells[worker].append(f"{stage}REDUCE_GRAD")
@@ -67,10 +71,13 @@ class _RowWriter:
         return f"{self._schedule.grid.original_stage(stage)}{action}{number}"
 
 
-def _reducers_by_layers(schedule: Schedule, ops: list[Op]) -> Mapping[LayerRange, Mapping[Worker, int]]:
-    """Return the workers that reduce each range of layers, each with the stage that has these layers."""
+def _reducers_by_layers(schedule: Schedule, ops: Iterable[Op]
+                        ) -> Mapping[LayerRange, Mapping[Worker, int]]:
+    """Return the workers that reduce each range of layers, each with the stage that has these
+    layers."""
     reducers: dict[LayerRange, dict[Worker, int]] = defaultdict(dict)
     for op in ops:
         if op.kind is OpKind.A and op.slice is not None:
-            reducers[schedule.layers_of(op.slice)][op.worker] = schedule.grid.original_stage(op.slice)
+            stage = schedule.grid.original_stage(op.slice)
+            reducers[schedule.layers_of(op.slice)][op.worker] = stage
     return reducers

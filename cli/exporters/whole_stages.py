@@ -1,4 +1,5 @@
-"""Decide whether other libraries can run a schedule: whole pipelines by themselves, or whole stages in place."""
+"""Decide whether other libraries can run a schedule: whole pipelines by themselves, or whole stages
+in place."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +34,8 @@ def with_whole_stages(schedule: Schedule) -> Schedule:
 
 
 def _divide_op(schedule: Schedule, op: ProgramOp, stages: Sequence[int] | None) -> Iterator[ProgramOp]:
-    """Iterate over the ops of these stages, one after the other, in place of an op; over the op itself if None."""
+    """Iterate over the ops of these stages, one after the other, in place of an op; over the op
+    itself if None."""
     if stages is None:
         yield op
         return
@@ -51,7 +53,8 @@ def _remedy(schedule: Schedule) -> str:
 
 
 def require_whole_pipeline(schedule: Schedule, pipeline: int, runtime: str = "torch's runtime") -> None:
-    """Raise ExportError unless this pipeline of the schedule runs its own micro-batches, stage by stage.
+    """Raise ExportError unless this pipeline of the schedule runs its own micro-batches, stage by
+    stage.
 
     Another library can then run it by itself; messages call that library `runtime`.
     """
@@ -75,10 +78,11 @@ def require_whole_pipeline(schedule: Schedule, pipeline: int, runtime: str = "to
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int, runtime: str) -> None:
-    """Raise ExportError if an op of a seat's worker prevents `runtime` from running `pipeline` by itself.
+    """Raise ExportError if an op of a seat's worker prevents `runtime` from running `pipeline` by
+    itself.
 
-    Such an op runs a micro-batch of this pipeline on a worker of another one, or a micro-batch of another pipeline on a
-    worker of this one, or a slice that is no whole stage.
+    Such an op runs a micro-batch of this pipeline on a worker of another one, or a micro-batch of
+    another pipeline on a worker of this one, or a slice that is no whole stage.
     """
     if op.microbatch is None or op.slice is None:
         return
@@ -99,24 +103,28 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int, r
 def require_whole_stages(schedule: Schedule) -> Schedule:
     """Return the schedule with slices of several stages run stage by stage.
 
-    Raises ExportError if a worker holds other layers than those of its stages, or a slice is part of a stage.
+    Raises ExportError if a worker holds other layers than those of its stages, or a slice is part
+    of a stage.
     """
     for seat in schedule.seats:
         if schedule.has_moved_layers(seat):
             held_text = compact_layers_text(schedule.held_layers_of_seat(seat)) or "none"
-            raise ExportError(f"worker {seat.worker} holds layers of its own choice ({held_text}), not those of its "
-                              f"stages; rows name whole stages: {WITH_LAYERS_IN_PLACE}")
+            raise ExportError(f"worker {seat.worker} holds layers of its own choice ({held_text}), "
+                              "not those of its stages; rows name whole stages: "
+                              f"{WITH_LAYERS_IN_PLACE}")
     if schedule.grid.chains == 1:
         schedule = with_whole_stages(schedule)
     for op in schedule.all_ops():
         if op.slice is not None and op.slice >= len(schedule.grid.stages):
             remedy = WITHOUT_OVERLAP if schedule.has_overlap else WITHOUT_LAYERS
-            raise ExportError(f"{schedule.op_text(op)} is not a whole stage; rows name whole stages: {remedy}")
+            raise ExportError(f"{schedule.op_text(op)} is not a whole stage; rows name whole "
+                              f"stages: {remedy}")
     return schedule
 
 
 def has_whole_stages(schedule: Schedule) -> bool:
-    """Return whether workers run whole stages in place, so that rows of all pipelines can be written."""
+    """Return whether workers run whole stages in place, so that rows of all pipelines can be
+    written."""
     try:
         require_whole_stages(schedule)
     except ExportError:

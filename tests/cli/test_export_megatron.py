@@ -1,4 +1,5 @@
-"""`slipstream export --to megatron`: the stages of a plan, or of a job's placement, as Megatron-LM's flags."""
+"""`slipstream export --to megatron`: the stages of a plan, or of a job's placement, as
+Megatron-LM's flags."""
 
 import json
 import shlex
@@ -46,7 +47,8 @@ def job_file(tmp_path):
 @example(read_layout("layers", RECIPES[1]), 8)
 @example(read_layout("layers", RECIPES[2]), 16)
 def test_what_a_job_reads_is_written_again(stages, ranks):
-    """All layouts: the job that reads one has the placement that is written as this layout, or is refused."""
+    """All layouts: the job that reads one has the placement that is written as this layout, or is
+    refused."""
     assume(len(stages) % ranks == 0 and "t" in "".join(stages))
     letters, chunks = "".join(stages), len(stages) // ranks
     made = build_grid(parse_job(job_text(ranks, write_layout(stages), 4 * ranks)))
@@ -87,7 +89,8 @@ def test_decoder_layers_say_what_else_is_a_layer(job_file):
 
 @pytest.mark.parametrize(("microbatches", "group"), [(8, None), (5, 5), (7, 7), (10, 5)])
 def test_interleaved_stages_have_groups_of_microbatches_that_megatron_takes(microbatches, group):
-    """By the rule in its `forward_backward_pipelining_with_interleaving`; its default is the number of ranks."""
+    """By the rule in its `forward_backward_pipelining_with_interleaving`; its default is the number
+    of ranks."""
     settings = build_settings(build_grid(parse_job(job_text(4, "Et|(t|)*6tL", microbatches))))
     assert settings.microbatch_group_size_per_virtual_pipeline_stage == group
     rest = microbatches % (group or 4)

@@ -1,4 +1,5 @@
-"""Rows of all pipelines for torch: each op and each crossing once, and no deadlock even if each send waits."""
+"""Rows of all pipelines for torch: each op and each crossing once, and no deadlock even if each
+send waits."""
 
 import random
 import re
@@ -32,33 +33,42 @@ class Cell(NamedTuple):
     action: str
     number: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.stage}{self.action}{'' if self.number is None else self.number}"
+
     @property
     def other_end(self) -> "Cell":
         """The receive that takes what this sends, or the send that it takes."""
         forward = self.action.endswith("F")
         sends = self.action.startswith("SEND")
-        action = self.action.replace("SEND", "RECV") if sends else self.action.replace("RECV", "SEND")
+        kind, other = ("SEND", "RECV") if sends else ("RECV", "SEND")
+        action = self.action.replace(kind, other)
         return Cell(self.stage + (1 if forward == sends else -1), action, self.number)
+
+
+def read_cell(stage: str, action: str, number: str) -> Cell:
+    return Cell(int(stage), action, int(number) if number else None)
 
 
 def read_cells(text: str) -> list[list[Cell]]:
     """The cells of each row."""
     rows = [re.findall(r"(\d+)([A-Z_]+)(\d*)", line) for line in text.splitlines()]
-    return [[Cell(int(stage), action, int(number) if number else None) for stage, action, number in row]
-            for row in rows]
+    return [[read_cell(*parts) for parts in row] for row in rows]
 
 
 class Blocking:
-    """Ranks that run their rows, each blocked by a send until it is received and by a reduction until all are there.
+    """Ranks that run their rows, each blocked by a send until it is received and by a reduction
+    until all are there.
 
-    The class knows nothing but the rows. It looks for the other end of a transfer among all of them.
+    The class knows nothing but the rows. It looks for the other end of a transfer among all of
+    them.
     """
 
     def __init__(self, rows: list[list[Cell]], last_stage: int) -> None:
         self.rows, self.last_stage = rows, last_stage
         self.places = [0] * len(rows)
-        self.row_of = {cell: index for index, row in enumerate(rows) for cell in row if "_" in cell.action
-                       and cell.number is not None}
+        self.row_of = {cell: index for index, row in enumerate(rows) for cell in row
+                       if "_" in cell.action and cell.number is not None}
         self.reducing: dict[int, set[int]] = defaultdict(set)
         for index, row in enumerate(rows):
             for cell in row:
@@ -102,19 +112,21 @@ class Blocking:
         """An op has its inputs: received, or left there by the stage next to it."""
         done, (stage, action, number) = self.done[index], cell
         if action == "F":
-            assert stage == 0 or {Cell(stage, "RECV_F", number), Cell(stage - 1, "F", number)} & done
+            inputs = {Cell(stage, "RECV_F", number), Cell(stage - 1, "F", number)}
+            assert stage == 0 or inputs & done
         elif action == "W":
             assert Cell(stage, "I", number) in done
         else:
             assert Cell(stage, "F", number) in done
-            assert stage == self.last_stage or {Cell(stage, "RECV_B", number), Cell(stage + 1, action, number)} & done
+            inputs = {Cell(stage, "RECV_B", number), Cell(stage + 1, action, number)}
+            assert stage == self.last_stage or inputs & done
 
 
 def require_exact(schedule: Schedule, text: str) -> None:
-    """The rows have each op, each crossing and each reduction of the schedule once, on its worker, and run through."""
+    """The rows have each op, each crossing and each reduction of the schedule once, on its worker,
+    and run through."""
     rows, shape = read_cells(text), schedule.grid
-    assert "".join(",".join(f"{cell.stage}{cell.action}{'' if cell.number is None else cell.number}" for cell in row)
-                   + "\n" for row in rows) == text
+    assert "".join(",".join(map(str, row)) + "\n" for row in rows) == text
     first = [sum(shape.microbatches[:pipeline]) for pipeline in range(shape.pipelines)]
     expected: dict[Worker, Counter[Cell]] = defaultdict(Counter)
     ops = [op for op in schedule.all_ops() if op.kind in COMPUTE_KINDS]
@@ -125,7 +137,8 @@ def require_exact(schedule: Schedule, text: str) -> None:
         expected[op.worker][Cell(stage % shape.depth, str(kind), number)] += 1
         for consumer, rule in consumers_with_rules(key, schedule.route_of(pipeline, microbatch)):
             if rule.tensor and worker_of.get(consumer, op.worker) != op.worker:
-                sent = Cell(stage % shape.depth, "SEND_F" if rule.tensor == "activation" else "SEND_B", number)
+                action = "SEND_F" if rule.tensor == "activation" else "SEND_B"
+                sent = Cell(stage % shape.depth, action, number)
                 expected[op.worker][sent] += 1
                 expected[worker_of[consumer]][sent.other_end] += 1
     for op in schedule.all_ops():
@@ -142,27 +155,30 @@ def require_exact(schedule: Schedule, text: str) -> None:
     Blocking(rows, shape.depth - 1).run()
 
 
-PLACEMENTS = ("", "order = 'v'\nchunks = 2\n", "order = 'interleaved'\nchunks = 2\n", "chunks = 2\n")
+PLACEMENTS = ("", "chunks = 2\n", "order = 'v'\nchunks = 2\n", "order = 'interleaved'\nchunks = 2\n")
+LONGER = "forward = 2\nbackward_input = 3\nbackward_weight = 1\ntransfer = 1\n"
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Schedule:
-    """3 x 3 with nobody, one or two dead; who runs a stage of a micro-batch is given by the planner or by chance."""
+    """3 x 3 with nobody, one or two dead; who runs a stage of a micro-batch is given by the planner
+    or by chance."""
     microbatches = draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))
-    times = draw(st.sampled_from(["", "forward = 2\nbackward_input = 3\nbackward_weight = 1\ntransfer = 1\n"]))
-    placement = draw(st.sampled_from(PLACEMENTS))
+    job = grid(3, 3, microbatches, times=draw(st.sampled_from(["", LONGER])),
+               more=f"[placement]\n{draw(st.sampled_from(PLACEMENTS))}")
     worker = st.builds(Worker, st.integers(0, 2), st.integers(0, 2))
     failed = sorted(draw(st.lists(worker, max_size=2, unique=True)))
-    problem = build_problem(grid(3, 3, microbatches, times=times, more=f"[placement]\n{placement}"), failed,
-                            backward=draw(st.sampled_from(["split", "fused"])), sharing=True,
-                            optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
+    problem = build_problem(job, failed, backward=draw(st.sampled_from(["split", "fused"])),
+                            optimizer=draw(st.sampled_from(["staggered", "synchronous"])),
+                            sharing=True)
     hosts = assign_hosts(problem, "least-loaded")
     if draw(st.booleans()):
         chance = random.Random(draw(st.integers(0, 2**32)))
         hosts = {unit: chance.choice(problem.hosts_in_column(unit.slice)) for unit in hosts}
     arrays = ProblemArrays(problem, hosts)
     order = ListScheduler(arrays).order_ops(DispatchRule())
-    made = build_schedule(problem, arrays.make_solution(order, compute_earliest(arrays, order)), method="greedy")
+    solution = arrays.make_solution(order, compute_earliest(arrays, order))
+    made = build_schedule(problem, solution, method="greedy")
     assert not check(made)
     return made
 
@@ -174,19 +190,22 @@ def test_rows_have_all_ops_and_crossings_and_run_through(schedule):
 
 
 def test_offloaded_and_bidirectional_plans_have_rows():
-    for schedule in (by_hand(SHED), planned(grid(2, 4, 4, more="[placement]\norder = 'bidirectional'\n"),
-                                            [Worker(1, 2)])):
+    job = grid(2, 4, 4, more="[placement]\norder = 'bidirectional'\n")
+    for schedule in (by_hand(SHED), planned(job, [Worker(1, 2)])):
         assert schedule.shed or schedule.grid.chains == 2
         require_exact(schedule, write_rows(schedule))
 
 
 def test_a_slice_of_two_stages_is_written_as_these():
-    merged = with_merged_stages(plan_job(replace(V, time=replace(V.time, slow=())), method="greedy").schedule)
+    job = replace(V, time=replace(V.time, slow=()))
+    merged = with_merged_stages(plan_job(job, method="greedy").schedule)
     require_exact(with_whole_stages(merged), write_rows(merged))
 
 
 def test_the_simulation_finds_a_deadlock():
-    """Both rows send before they receive, which torch's `isend` allows and a blocking send does not."""
-    rows = read_cells("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1\n")
+    """Both rows send before they receive, which torch's `isend` allows and a blocking send does
+    not."""
+    rows = read_cells("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0\n"
+                      "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1\n")
     with pytest.raises(AssertionError, match=r"SEND_F.*SEND_B"):
         Blocking(rows, 1).run()

@@ -1,4 +1,5 @@
-"""Our layouts in Megatron Core, whose own class reads and validates them: `make neighbours` installs it."""
+"""Our layouts in Megatron Core, whose own class reads and validates them: `make neighbours`
+installs it."""
 
 import importlib.util
 import json
@@ -66,7 +67,8 @@ def drawn_settings(rng: random.Random) -> Iterator[tuple[tuple[int, ...], Megatr
 @pytest.mark.skipif(not FOLDER.is_dir() and importlib.util.find_spec("megatron") is None,
                     reason="megatron-core is not installed: make neighbours")
 def test_megatron_core_reads_the_stages_of_our_layouts():
-    """Those of recipes, and 300 drawn ones, with embedding and head as layers or not, and with prediction."""
+    """Those of recipes, and 300 drawn ones, with embedding and head as layers or not, and with
+    prediction."""
     cases = list(islice(drawn_settings(random.Random(0)), 300))
     for layout, ranks in zip(RECIPES, (2, 8, 16, 4, 4, 2), strict=True):
         stages = read_layout("layout", layout)
