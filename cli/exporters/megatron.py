@@ -103,8 +103,8 @@ def build_settings(grid: Grid, decoder_layers: int | None = None) -> MegatronSet
     predicting = [stage for stage, text in enumerate(letters) if "m" in text]
     if len(predicting) > 1 or any(stage < (chunks - 1) * grid.columns for stage in predicting):
         stage_text = ", ".join(map(str, predicting))
-        raise ExportError(f"layers of multi-token prediction are in stages {stage_text}; Megatron-LM "
-                          "takes them in one stage, the last of its rank: plan with other "
+        raise ExportError(f"layers of multi-token prediction are in stages {stage_text}; "
+                          "Megatron-LM takes them in one stage, the last of its rank: plan with other "
                           "[placement] layers")
     return MegatronSettings(
         num_layers=decoder_layers, mtp_num_layers="".join(letters).count("m"),
@@ -138,8 +138,8 @@ def _microbatch_group(grid: Grid, chunks: int) -> int | None:
     """
     low, high = min(grid.microbatches), max(grid.microbatches)
     if low < high:
-        raise ExportError(f"pipelines have {low} to {high} micro-batches, and Megatron-LM gives all "
-                          "the same number: plan with one number for microbatches")
+        raise ExportError(f"pipelines have {low} to {high} micro-batches, and Megatron-LM gives "
+                          "all the same number: plan with one number for microbatches")
     if chunks == 1 or low % grid.columns == 0:
         return None
     if low < grid.columns:

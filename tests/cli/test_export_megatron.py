@@ -28,7 +28,8 @@ def export(*arguments):
 
 
 def job_text(stages: int, layout: str, microbatches: int = 8) -> str:
-    return JOB.format(stages, f'"{layout}"').replace("microbatches = 1", f"microbatches = {microbatches}")
+    text = JOB.format(stages, f'"{layout}"')
+    return text.replace("microbatches = 1", f"microbatches = {microbatches}")
 
 
 @pytest.fixture
@@ -54,13 +55,16 @@ def test_what_a_job_reads_is_written_again(stages, ranks):
     made = build_grid(parse_job(job_text(ranks, write_layout(stages), 4 * ranks)))
     predicting = [index for index, text in enumerate(stages) if "m" in text]
     if (ranks == 1 and chunks > 1) or any(index < len(stages) - ranks for index in predicting):
-        with pytest.raises(ExportError, match=r"Megatron-LM (interleaves stages of 2|takes them in one stage)"):
+        reason = r"Megatron-LM (interleaves stages of 2|takes them in one stage)"
+        with pytest.raises(ExportError, match=reason):
             build_settings(made, letters.count("t"))
         return
     settings = build_settings(made, letters.count("t"))
     assert read_layout("", settings.pipeline_model_parallel_layout) == tuple(stages)
-    assert (settings.pipeline_model_parallel_size, settings.virtual_pipeline_model_parallel_size) == (ranks, chunks)
-    assert (settings.num_layers, settings.mtp_num_layers) == (letters.count("t"), letters.count("m"))
+    assert settings.pipeline_model_parallel_size == ranks
+    assert settings.virtual_pipeline_model_parallel_size == chunks
+    assert settings.num_layers == letters.count("t")
+    assert settings.mtp_num_layers == letters.count("m")
 
 
 def test_a_job_and_its_plan_are_written_alike(job_file, tmp_path):
@@ -68,8 +72,8 @@ def test_a_job_and_its_plan_are_written_alike(job_file, tmp_path):
     codec.write(planned(parse_job(path.read_text())), tmp_path / "plan.json")
     of_job, of_plan = export(path), export(tmp_path / "plan.json")
     assert of_job.exit_code == 0 and of_job.stdout == of_plan.stdout
-    assert shlex.split(of_job.stdout) == ["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout",
-                                          "Et*3|(tt|)*6tL"]
+    assert shlex.split(of_job.stdout) == [
+        "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Et*3|(tt|)*6tL"]
     assert "for --num-layers 16; Megatron-LM runs its own order" in of_job.stderr
     answer = json.loads(export(path, "--json").stdout)
     assert answer["num_layers"] == 16 and answer["virtual_pipeline_model_parallel_size"] == 2
@@ -84,7 +88,8 @@ def test_decoder_layers_say_what_else_is_a_layer(job_file):
     assert "'Et*4|(tt|)*2t*3L'" in export(path, "--decoder-layers", 11).stdout
     for number in (10, 12):
         refused = export(path, "--decoder-layers", number)
-        assert refused.exit_code == 1 and f"--decoder-layers {number}: the stages have 11 layers" in refused.stderr
+        says = f"--decoder-layers {number}: the stages have 11 layers"
+        assert refused.exit_code == 1 and says in refused.stderr
 
 
 @pytest.mark.parametrize(("microbatches", "group"), [(8, None), (5, 5), (7, 7), (10, 5)])
@@ -95,48 +100,60 @@ def test_interleaved_stages_have_groups_of_microbatches_that_megatron_takes(micr
     assert settings.microbatch_group_size_per_virtual_pipeline_stage == group
     rest = microbatches % (group or 4)
     assert 4 <= (group or 4) <= microbatches and (rest == 0 or rest >= 4)
-    assert ("--microbatch-group-size-per-virtual-pipeline-stage" in settings.build_flags()) == (group is not None)
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    assert (flag in settings.build_flags()) == (group is not None)
 
 
-LAYERS = "[placement]\nlayers = [2, 2, 2, 2]\nchunks = 2\n"
+IN_TURN = "Megatron-LM puts them on ranks in turn: plan with [placement] order = 'interleaved'"
+
+
+def placed(stages: int, layers: list[int], *more: str, microbatches: object = 4,
+           pipelines: int = 1):
+    """A job whose stages have these layers, with more lines in [placement]."""
+    lines = ["[placement]", f"layers = {layers}", *more, ""]
+    return grid(pipelines, stages, microbatches, more="\n".join(lines))
 
 
 @pytest.mark.parametrize(("made", "says"), [
     (grid(1, 2, 4), "the stages have no layers: give the job [placement] layers"),
-    (grid(1, 2, 4, more=f"{LAYERS}order = 'v'\n"), "stages are on ranks [0, 1, 1, 0]; Megatron-LM puts them on ranks in"
-                                                   " turn: plan with [placement] order = 'interleaved'"),
-    (grid(1, 2, 4, more=LAYERS), "stages are on ranks [0, 0, 1, 1]; Megatron-LM puts them on ranks in turn"),
-    (grid(1, 2, 4, more="[placement]\nlayers = [2, 2]\norder = 'bidirectional'\n"),
-     "micro-batches pass in two directions; Megatron-LM has one: plan with [placement] order = 'interleaved'"),
-    (grid(1, 1, 4, more="[placement]\nlayers = [2, 2]\nchunks = 2\n"),
-     "a rank has all 2 stages; Megatron-LM interleaves stages of 2 or more ranks: plan with [placement] chunks = 1"),
-    (grid(2, 2, [3, 4], more="[placement]\nlayers = [2, 2]\n"), "pipelines have 3 to 4 micro-batches"),
-    (grid(1, 4, 3, more="[placement]\nlayers = [2, 2, 2, 2, 2, 2, 2, 2]\nchunks = 2\norder = 'interleaved'\n"),
-     "3 micro-batches on 4 ranks; Megatron-LM interleaves stages from 4 micro-batches on: plan with more, or with"),
-    (grid(1, 2, 4, more="[placement]\nlayers = [3, 0]\n"), "gives the first or the last stage no layer"),
+    (placed(2, [2] * 4, "chunks = 2", "order = 'v'"), f"are on ranks [0, 1, 1, 0]; {IN_TURN}"),
+    (placed(2, [2] * 4, "chunks = 2"), f"stages are on ranks [0, 0, 1, 1]; {IN_TURN}"),
+    (placed(2, [2, 2], "order = 'bidirectional'"), "micro-batches pass in two directions; "
+     "Megatron-LM has one: plan with [placement] order = 'interleaved'"),
+    (placed(1, [2, 2], "chunks = 2"), "a rank has all 2 stages; Megatron-LM interleaves stages of 2"
+     " or more ranks: plan with [placement] chunks = 1"),
+    (placed(2, [2, 2], microbatches=[3, 4], pipelines=2), "pipelines have 3 to 4 micro-batches"),
+    (placed(4, [2] * 8, "chunks = 2", "order = 'interleaved'", microbatches=3), "3 micro-batches on"
+     " 4 ranks; Megatron-LM interleaves stages from 4 micro-batches on: plan with more, or with"),
+    (placed(2, [3, 0]), "gives the first or the last stage no layer"),
 ])
 def test_placements_that_megatron_does_not_have_are_refused(made, says, tmp_path):
     codec.write(planned(made), tmp_path / "plan.json")
     done = export(tmp_path / "plan.json")
-    assert done.exit_code == 1 and done.stdout == "" and says in done.stderr and done.stderr.count("\n") == 1
+    assert done.exit_code == 1 and done.stdout == ""
+    assert says in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("schedule", "says"), [
-    (planned(grid(2, 2, 3, more="[placement]\nlayers = [2, 2]\n"), [Worker(1, 0)]),
-     "worker 0.0 also runs micro-batch 1.0, of another pipeline; Megatron-LM knows one pipeline: export a plan with all"
-     " workers alive, each with its own layers and micro-batches"),
-    (by_hand(SHED), "is shed to worker 1.0, of another pipeline; Megatron-LM knows one pipeline: plan with --method"),
-    (general.floating_layer(), "worker 0.0 holds layers of its own choice (0-2), not those of its stage; Megatron-LM"),
+    (planned(placed(2, [2, 2], pipelines=2), [Worker(1, 0)]),
+     "worker 0.0 also runs micro-batch 1.0, of another pipeline; Megatron-LM knows one pipeline: "
+     "export a plan with all workers alive, each with its own layers and micro-batches"),
+    (by_hand(SHED), "is shed to worker 1.0, of another pipeline; Megatron-LM knows one pipeline: "
+     "plan with --method"),
+    (general.floating_layer(), "worker 0.0 holds layers of its own choice (0-2), not those of its "
+     "stage; Megatron-LM"),
 ])
 def test_plans_that_are_more_than_stages_are_refused(schedule, says, tmp_path):
     codec.write(schedule, tmp_path / "plan.json")
     done = export(tmp_path / "plan.json")
-    assert done.exit_code == 1 and done.stdout == "" and says in done.stderr and done.stderr.count("\n") == 1
+    assert done.exit_code == 1 and done.stdout == ""
+    assert says in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_layers_of_multi_token_prediction_are_in_the_last_stage_of_their_rank(job_file):
     refused = export(job_file(2, "Et|m||L"), "--decoder-layers", 1)
-    assert refused.exit_code == 1 and "layers of multi-token prediction are in stages 1; Megatron-LM" in refused.stderr
+    assert refused.exit_code == 1
+    assert "layers of multi-token prediction are in stages 1; Megatron-LM" in refused.stderr
 
 
 def test_a_job_file_is_for_megatron_only(job_file):

@@ -13,16 +13,12 @@ from msgspec.structs import replace
 
 from slipstream.cli.exporters.torch_rows import write_rows
 from slipstream.cli.exporters.whole_stages import with_whole_stages
-from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.plan import plan_job
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
 from slipstream.schedules.check import check
 from slipstream.schedules.precedence import consumers_with_rules, op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
 from tests.cli.test_export import V, with_merged_stages
-from tests.generate import SHED, by_hand, compute_earliest, planned
+from tests.generate import SHED, by_chance, by_hand, planned
 from tests.jobs import grid
 
 
@@ -168,17 +164,10 @@ def plans(draw: st.DrawFn) -> Schedule:
                more=f"[placement]\n{draw(st.sampled_from(PLACEMENTS))}")
     worker = st.builds(Worker, st.integers(0, 2), st.integers(0, 2))
     failed = sorted(draw(st.lists(worker, max_size=2, unique=True)))
-    problem = build_problem(job, failed, backward=draw(st.sampled_from(["split", "fused"])),
-                            optimizer=draw(st.sampled_from(["staggered", "synchronous"])),
-                            sharing=True)
-    hosts = assign_hosts(problem, "least-loaded")
-    if draw(st.booleans()):
-        chance = random.Random(draw(st.integers(0, 2**32)))
-        hosts = {unit: chance.choice(problem.hosts_in_column(unit.slice)) for unit in hosts}
-    arrays = ProblemArrays(problem, hosts)
-    order = ListScheduler(arrays).order_ops(DispatchRule())
-    solution = arrays.make_solution(order, compute_earliest(arrays, order))
-    made = build_schedule(problem, solution, method="greedy")
+    how = {"backward": draw(st.sampled_from(["split", "fused"])),
+           "optimizer": draw(st.sampled_from(["staggered", "synchronous"]))}
+    made = by_chance(job, failed, random.Random(draw(st.integers(0, 2**32))), **how) \
+        if draw(st.booleans()) else planned(job, failed, **how)
     assert not check(made)
     return made
 

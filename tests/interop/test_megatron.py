@@ -44,7 +44,8 @@ def grid_of(counts: Sequence[int], ranks: int) -> Grid:
     """A grid whose stages have these numbers of layers, assigned to ranks in turn."""
     edges = prefix_sums(counts)
     return Grid(pipelines=1, columns=ranks, microbatches=(4 * ranks,), stages=tuple(
-        VirtualStage(column=stage % ranks, layers=layers) for stage, layers in enumerate(pairwise(edges))))
+        VirtualStage(column=stage % ranks, layers=layers)
+        for stage, layers in enumerate(pairwise(edges))))
 
 
 def drawn_settings(rng: random.Random) -> Iterator[tuple[tuple[int, ...], MegatronSettings]]:
@@ -75,9 +76,9 @@ def test_megatron_core_reads_the_stages_of_our_layouts():
         counts = tuple(map(len, stages))
         cases.append((counts, build_settings(grid_of(counts, ranks), "".join(stages).count("t"))))
     sent = json.dumps([settings._asdict() for _, settings in cases])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(FOLDER)])}
     done = subprocess.run([sys.executable, "-c", READ], input=sent, capture_output=True, text=True,
-                          timeout=TIMEOUT_SECONDS,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(FOLDER)])})
+                          timeout=TIMEOUT_SECONDS, env=environment)
     assert done.returncode == 0, done.stderr
     for (counts, settings), stages in zip(cases, json.loads(done.stdout), strict=True):
         assert tuple(map(len, stages)) == counts
