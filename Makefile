@@ -47,13 +47,16 @@ launchers: $(INSTALLED)    ## tests of real launchers; installs SLURM and Open M
 
 OLDER_TITAN := out/neighbours/torchtitan-0.2.2
 NEMO := out/neighbours/nemo-automodel
+MEGATRON := out/neighbours/megatron-core
 
-neighbours: $(INSTALLED)   ## tests of plans in other libraries; installs torchtitan (a gigabyte), an older version and NeMo Automodel
+neighbours: $(INSTALLED)   ## tests of plans in other libraries; installs torchtitan (a gigabyte), an older version, NeMo Automodel and Megatron Core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[torchtitan]'
 	test -d $(OLDER_TITAN) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(OLDER_TITAN) torchtitan==0.2.2 'tomli>=2,<3'
 	test -d $(NEMO) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(NEMO) nemo-automodel==0.7.0
+	test -d $(MEGATRON) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(MEGATRON) megatron-core==0.16.1
 	$(BIN)/python -m pytest tests/interop
 
 lint: $(INSTALLED)         ## style, types, and which package may import which

@@ -2,36 +2,49 @@
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.exporters import EXPORTERS, ExportError
+from slipstream.cli.exporters import EXPORTERS, Exporter, ExportError
 from slipstream.cli.exporters.torchtitan import NEWEST, VERSIONS
 from slipstream.cli.shared.console import complete_from, err, exit_negative, print_json, refuse
-from slipstream.cli.shared.inputs import read_schedule_or_refuse, require_choice, require_writable
+from slipstream.cli.shared.inputs import (
+    read_job_or_refuse,
+    read_schedule_or_refuse,
+    require_choice,
+    require_writable,
+)
 from slipstream.cli.shared.interrupts import delay_interrupts
 from slipstream.cli.shared.options import Force, Json
 from slipstream.schedules.check import check
 
 _FOR_CHECKPOINTS = " or ".join(name for name, exporter in EXPORTERS.items() if "schedule" not in exporter.modules)
-_FOR_EITHER = " or ".join(name for name, exporter in EXPORTERS.items() if len(exporter.modules) == 2)
+_FOR_EITHER = " or ".join(name for name, exporter in EXPORTERS.items()
+                          if {"schedule", "checkpoint"} <= set(exporter.modules))
+_FOR_JOBS = " or ".join(name for name, exporter in EXPORTERS.items() if "job" in exporter.modules)
 _FOR_FOLDERS = ", ".join(name for name, exporter in EXPORTERS.items() if "out" not in exporter.options)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help=(
     f"A schedule file, as `slipstream plan --out` writes it; for {_FOR_CHECKPOINTS} a checkpoint, or the --out of a "
-    f"run; for {_FOR_EITHER} either a schedule or such a folder."))]
+    f"run; for {_FOR_EITHER} either a schedule or such a folder; for {_FOR_JOBS} a schedule or a job file (.toml)."))]
 Folder = Annotated[Path | None, typer.Argument(metavar="[DIR]", help=f"{_FOR_FOLDERS}: the folder to write.")]
 To = Annotated[str, typer.Option("--to", metavar="FORMAT", autocompletion=complete_from(*EXPORTERS), help=(
     "; ".join(f"{name}: {exporter.meaning}" for name, exporter in EXPORTERS.items()) + "."))]
-Pipeline = Annotated[int, typer.Option("--pipeline", metavar="D", min=0, help="The pipeline whose order is written.")]
+Pipeline = Annotated[int | None, typer.Option("--pipeline", metavar="D", min=0, help=(
+    "The pipeline whose order is written, by default 0. With --communication and without this option, the rows of all "
+    "pipelines are written if they share micro-batches, as around a dead worker."))]
+AllPipelines = Annotated[bool, typer.Option("--all-pipelines", help=(
+    "torch-csv: with --communication, write the rows of all pipelines, also if each could be run by itself."))]
 Communication = Annotated[bool, typer.Option("--communication", help=(
     "torch-csv: write sends, receives and reductions too (format compute_comms); without, torch adds them "
     "(compute_only)."))]
 DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="N", min=1, max=10**6, help=(
-    "torchtitan: the model's decoder layers, two fewer than all layers where embedding and head are layers "
-    "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself."))]
+    "torchtitan, megatron: the model's decoder layers, two fewer than all layers where embedding and head are layers "
+    "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself, and "
+    "for megatron there are two fewer. If there are still fewer, the others are multi-token prediction in megatron."))]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", metavar="N", min=1, max=1024, help=(
     "torchtitan: devices of each worker, as [training] tensor_parallel of the job that the schedule was planned for; a "
     "schedule does not say it."))]
@@ -39,22 +52,23 @@ TitanVersion = Annotated[str, typer.Option(
     "--titan-version", metavar="VERSION", autocompletion=complete_from(*VERSIONS),
     help=f"torchtitan: the version that the flags are for: {', '.join(VERSIONS)}.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
-    "torch-csv: write to this file, not to stdout."))]
+    "torch-csv, megatron: write to this file, not to stdout."))]
 
 
-def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
-           communication: Communication = False, decoder_layers: DecoderLayers = None,
-           titan_version: TitanVersion = NEWEST, tensor_parallel: TensorParallel = 1, out: Out = None,
+def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = None,
+           all_pipelines: AllPipelines = False, communication: Communication = False,
+           decoder_layers: DecoderLayers = None, titan_version: TitanVersion = NEWEST,
+           tensor_parallel: TensorParallel = 1, out: Out = None,
            force: Force = False,  # noqa: ARG001  # read by the overwrite guard
            json: Json = False) -> None:
-    """Write a schedule, or the model of a checkpoint, in the format of another library.
+    """Write a schedule, the placement of a job, or the model of a checkpoint in the format of another library.
 
     Exits 1 with the reason when that library cannot run the schedule, for example because micro-batches are re-routed.
     """
     require_choice("--to", to, EXPORTERS)
     exporter = EXPORTERS[to]
-    options = {"communication": communication, "out": out, "pipeline": pipeline, "decoder_layers": decoder_layers,
-               "titan_version": titan_version, "tensor_parallel": tensor_parallel}
+    options = {"all_pipelines": all_pipelines, "communication": communication, "out": out, "pipeline": pipeline,
+               "decoder_layers": decoder_layers, "titan_version": titan_version, "tensor_parallel": tensor_parallel}
     parameters = inspect.signature(export).parameters
     given = {name: f"--{name.replace('_', '-')}" for name, value in options.items()
              if value != parameters[name].default}
@@ -62,6 +76,8 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
         if name not in exporter.options:
             formats = (other for other in EXPORTERS if name in EXPORTERS[other].options)
             refuse(f"{option}: only with --to {' or '.join(formats)}")
+    if all_pipelines and (not communication or pipeline is not None):
+        refuse("--all-pipelines: only with --communication, and without --pipeline")
     require_choice("--titan-version", titan_version, VERSIONS)
     require_writable(out)
     if folder is not None and "out" in exporter.options:
@@ -71,18 +87,31 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
             refuse(f"{', '.join(given.values())}: only with a schedule, and {file} holds a model")
         _export_checkpoint(file, _require_new_folder(folder, to, "CHECKPOINT"), to, json)
         return
-    arguments = {name: options[name] for name in exporter.options}
+    arguments = {name: options[name] for name in exporter.options} | {"json": json}
     if "out" not in exporter.options:
         arguments["folder"] = _require_new_folder(folder, to, "PLAN")
+    try:
+        _export_plan(file, exporter, arguments)
+    except ExportError as error:
+        exit_negative(f"{file}: {error}")
+
+
+def _export_plan(file: Path, exporter: Exporter, arguments: Mapping[str, Any]) -> None:
+    """Write a schedule, or the placement of a job if the exporter takes jobs. Raises ExportError.
+
+    The `arguments` are passed to the exporter's module. Exits if the file cannot be read, breaks a rule, or lacks the
+    pipeline in `arguments`.
+    """
+    if "job" in exporter.modules and file.suffix == ".toml":
+        _import_exporter(exporter.modules["job"]).export_job(read_job_or_refuse(file), **arguments)
+        return
     schedule = read_schedule_or_refuse(file)
     if violations := check(schedule):
         exit_negative(f"{file}: breaks a rule: {violations[0]}")
+    pipeline = arguments.get("pipeline") or 0
     if pipeline >= schedule.grid.pipelines:
         refuse(f"--pipeline {pipeline}: the schedule has pipelines 0 to {schedule.grid.pipelines - 1}")
-    try:
-        _import_exporter(exporter.modules["schedule"]).export_schedule(schedule, json=json, **arguments)
-    except ExportError as error:
-        exit_negative(f"{file}: {error}")
+    _import_exporter(exporter.modules["schedule"]).export_schedule(schedule, **arguments)
 
 
 def _import_exporter(module: str) -> Any:

@@ -1,5 +1,6 @@
 """Schedules of whole stages for tests: generated ones, and ones written by hand."""
 
+import random
 import re
 from collections.abc import Mapping, Sequence
 
@@ -61,6 +62,17 @@ def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
     """What the list scheduler makes of a job; `options` as of `build_problem`."""
     problem = build_problem(job, failed, **options)
     return build_schedule(problem, list_schedule(problem), method="greedy")
+
+
+def by_chance(job: Job, failed: Sequence[Worker], chance: random.Random, **options) -> Schedule:
+    """A plan in which chance says which live holder of a stage runs it for each micro-batch."""
+    problem = build_problem(job, failed, sharing=True, **options)
+    hosts = {unit: chance.choice(problem.hosts_in_column(unit.slice))
+             for unit in assign_hosts(problem, "least-loaded")}
+    arrays = ProblemArrays(problem, hosts)
+    order = ListScheduler(arrays).order_ops(DispatchRule())
+    solution = arrays.make_solution(order, compute_earliest(arrays, order))
+    return build_schedule(problem, solution, method="greedy")
 
 
 def measured_of(schedule: Schedule, number: int = 0, factor: float = 1.5) -> MeasuredIteration:

@@ -15,9 +15,10 @@ class Exporter(NamedTuple):
     meaning: str
     """What is written, for the help of `--to`."""
     modules: Mapping[str, str]
-    """Modules of this package: for "schedule" one that defines `export_schedule`, for "checkpoint" `export_checkpoint`.
+    """Modules of this package: for "schedule" one that defines `export_schedule`, for "job" `export_job`, for
+    "checkpoint" `export_checkpoint`.
 
-    The first is called with the schedule, `json`, all `options`, and `folder` unless `out` is among the options.
+    The first two are called with the schedule or job, `json`, all `options`, and `folder` unless `out` is an option.
     """
     options: tuple[str, ...] = ()
     """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, else a folder."""
@@ -25,10 +26,12 @@ class Exporter(NamedTuple):
 
 EXPORTERS: Mapping[str, Exporter] = {
     "torch-csv": Exporter("what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`",
-                          {"schedule": "torch_csv"}, ("communication", "out", "pipeline")),
+                          {"schedule": "torch_csv"}, ("all_pipelines", "communication", "out", "pipeline")),
     "torchtitan": Exporter("that, and torchtitan's flags for it, or a checkpoint that torchtitan loads",
                            {"schedule": "torchtitan", "checkpoint": "torchtitan_checkpoint"},
                            ("pipeline", "decoder_layers", "titan_version", "tensor_parallel")),
+    "megatron": Exporter("Megatron-LM's flags for the stages of a plan, or of a job's [placement]",
+                         {"schedule": "megatron", "job": "megatron"}, ("decoder_layers", "out")),
     "hugging-face": Exporter("a folder that transformers' `from_pretrained` loads", {"checkpoint": "hugging_face"}),
 }
 """Exporters by the names that `--to` takes."""

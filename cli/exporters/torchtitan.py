@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.cli.exporters import ExportError
-from slipstream.cli.exporters.torch_csv import REMEDY, write_order
+from slipstream.cli.exporters.torch_csv import write_order
+from slipstream.cli.exporters.whole_stages import REMEDY
 from slipstream.cli.shared.console import err, print_json, refuse
 from slipstream.cli.shared.inputs import write_or_refuse
 from slipstream.schedules.schedule import Grid, Schedule
@@ -36,14 +37,15 @@ VERSIONS = {
 NEWEST = next(iter(VERSIONS))
 
 
-def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int, decoder_layers: int | None, titan_version: str,
-                    tensor_parallel: int, json: bool) -> None:
+def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int | None, decoder_layers: int | None,
+                    titan_version: str, tensor_parallel: int, json: bool) -> None:
     """Write the order of one pipeline's ops (`schedule.csv`), and torchtitan's flags for it (`flags`), to a folder.
     Raises ExportError.
 
     A worker has `tensor_parallel` ranks. For `decoder_layers` see `_build_flags`. With `json`, the flags are also
     printed as JSON.
     """
+    pipeline = pipeline or 0
     flags = _build_flags(schedule, folder.resolve() / "schedule.csv", pipeline, tensor_parallel, decoder_layers,
                          titan_version)
     order = write_order(schedule, pipeline)

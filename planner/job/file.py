@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.planner.job.megatron import layout_counts
+from slipstream.planner.job.megatron import read_layout
 from slipstream.planner.job.network import Network, read_network
 from slipstream.planner.job.toml import JobError as JobError
 from slipstream.planner.job.toml import TomlTable, checked_count, checked_number, job_text, shorten_repr
@@ -441,7 +441,7 @@ def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[t
 
     Megatron-LM assigns stages to columns round-robin.
     """
-    layers = layout_counts("placement.layers", layout)
+    layers = tuple(map(len, read_layout("placement.layers", layout)))
     for key in ("chunks", "order"):
         if table.has_key(key):
             raise JobError(f"placement.{key} conflicts with the layout in placement.layers, which sets it; remove it")

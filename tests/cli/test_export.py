@@ -1,4 +1,5 @@
 import json
+import re
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app
 from slipstream.cli.exporters import ExportError
 from slipstream.cli.exporters.torch_csv import write_order
+from slipstream.cli.exporters.torch_rows import write_rows
 from slipstream.planner.plan import plan_job
 from slipstream.schedules import codec
 from slipstream.schedules.schedule import OpKind, Worker
@@ -55,11 +57,41 @@ def test_what_torch_cannot_run_is_answered_no(files):
     assert done.exit_code == 1 and "worker 1.0 is down" in done.stderr
 
 
+def test_rows_of_all_pipelines_are_written_where_they_share_microbatches(files):
+    """Numbers 0 to 2 are of pipeline 0, and 3 to 5 of pipeline 1, whose worker 1.0 is down."""
+    done = slipstream("export", files / "broken.json", "--communication", "--json")
+    answer = json.loads(done.stdout)
+    rows = answer["csv"].splitlines()
+    assert (answer["format"], answer["pipeline"], rows[2]) == ("compute_comms", None, "") and len(rows) == 4
+    assert "0SEND_F5" in rows[0].split(",") and "1RECV_F5" in rows[3].split(",") and "a row for each" in done.stderr
+    alone = slipstream("export", files / "whole.json", "--communication").stdout
+    both = slipstream("export", files / "whole.json", "--communication", "--all-pipelines").stdout
+    assert len(alone.splitlines()) == 2 and len(both.splitlines()) == 4
+    for arguments in ((), ("--communication", "--pipeline", 0)):
+        refused = slipstream("export", files / "broken.json", *arguments)
+        assert refused.exit_code == 1 and "or give --communication without --pipeline" in refused.stderr
+
+
+@pytest.mark.parametrize(("schedule", "says"), [
+    (general.layers_moved(), "worker 1.0 holds layers of its own choice (0-2), not those of its stages; rows name whole"
+                             " stages: plan with --layers fixed"),
+    (replace(general.floating_layer(), seats=tuple(replace(seat, holds=None)
+                                                   for seat in general.floating_layer().seats)),
+     "layers 0 to 2) on 0.0 is not a whole stage; rows name whole stages: plan a job without [placement] layers"),
+])
+def test_rows_of_other_layers_than_stages_are_refused(schedule, says):
+    with pytest.raises(ExportError, match=re.escape(says)) as refused:
+        write_rows(schedule)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["export", "whole.json", "--to", "onnx"],
-     "--to onnx: expected torch-csv or torchtitan or hugging-face"),
+     "--to onnx: expected torch-csv or torchtitan or megatron or hugging-face"),
     (["export", "whole.json", "--pipeline", "2"], "--pipeline 2: the schedule has pipelines 0 to 1"),
     (["export", "job.toml"], "job.toml: no readable schedule"),
+    (["export", "whole.json", "--all-pipelines"], "--all-pipelines: only with --communication, and without --pipeline"),
+    (["export", "whole.json", "--communication", "--all-pipelines", "--pipeline", "1"], "--all-pipelines: only with"),
 ])
 def test_bad_input_is_refused_in_one_line(arguments, says, files, monkeypatch):
     monkeypatch.chdir(files)

@@ -9,6 +9,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from slipstream.cli.exporters.torch_rows import write_rows
+from slipstream.schedules.schedule import Worker
+from tests.generate import planned
+from tests.jobs import grid
+
 WHOLE = ["0F0,0B0", "1F0,1B0"]
 DEAD = ["0F0,0B0", ""]
 """A peer in another replica runs the only micro-batch of stage 1."""
@@ -42,3 +47,21 @@ def test_a_stage_that_runs_some_of_the_microbatches_is_refused(load, monkeypatch
     with pytest.raises(AssertionError) as stuck:
         load(order, microbatches)
     assert traceback.extract_tb(stuck.tb)[-1].name == "_add_send_recv"
+
+
+def test_its_reader_takes_the_cells_of_our_rows_and_its_validation_refuses_them(tmp_path, monkeypatch):
+    """All 9 workers, two of them down; a stage is on three ranks, which `_validate_schedule` does not know."""
+    rows = write_rows(planned(grid(3, 3, [2, 3, 2]), [Worker(0, 1), Worker(2, 2)]))
+    (tmp_path / "rows.csv").write_text(rows)
+    dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    try:
+        stage = PipelineStage(nn.Linear(1, 1), 0, 3, torch.device("cpu"))
+        runtime = schedules._PipelineScheduleRuntime([stage], 7, loss_fn=nn.functional.mse_loss)
+        with pytest.raises(AssertionError, match="incorrect number of ranks - expected 3, actual 9"):
+            runtime._load_csv(str(tmp_path / "rows.csv"), format="compute_comms")
+        monkeypatch.setattr(schedules, "_validate_schedule", lambda *_: {0: 0, 1: 1, 2: 2})
+        runtime._load_csv(str(tmp_path / "rows.csv"), format="compute_comms")
+    finally:
+        dist.destroy_process_group()
+    read = [",".join(map(str, runtime.pipeline_order_with_comms[rank])) for rank in range(9)]
+    assert read == rows.splitlines() and read[1] == read[8] == ""

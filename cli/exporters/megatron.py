@@ -1,0 +1,150 @@
+"""Write the stages of a plan, or of a job's placement, as Megatron-LM's flags.
+
+Megatron-LM runs an order of its own, 1F1B, interleaved if ranks have several stages. Of a plan it
+takes only which layers are on which rank. It derives the number of stages of a rank from the
+layout, and refuses `--num-layers-per-virtual-pipeline-stage` and
+`--num-virtual-stages-per-pipeline-rank` next to it (`megatron/training/arguments.py`).
+"""
+
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from slipstream.cli.exporters import ExportError
+from slipstream.cli.exporters.whole_stages import require_whole_pipeline, with_whole_stages
+from slipstream.cli.shared.console import err, print_json
+from slipstream.cli.shared.inputs import write_or_refuse
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.megatron import split_letters, write_layout
+from slipstream.planner.job.toml import JobError
+from slipstream.planner.model.from_job import build_grid
+from slipstream.schedules.schedule import Grid, Schedule
+
+
+class MegatronSettings(NamedTuple):
+    """What Megatron-LM is told of a placement, with the names of its arguments. JSON has the same
+    keys."""
+
+    num_layers: int
+    mtp_num_layers: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int
+    pipeline_model_parallel_layout: str
+    microbatch_group_size_per_virtual_pipeline_stage: int | None
+    """None if Megatron-LM's default, the number of ranks, fits the number of micro-batches."""
+
+    def build_flags(self) -> list[str]:
+        """Return the command-line arguments."""
+        flags = ["--pipeline-model-parallel-size", str(self.pipeline_model_parallel_size),
+                 "--pipeline-model-parallel-layout", self.pipeline_model_parallel_layout]
+        if self.microbatch_group_size_per_virtual_pipeline_stage is not None:
+            flags += ["--microbatch-group-size-per-virtual-pipeline-stage",
+                      str(self.microbatch_group_size_per_virtual_pipeline_stage)]
+        return flags
+
+
+def export_schedule(schedule: Schedule, *, decoder_layers: int | None, out: Path | None,
+                    json: bool) -> None:
+    """Write Megatron-LM's flags for the stages of a plan to the file `out`, or to stdout if it is
+    None.
+
+    For `decoder_layers` see `build_settings`. Raises ExportError if the plan is more than a
+    placement of stages that Megatron-LM takes.
+    """
+    if schedule.grid.chains == 1:
+        schedule = with_whole_stages(schedule)
+        for pipeline in range(schedule.grid.pipelines):
+            require_whole_pipeline(schedule, pipeline, "Megatron-LM")
+    _write_settings(build_settings(schedule.grid, decoder_layers), out, json=json)
+
+
+def export_job(job: Job, *, decoder_layers: int | None, out: Path | None, json: bool) -> None:
+    """Write Megatron-LM's flags for the `[placement]` of a job; see `export_schedule`."""
+    _write_settings(build_settings(build_grid(job), decoder_layers), out, json=json)
+
+
+def _write_settings(settings: MegatronSettings, out: Path | None, *, json: bool) -> None:
+    """Print the settings, or write them to the file `out`, and say for which model they are."""
+    text = shlex.join(settings.build_flags()) + "\n"
+    if out is not None:
+        write_or_refuse(out, text.encode())
+        err.print(f"written to {out}", soft_wrap=True)
+    if json:
+        print_json(settings._asdict())
+    elif out is None:
+        typer.echo(text, nl=False)
+    predicting = f" --mtp-num-layers {settings.mtp_num_layers}" if settings.mtp_num_layers else ""
+    err.print(f"for --num-layers {settings.num_layers}{predicting}; Megatron-LM runs its own order "
+              "of micro-batches on these stages, not the plan's", style="dim", soft_wrap=True)
+
+
+def build_settings(grid: Grid, decoder_layers: int | None = None) -> MegatronSettings:
+    """Return Megatron-LM's settings for the stages of a grid.
+
+    The model has `decoder_layers` decoder layers; by default, embedding and head are the first and
+    the last layer of the grid, and the others are decoder layers. For other numbers see
+    `split_letters`. Raises ExportError if Megatron-LM does not take the stages.
+    """
+    chunks = len(grid.stages) // grid.columns
+    _require_round_robin(grid, chunks)
+    ranges = [stage.layers for stage in grid.stages if stage.layers is not None]
+    if len(ranges) < len(grid.stages):
+        raise ExportError("the stages have no layers: give the job [placement] layers, as "
+                          "`slipstream new --model` and `slipstream profile` write them")
+    counts = [end - first for first, end in ranges]
+    if decoder_layers is None:
+        decoder_layers = sum(counts) - 2 if sum(counts) > 2 else sum(counts)
+    try:
+        letters = split_letters(counts, decoder_layers)
+    except JobError as error:
+        raise ExportError(str(error)) from None
+    predicting = [stage for stage, text in enumerate(letters) if "m" in text]
+    if len(predicting) > 1 or any(stage < (chunks - 1) * grid.columns for stage in predicting):
+        stage_text = ", ".join(map(str, predicting))
+        raise ExportError(f"layers of multi-token prediction are in stages {stage_text}; "
+                          "Megatron-LM takes them in one stage, the last of its rank: plan with other "
+                          "[placement] layers")
+    return MegatronSettings(
+        num_layers=decoder_layers, mtp_num_layers="".join(letters).count("m"),
+        pipeline_model_parallel_size=grid.columns, virtual_pipeline_model_parallel_size=chunks,
+        pipeline_model_parallel_layout=write_layout(letters),
+        microbatch_group_size_per_virtual_pipeline_stage=_microbatch_group(grid, chunks))
+
+
+def _require_round_robin(grid: Grid, chunks: int) -> None:
+    """Raise ExportError unless stages are assigned to ranks in turn, in one direction, as
+    Megatron-LM does."""
+    columns = [stage.column for stage in grid.stages]
+    if grid.chains > 1:
+        raise ExportError("micro-batches pass in two directions; Megatron-LM has one: plan with "
+                          "[placement] order = 'interleaved'")
+    if columns != list(range(grid.columns)) * chunks:
+        raise ExportError(f"stages are on ranks {columns}; Megatron-LM puts them on ranks in turn: "
+                          "plan with [placement] order = 'interleaved'")
+    if grid.columns == 1 and chunks > 1:
+        raise ExportError(f"a rank has all {chunks} stages; Megatron-LM interleaves stages of 2 or "
+                          "more ranks: plan with [placement] chunks = 1")
+
+
+def _microbatch_group(grid: Grid, chunks: int) -> int | None:
+    """Return the least number of micro-batches that Megatron-LM may run of a stage in turn; None
+    for its default.
+
+    Interleaved stages need at least as many micro-batches as ranks, in groups of at least as many;
+    so does what remains after the last whole group
+    (`forward_backward_pipelining_with_interleaving`). Raises ExportError.
+    """
+    low, high = min(grid.microbatches), max(grid.microbatches)
+    if low < high:
+        raise ExportError(f"pipelines have {low} to {high} micro-batches, and Megatron-LM gives "
+                          "all the same number: plan with one number for microbatches")
+    if chunks == 1 or low % grid.columns == 0:
+        return None
+    if low < grid.columns:
+        raise ExportError(f"{low} micro-batches on {grid.columns} ranks; Megatron-LM interleaves "
+                          f"stages from {grid.columns} micro-batches on: plan with more, or with "
+                          "[placement] chunks = 1")
+    sizes = range(grid.columns, low + 1)
+    return next(size for size in sizes if low % size == 0 or low % size >= grid.columns)
