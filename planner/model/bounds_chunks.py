@@ -1,6 +1,6 @@
-"""Bounds on workers that hold several stages, by memory and round trips: lemmas 18 and 19 of docs/bounds.md.
+"""Bounds on workers that hold several stages, by memory and round trips: lemmas 18 and 19.
 
-All times are in ticks, all memory in units of the problem.
+They are proven in docs/bounds.md. Times are in ticks, memory in units of the problem.
 """
 
 import math
@@ -20,7 +20,7 @@ from slipstream.planner.model.problem import Problem
 from slipstream.schedules.schedule import OpKind, Worker
 
 
-class StageCosts(NamedTuple):
+class Chunk(NamedTuple):
     """Times and memory of one stage on one worker."""
 
     forward: int
@@ -40,69 +40,77 @@ class StageCosts(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Stages of one worker, the work that it does at least, and the waits that it can not avoid."""
+    """All stages of one worker, and the least time of what it does and waits for."""
 
-    stages: tuple[StageCosts, ...]
+    chunks: tuple[Chunk, ...]
     room: int
     work: Fraction
-    """Time of the compute ops that the worker runs in an iteration."""
-    until_gradient: int
-    """Least time from the first F of the worker to its first I."""
-    until_last_gradient: int
-    """Least time from the end of its last F to the end of its last I."""
-    last_weight: int
-    """Least time of the W that follows the I of `until_last_gradient`."""
+    """Time of all compute ops that the worker runs in an iteration."""
+    first: int
+    """Time from the first F of the worker to its first I."""
+    last: int
+    """Time from the end of its last F to the end of its last I."""
+    awaited_weight: int
+    """Time of the W of that I."""
     is_full: bool
-    """True if memory does not hold all its micro-batches at once, so that an I comes before the last F."""
+    """True if memory never holds all its micro-batches at once: some F follows its first I."""
 
     @property
-    def fill_idle(self) -> Fraction:
-        """Least idle time before the first I, in which the worker runs only F that memory holds."""
-        forwards = most_ticks(
-            ((stage.activation, stage.forward, stage.most) for stage in self.stages), self.room)
-        return max(Fraction(0), self.until_gradient - forwards)
+    def fill(self) -> Fraction:
+        """Least idle time before the first I: lemma 18a."""
+        forwards = ((chunk.activation, chunk.forward, chunk.most) for chunk in self.chunks)
+        return max(Fraction(0), self.first - most_ticks(forwards, self.room))
 
     @property
-    def max_remaining_work(self) -> Fraction:
-        """Most time of I and W that is left at the end of the last F, as memory holds it."""
-        waiting = [(stage.activation, stage.gradient + (stage.weight if stage.stash else 0), stage.most)
-                   for stage in self.stages]
-        stashed = [(stage.stash, stage.weight, stage.most) for stage in self.stages]
-        return min(most_ticks((*waiting, *stashed), self.room),
-                   Fraction(sum((stage.work - stage.forward) * stage.most for stage in self.stages)))
+    def most_left(self) -> Fraction:
+        """Most time of I and W that is left when the last F ends: lemma 18b."""
+        all_left, kinds = 0, list(self._stashes)
+        for chunk in self.chunks:
+            all_left += (chunk.gradient + chunk.weight) * chunk.most
+            # W that take no memory are left anyway.
+            ticks = chunk.gradient + (chunk.weight if chunk.stash else 0)
+            kinds.append((chunk.activation, ticks, chunk.most))
+        return min(Fraction(all_left), most_ticks(kinds, self.room))
 
     @property
-    def max_deferred_work(self) -> Fraction:
-        """Most time of W that is left at the end of the last I, as memory holds its stashes."""
-        return most_ticks(((stage.stash, stage.weight, stage.most) for stage in self.stages), self.room)
+    def most_deferred(self) -> Fraction:
+        """Most time of W that is left when the last I ends: lemma 18c."""
+        return most_ticks(self._stashes, self.room)
 
     @property
-    def drain_idle(self) -> Fraction:
-        """Least idle time from the last F to the end of a W whose I comes late, 0 or negative if there is none."""
-        return self.until_last_gradient + self.last_weight - self.max_remaining_work
+    def _stashes(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple((chunk.stash, chunk.weight, chunk.most) for chunk in self.chunks)
 
-    def min_gradient_window(self) -> Fraction:
-        """Return the least time from the first F to the end of the last I."""
-        drain, deferred = self.until_last_gradient - self.max_remaining_work, -self.max_deferred_work
+    @property
+    def rest(self) -> Fraction:
+        """Least idle time from the end of the last F to the awaited W: lemma 18b."""
+        return max(Fraction(0), self.last + self.awaited_weight - self.most_left)
+
+    @property
+    def idle(self) -> Fraction:
+        """Least idle time of fill and rest together."""
+        return self.fill + self.rest if self.is_full else max(self.fill, self.rest)
+
+    @property
+    def ticks_until_last_gradient(self) -> Fraction:
+        """Least time from the first F to the end of the last I: lemma 18c."""
+        rest, deferred = self.last - self.most_left, -self.most_deferred
         if self.is_full:
-            return self.work + self.fill_idle + max(drain, deferred)
-        return self.work + max(drain, self.fill_idle + deferred)
+            return self.work + self.fill + max(rest, deferred)
+        return self.work + max(rest, self.fill + deferred)
 
 
-def most_ticks(items: Iterable[tuple[int, int, int]], room: int) -> Fraction:
-    """Return an upper bound on the time of ops whose memory fits into a room together.
+def most_ticks(ops: Iterable[tuple[int, int, int]], room: int) -> Fraction:
+    """Return an upper bound on the time of ops that a room holds together.
 
-    Each item is (memory, time, largest number) of one kind of op; the last that fits may be cut.
+    Ops are given by kind, as memory, time and largest number. The last one may be cut.
     """
-    total, free, sized = Fraction(0), room, []
-    for size, ticks, most in items:
-        if size:
-            sized.append((size, ticks, most))
-        else:
-            total += ticks * most
-    if sized:
-        free -= free % math.gcd(*(size for size, _, _ in sized))
-    for size, ticks, most in sorted(sized, key=lambda item: Fraction(item[1], item[0]), reverse=True):
+    kinds = list(ops)
+    total = Fraction(sum(ticks * most for size, ticks, most in kinds if not size))
+    kinds = [kind for kind in kinds if kind[0]]
+    free = room - room % math.gcd(*(size for size, _, _ in kinds)) if kinds else 0
+    kinds.sort(key=lambda kind: Fraction(kind[1], kind[0]), reverse=True)
+    for size, ticks, most in kinds:
         taken = min(free, size * most)
         total += Fraction(taken * ticks, size)
         free -= taken
@@ -110,29 +118,32 @@ def most_ticks(items: Iterable[tuple[int, int, int]], room: int) -> Fraction:
 
 
 def chunk_bounds(problem: Problem) -> Iterator[tuple[Fraction, str]]:
-    """Yield the bounds of lemmas 18 and 19 for all columns, each with words that say what it counts."""
+    """Yield bounds of lemmas 18 and 19, each with words that say what it counts.
+
+    There are none where their assumptions are not met.
+    """
     if not has_whole_stages(problem) or problem.grid.chains > 1:
         return
     for column in range(problem.grid.columns):
         stages = problem.grid.stages_of_column(column)
         if not stages or not problem.holders_by_slice[stages[0]]:
             continue
-        yield _lifetime_bound(problem, column), f"how long column {column} holds its activations, in its memory"
-        if len(stages) > 1:
-            for chunks in _list_chunks(problem, column):
-                yield _window_bound(problem, column, chunks), \
-                    f"the work of column {column}, and its waits for its first and last gradients"
-                yield _return_bound(problem, column, chunks), \
-                    f"the way to column {column}, its work, and the way back, by memory"
+        yield (_lifetime_bound(problem, column),
+               f"how long column {column} holds its activations, and its memory")
+        for chunks in _list_chunks(problem, stages) if len(stages) > 1 else ():
+            yield (_window_bound(problem, column, chunks),
+                   f"the work of column {column}, and its waits for its first and last gradients")
+            yield (_return_bound(problem, stages[0], chunks),
+                   f"the way to column {column}, what its memory allows, and the way back")
 
 
-def _list_chunks(problem: Problem, column: int) -> list[Chunks]:
-    """Return the workers of a column whose least work and waits are known, without repetition."""
-    stages = problem.grid.stages_of_column(column)
+def _list_chunks(problem: Problem, stages: Sequence[int]) -> list[Chunks]:
+    """Return the workers of some stages whose least work is known, without repetition."""
     holders = problem.holders_by_slice[stages[0]]
     if keeps_microbatches_together(problem):
         counts = problem.grid.microbatches
-        examples = {(problem.workers[worker], counts[worker.pipeline]): worker for worker in holders}
+        examples = {(problem.workers[worker], counts[worker.pipeline]): worker
+                    for worker in holders}
         return [_own_chunks(problem, worker, stages) for worker in examples.values()]
     if has_equal_holders(problem, stages[0]):
         return [_busiest_chunks(problem, holders, stages)]
@@ -140,43 +151,48 @@ def _list_chunks(problem: Problem, column: int) -> list[Chunks]:
 
 
 def _own_chunks(problem: Problem, worker: Worker, stages: Sequence[int]) -> Chunks:
-    """Return the chunks of a worker that runs all its stages of its own micro-batches, and no others."""
+    """Return the chunks of a worker that runs its own micro-batches at all its stages."""
     count, room = problem.grid.microbatches[worker.pipeline], activation_room(problem, worker)
-    costs = tuple(_stage_costs(problem, stage, worker, count) for stage in stages)
-    trip = _round_trip(problem, stages[-1])
+    chunks = tuple(_make_chunk(problem, stage, worker, count) for stage in stages)
+    trip, between = _round_trip(problem, stages[-1]), _hop(problem, stages[-1])
     out, home = problem.min_path_ticks
     return Chunks(
-        stages=costs, room=room, work=Fraction(count * sum(stage.work for stage in costs)),
-        until_gradient=out[stages[-1] + 1] - out[stages[0]] - _hop(problem, stages[-1]) + trip,
-        until_last_gradient=trip + home[stages[-1] + 1] - home[stages[0]] - _hop(problem, stages[-1]),
-        last_weight=costs[0].weight, is_full=count * sum(stage.activation for stage in costs) > room)
+        chunks=chunks,
+        room=room,
+        work=Fraction(count * sum(chunk.work for chunk in chunks)),
+        first=out[stages[-1] + 1] - out[stages[0]] - between + trip,
+        last=trip + home[stages[-1] + 1] - home[stages[0]] - between,
+        awaited_weight=chunks[0].weight,
+        is_full=count * sum(chunk.activation for chunk in chunks) > room)
 
 
 def _busiest_chunks(problem: Problem, holders: Sequence[Worker], stages: Sequence[int]) -> Chunks:
-    """Return the chunks of that holder of some stages which has the most to do.
-
-    It may run a micro-batch at its last stage alone, where the way to the end and back is shortest.
-    """
-    costs = tuple(_stage_costs(problem, stage, holders[0], count_microbatches_at(problem, stage))
-                  for stage in stages)
-    trip, room = _round_trip(problem, stages[-1]), activation_room(problem, holders[0])
-    work = Fraction(sum(stage.work * stage.most for stage in costs), len(holders))
-    least_held = min((Fraction(stage.activation, stage.work) for stage in costs if stage.work), default=0)
+    """Return the chunks of the busiest of equal holders, which may share micro-batches."""
+    room, trip = activation_room(problem, holders[0]), _round_trip(problem, stages[-1])
+    chunks = tuple(_make_chunk(problem, stage, holders[0], count_microbatches_at(problem, stage))
+                   for stage in stages)
+    work = Fraction(sum(chunk.work * chunk.most for chunk in chunks), len(holders))
+    held_per_work = min((Fraction(chunk.activation, chunk.work) for chunk in chunks if chunk.work),
+                        default=0)
     return Chunks(
-        stages=costs, room=room, work=work,
-        until_gradient=problem.fastest_ticks(OpKind.F, stages[-1]) + trip,
-        until_last_gradient=trip + problem.fastest_ticks(problem.gradient_kind, stages[-1]),
-        last_weight=min(stage.weight for stage in costs), is_full=work * least_held > room)
+        chunks=chunks,
+        room=room,
+        work=work,
+        first=problem.fastest_ticks(OpKind.F, stages[-1]) + trip,
+        last=trip + problem.fastest_ticks(problem.gradient_kind, stages[-1]),
+        awaited_weight=min(chunk.weight for chunk in chunks),
+        is_full=work * held_per_work > room)
 
 
-def _stage_costs(problem: Problem, stage: int, worker: Worker, most: int) -> StageCosts:
-    forward, gradient, *weight = (problem.op_ticks(kind, stage, worker) for kind in problem.op_kinds)
-    return StageCosts(forward, gradient, sum(weight), activation_memory(problem, stage),
-                      stash_memory(problem, stage), most)
+def _make_chunk(problem: Problem, stage: int, worker: Worker, most: int) -> Chunk:
+    forward, gradient, *weight = (problem.op_ticks(kind, stage, worker)
+                                  for kind in problem.op_kinds)
+    return Chunk(forward, gradient, sum(weight), activation_memory(problem, stage),
+                 stash_memory(problem, stage), most)
 
 
 def _hop(problem: Problem, stage: int) -> int:
-    """Return the least time of the transfer from a stage to the next one, 0 for the last stage."""
+    """Return the least time of the transfer from a stage to the next one, if there is one."""
     return problem.min_transfer_ticks(stage) if stage + 1 < len(problem.grid.stages) else 0
 
 
@@ -187,44 +203,44 @@ def _round_trip(problem: Problem, stage: int) -> int:
 
 
 def _window_bound(problem: Problem, column: int, chunks: Chunks) -> Fraction:
-    """Return the bound of lemma 18 on the windows of the workers of a column."""
-    reductions = [problem.times.all_reduce[stage] for stage in problem.grid.stages_of_column(column)]
-    all_reduced, first, least = sum(reductions), reductions[0], min(reductions)
-    together = keeps_microbatches_together(problem)
-    fill, drain = chunks.fill_idle, max(Fraction(0), chunks.drain_idle)
-    idle = fill + drain if chunks.is_full else max(fill, drain)
-    window = max(fill + (all_reduced if together else least), idle + (first if together else least))
-    reach = problem.min_path_ticks[0][problem.grid.stages_of_column(column)[0]] if is_synchronous(problem) else 0
-    return reach + chunks.work + window + problem.times.optimizer[column]
+    """Return a bound on the windows of the workers of a column: lemma 18b."""
+    stages = problem.grid.stages_of_column(column)
+    reductions = [problem.times.all_reduce[stage] for stage in stages]
+    beside_fill, beside_rest = sum(reductions), reductions[0]
+    if not keeps_microbatches_together(problem):
+        beside_fill = beside_rest = min(reductions)
+    way = problem.min_path_ticks[0][stages[0]] if is_synchronous(problem) else 0
+    return (way + chunks.work + max(chunks.fill + beside_fill, chunks.idle + beside_rest)
+            + problem.times.optimizer[column])
 
 
-def _return_bound(problem: Problem, column: int, chunks: Chunks) -> Fraction:
-    """Return the bound of lemma 18 from stage 0 to a column and back; 0 for the column of stage 0."""
-    stage = problem.grid.stages_of_column(column)[0]
+def _return_bound(problem: Problem, stage: int, chunks: Chunks) -> Fraction:
+    """Return a bound from stage 0 to a worker's first `stage` and back: lemma 18d."""
     if not stage:
         return Fraction(0)
     out, home = problem.min_path_ticks
-    last = sum(problem.fastest_ticks(kind, 0) for kind in problem.op_kinds[2:])
+    weight = sum(problem.fastest_ticks(kind, 0) for kind in problem.op_kinds[2:])
     closing = ticks_after_stage(problem, 0)
     if is_synchronous(problem):
         closing = max(closing, *problem.times.optimizer)
-    return out[stage] + chunks.min_gradient_window() + home[stage] + last + closing
+    return out[stage] + chunks.ticks_until_last_gradient + home[stage] + weight + closing
 
 
 def _lifetime_bound(problem: Problem, column: int) -> Fraction:
-    """Return the bound of lemma 19: memory times period is no less than what activations take for as long."""
+    """Return a bound by memory, and the time for which ops of a column hold it: lemma 19."""
     stages = problem.grid.stages_of_column(column)
     room = sum(activation_room(problem, worker) for worker in problem.holders_by_slice[stages[0]])
-    demand = sum(count_microbatches_at(problem, stage) * _lifetime(problem, stage) for stage in stages)
-    if not demand or room <= 0:
+    held = sum(count_microbatches_at(problem, stage) * _held_memory(problem, stage)
+               for stage in stages)
+    if not held or room <= 0:
         return Fraction(0)
-    closing = min(problem.times.all_reduce[stage] for stage in stages) + problem.times.optimizer[column]
-    return Fraction(demand, room) + closing
+    closing = min(problem.times.all_reduce[stage] for stage in stages)
+    return Fraction(held, room) + closing + problem.times.optimizer[column]
 
 
-def _lifetime(problem: Problem, stage: int) -> int:
-    """Return the least memory, times the time for which it is held, of a micro-batch at a stage."""
-    passes = problem.fastest_ticks(OpKind.F, stage) + _round_trip(problem, stage) \
-        + problem.fastest_ticks(problem.gradient_kind, stage)
+def _held_memory(problem: Problem, stage: int) -> int:
+    """Return the least sum over time of the memory that a micro-batch takes at a stage."""
+    gradient = problem.fastest_ticks(problem.gradient_kind, stage)
+    lifetime = problem.fastest_ticks(OpKind.F, stage) + _round_trip(problem, stage) + gradient
     weight = sum(problem.fastest_ticks(kind, stage) for kind in problem.op_kinds[2:])
-    return activation_memory(problem, stage) * passes + stash_memory(problem, stage) * weight
+    return activation_memory(problem, stage) * lifetime + stash_memory(problem, stage) * weight
