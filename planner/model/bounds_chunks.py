@@ -133,7 +133,7 @@ def chunk_bounds(problem: Problem) -> Iterator[tuple[Fraction, str]]:
         for chunks in _list_chunks(problem, stages) if len(stages) > 1 else ():
             yield (_window_bound(problem, column, chunks),
                    f"the work of column {column}, and its waits for its first and last gradients")
-            yield (_return_bound(problem, stages[0], chunks),
+            yield (_return_bound(problem, stages[0], chunks.ticks_until_last_gradient),
                    f"the way to column {column}, what its memory allows, and the way back")
 
 
@@ -214,8 +214,11 @@ def _window_bound(problem: Problem, column: int, chunks: Chunks) -> Fraction:
             + problem.times.optimizer[column])
 
 
-def _return_bound(problem: Problem, stage: int, chunks: Chunks) -> Fraction:
-    """Return a bound from stage 0 to a worker's first `stage` and back: lemma 18d."""
+def _return_bound(problem: Problem, stage: int, until_last_gradient: Fraction) -> Fraction:
+    """Return a bound from stage 0 to a worker whose first stage is `stage`, and back to the end.
+
+    The worker takes so many ticks from its first F to the end of its last I: lemmas 18d and 19.
+    """
     if not stage:
         return Fraction(0)
     out, home = problem.min_path_ticks
@@ -223,24 +226,25 @@ def _return_bound(problem: Problem, stage: int, chunks: Chunks) -> Fraction:
     closing = ticks_after_stage(problem, 0)
     if is_synchronous(problem):
         closing = max(closing, *problem.times.optimizer)
-    return out[stage] + chunks.ticks_until_last_gradient + home[stage] + weight + closing
+    return out[stage] + until_last_gradient + home[stage] + weight + closing
 
 
 def _lifetime_bound(problem: Problem, column: int) -> Fraction:
     """Return a bound by memory, and the time for which ops of a column hold it: lemma 19."""
     stages = problem.grid.stages_of_column(column)
     room = sum(activation_room(problem, worker) for worker in problem.holders_by_slice[stages[0]])
-    held = sum(count_microbatches_at(problem, stage) * _held_memory(problem, stage)
-               for stage in stages)
-    if not held or room <= 0:
+    active = stashed = 0
+    for stage in stages:
+        count = count_microbatches_at(problem, stage)
+        lifetime = sum(problem.fastest_ticks(kind, stage) for kind in problem.op_kinds[:2])
+        lifetime += _round_trip(problem, stage)
+        active += count * activation_memory(problem, stage) * lifetime
+        weight = sum(problem.fastest_ticks(kind, stage) for kind in problem.op_kinds[2:])
+        stashed += count * stash_memory(problem, stage) * weight
+    if room <= 0 or not active + stashed:
         return Fraction(0)
     closing = min(problem.times.all_reduce[stage] for stage in stages)
-    return Fraction(held, room) + closing + problem.times.optimizer[column]
-
-
-def _held_memory(problem: Problem, stage: int) -> int:
-    """Return the least sum over time of the memory that a micro-batch takes at a stage."""
-    gradient = problem.fastest_ticks(problem.gradient_kind, stage)
-    lifetime = problem.fastest_ticks(OpKind.F, stage) + _round_trip(problem, stage) + gradient
-    weight = sum(problem.fastest_ticks(kind, stage) for kind in problem.op_kinds[2:])
-    return activation_memory(problem, stage) * lifetime + stash_memory(problem, stage) * weight
+    window = Fraction(active + stashed, room) + closing + problem.times.optimizer[column]
+    if not has_equal_holders(problem, stages[0]):
+        return window
+    return max(window, _return_bound(problem, stages[0], Fraction(active, room)))
