@@ -43,6 +43,11 @@ def runs_own_microbatches(problem: Problem) -> bool:
     return not (problem.sharing or problem.shedding)
 
 
+def keeps_microbatches_together(problem: Problem) -> bool:
+    """Return whether a worker runs all its stages of the micro-batches of its pipeline, and no others."""
+    return runs_own_microbatches(problem) and not problem.failed and problem.grid.chains == 1
+
+
 def has_equal_pipelines(problem: Problem) -> bool:
     """Return whether all workers are alive, at the usual speed, with the memory of their column, and run their own."""
     return runs_own_microbatches(problem) and not (

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from slipstream.planner.model.assumptions import is_single_stage, is_synchronous, runs_own_microbatches
+from slipstream.planner.model.bounds_chunks import chunk_bounds
 from slipstream.planner.model.bounds_layouts import period_bound, ticks_of_work
 from slipstream.planner.model.bounds_passage import compute_whole_fill, passage_bounds
 from slipstream.planner.model.bounds_stage import (
@@ -75,6 +76,7 @@ def _bounds_in_place(problem: Problem) -> list[NamedBound]:
             bounds.append((_earliest_forward(problem, stage) + window, f"the way to column {column}, and its work"))
     bounds += [(Fraction(ticks), f"how micro-batches pass stage {stage} and come back to it, one after the other")
                for stage, ticks in enumerate(passage_bounds(problem))]
+    bounds += chunk_bounds(problem)
     if (whole := compute_whole_fill(problem)) is not None:
         bounds.append((Fraction(whole.period), "work, and what whole forwards leave of the round trips"))
     return bounds
