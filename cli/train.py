@@ -127,7 +127,7 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
     else:
         first, fault_free = _look_up_or_plan(request, job, absent, table)
     planner = FailurePlanner(with_machines(job, first, here), first, table, params=search_params, progress=_say)
-    with exit_on_errors(lambda: describe_resuming(ctx, request.folder, resumed)), \
+    with exit_on_errors(lambda: describe_resuming(ctx, request.folder, resumed), request.folder), \
             show_progress(iterations, config.model.context) as display:
         result = run(first, config, out=request.folder, progress=display.show_commit,
                      resilience=_build_resilience(request, planner, rehearsals, resumed), options=RunOptions(

@@ -108,10 +108,10 @@ class RunReporter:
                              "share")
 
     def describe_progress(self, count: int) -> str:
-        """Return a clause that tells that `count` iterations are committed, and which file has their losses."""
+        """Return a clause that tells that `count` iterations are committed, and to which file their losses are written."""
         path: Path = self._run.out / LOSSES
-        return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss is in {path}" \
-            if count == 1 else f"{count} iterations are committed, their losses are in {path}"
+        return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss goes to {path}" \
+            if count == 1 else f"{count} iterations are committed, their losses go to {path}"
 
 
 def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:
