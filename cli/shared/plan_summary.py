@@ -9,7 +9,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
-from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays_after_iterations
+from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, format_gigabytes, pays_after_iterations
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
 from slipstream.schedules.schedule import Schedule, Scope
 
@@ -177,8 +177,10 @@ def _move_lines(made: Plan, moved: Transition) -> list[str]:
         return []
     line = f"layers to move: {moved.layers}"
     if moved.bytes is not None and moved.seconds is not None:
-        line += f", {moved.bytes / 1e9:.3g} GB in about {duration(moved.seconds)}" if moved.bytes >= LEAST_BYTES else \
-            f", {moved.bytes:g} bytes: say in [memory] unit_bytes what a unit of its values is"
+        if moved.bytes >= LEAST_BYTES:
+            line += f", {format_gigabytes(moved.bytes)} GB in about {duration(moved.seconds)}"
+        else:
+            line += f", {moved.bytes:g} bytes: say in [memory] unit_bytes what a unit of its values is"
     if made.fixed_period and made.fixed_period > made.period:
         line += f"; with layers in place the period is {duration(made.fixed_period)}"
     if (paid := pays_after_iterations(made, moved)) is not None:
