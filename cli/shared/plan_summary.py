@@ -204,6 +204,15 @@ def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
     return [f"instead, by quick plans: {'; '.join(texts)}"]
 
 
+def _describe_effort(searched: Sequence[Alternative]) -> str:
+    """Return a clause on how long plans with moved layers or roles were searched for. The argument `searched` has the
+    alternatives that were planned."""
+    by_effort = {other.option: other.effort for other in searched if other.effort}
+    texts = [f"{option} {f'searched for {by_effort[option]} only' if option in by_effort else 'not searched'}"
+             for option in ("--layers move", "--normalise")]
+    return f" ({', '.join(texts)})"
+
+
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
     """Return clauses on the alternatives with the shortest plans found, and on the gain by more memory.
 
@@ -225,7 +234,8 @@ def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]
     elif made.schedule.failed:
         is_best = made.schedule.status == "optimal" and made.schedule.scope is Scope.LAYERS
         lines.append(f"{'best' if is_best else 'shortest found'}: this plan"
-                     f"{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}")
+                     f"{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}"
+                     f"{'' if is_best or options else _describe_effort(planned)}")
     if smaller_batch and smaller_batch.throughput > max(present, best.throughput if best else 0.0) * MIN_GAIN:
         lines.append(f"where a smaller batch will do: {smaller_batch.what}, {smaller_batch.throughput:.1%}")
     for other in others:

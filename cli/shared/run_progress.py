@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from slipstream.cli.shared.console import err
 from slipstream.cli.shared.run_summary import run_time
@@ -157,8 +158,9 @@ def show_progress(iterations: int, tokens: int | None) -> Iterator[ProgressDispl
 
     The run has `iterations` iterations, and a sample has `tokens` tokens (None: it does not consist of tokens).
     """
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
+    what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), what)  # a narrow terminal cuts what comes last
+    with Progress(*columns, console=err, transient=True, expand=True, disable=not err.is_terminal) as bar, \
             WriterThread() as write:
         if bar.disable:  # a log: the first iteration may be a minute away
             write(lambda: err.print("starting the workers"))

@@ -1,6 +1,9 @@
 """The progress line of `slipstream train`."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from slipstream.cli.shared import run_progress
 from slipstream.cli.shared.run_progress import RunProgress
@@ -49,6 +52,17 @@ def test_throughput_is_of_the_last_iterations_of_the_present_order(progress):
     assert str(progress) == "at once, 15 of 16 workers, planned 80 % of fault-free"
     commit(progress, 5)
     assert progress.throughput == 12_800
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_narrow_terminal_shows_the_count_of_iterations(width, monkeypatch):
+    screen = Console(file=io.StringIO(), width=width, force_terminal=True)
+    monkeypatch.setattr(run_progress, "err", screen)
+    with run_progress.show_progress(1000, 8) as display:
+        display.show_event(order("at once", 15, 1.25))
+        display.show_commit(41, 3.5)
+        display.show_commit(42, 3.25)
+    assert "43/1000" in screen.file.getvalue()
 
 
 def test_samples_that_are_no_tokens_are_counted_themselves():
