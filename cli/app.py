@@ -69,6 +69,10 @@ class _CommandGroup(TyperGroup):
             ctx.fail("the command benchmark was removed; in a checkout, run python -m benchmarks.fleet")
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no such command {args[0]!r}{suggest(args[0], COMMANDS)}")
+        if args[0] == "train":
+            from slipstream.cli.shared.rehearsals import require_possible_rehearsals
+
+            require_possible_rehearsals(args[1:])
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(args[0]) if command else None, rest
 

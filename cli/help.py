@@ -6,6 +6,7 @@ The group of an option is its `rich_help_panel`. The metavar (SEC, FILE, N) tell
 is not shown; the error for a value outside of it states it.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,33 @@ from slipstream.cli.shared.overwrite_guard import require_no_overwriting
 
 DEFAULT_GROUP = "Options"
 """Title of the group of options that name no group in the help."""
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*")
+HARD_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+"""Character that stands for the hyphens of an option while lines are broken, so that no option is cut."""
+EXAMPLES = {
+    "new": ("slipstream new --preset llama-3-8b --out job.toml",
+            "slipstream new --model config.json --gpu h100 --stages 4 --out job.toml"),
+    "plan": ("slipstream plan job.toml --failed 2.1 --out broken.json",
+             "slipstream plan job.toml --failed 2.1 --layers move --steps 2000000"),
+    "table": ("slipstream table job.toml --max-failures 4 --out table",
+              "slipstream table job.toml --max-failures 2 --steps 100000 --out table"),
+    "lookup": ("slipstream lookup table --failed 2.1 --out broken.json",
+               "slipstream lookup table --failed 2.1 --failed 0.3 --settled"),
+    "check": ("slipstream check broken.json", "slipstream check --bound broken.json"),
+    "show": ("slipstream show broken.json --html broken.html", "slipstream show --run run --html run.html"),
+    "export": ("slipstream export plan.json --to torch-csv --out plan.csv",
+               "slipstream export run/checkpoints/iteration-100 --to hugging-face --out model"),
+    "profile": ("slipstream profile --job job.toml --out measured.toml", "slipstream profile --json"),
+    "train": ("slipstream train job.toml --kill 1.1@5 --return 1.1@12 --out run",
+              "slipstream train job.toml --resume run --iterations 100 --out run"),
+    "simulate": ("slipstream simulate job.toml --failed 2.1",
+                 "slipstream simulate job.toml --days 30 --preset llama-3 --html report.html"),
+    "reproduce": ("slipstream reproduce failure-cost", "slipstream reproduce unlike-layers --no-picture --out tables"),
+    "jitter": ("slipstream jitter broken.json", "slipstream jitter plan.json --lengths lengths.txt"),
+    "doctor": ("slipstream doctor", "slipstream doctor --json"),
+    "demo": ("slipstream demo", "slipstream demo --short --out out/demo"),
+}
+"""Two examples of each command, which end its help."""
 MAX_NAME_WIDTH = 24
 """Maximum width of option names, in characters. A longer name has a line of its own."""
 
@@ -24,10 +52,13 @@ class Command(TyperCommand):
     formatters are typed `Any`, for the reason given in `cli.app`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the usage, what the command does, and its options."""
+        """Write the usage, what the command does, its options, and two examples."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         write_options(self.get_params(ctx), formatter)
+        with formatter.section("Examples"):
+            for example in EXAMPLES.get(self.name or "", ()):
+                formatter.write(f"  {example}\n")
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Exits 2 if one of its outputs would overwrite what it must not."""
@@ -52,7 +83,9 @@ def write_options(params: list[Any], formatter: Any) -> None:
 def write_section(title: str, rows: Mapping[str, str], formatter: Any) -> None:
     """Write a section of the help to `formatter`: a title, and names with their explanations."""
     with formatter.section(title):
-        formatter.write_dl(list(rows.items()), col_max=MAX_NAME_WIDTH)
+        formatter.write_dl([(name, _OPTION.sub(lambda option: option[0].replace("-", HARD_HYPHEN), text))
+                            for name, text in rows.items()], col_max=MAX_NAME_WIDTH)
+    formatter.buffer[:] = [text.replace(HARD_HYPHEN, "-") for text in formatter.buffer]
 
 
 def _format_name(param: Any) -> str:

@@ -151,9 +151,10 @@ def _print_plan(request: PlanRequest, job: Job, planned: Plan, other_plans: Sequ
     remaining_lines = [*rank_lines(job), *placement_lines(found), *recomputation_lines(again),
                        *detail_lines(planned, other_plans, transition),
                        *(tally_lines(planned) if request.verbose else [])]
-    out.print("\n".join(headline))
-    out.print(draw_timeline(planned.schedule, out.width, count_free_lines([*headline, *remaining_lines])))
-    out.print("\n".join(remaining_lines))
+    picture = draw_timeline(planned.schedule, out.width, count_free_lines([*headline, *remaining_lines]))
+    texts = ["\n".join(headline), picture, "\n".join(remaining_lines)]
+    for text in [*texts[1:], texts[0]] if out.is_terminal else texts:  # a small terminal shows what comes last
+        out.print(text)
     for file in (request.out_file, request.job_out):
         if file is not None:
             err.print(f"written to {file}", soft_wrap=True)

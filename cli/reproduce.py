@@ -72,6 +72,8 @@ def _compute_figure(name: str) -> Figure:
     with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task, tenths = bar.add_task(name, total=None), -1
+        if bar.disable:  # a log: the first step may take minutes
+            err.print(f"{name}: planning, for some minutes")
 
         def report_progress(done: int, total: int) -> None:
             nonlocal tenths

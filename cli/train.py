@@ -127,8 +127,8 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
     else:
         first, fault_free = _look_up_or_plan(request, job, absent, table)
     planner = FailurePlanner(with_machines(job, first, here), first, table, params=search_params, progress=_say)
-    with exit_on_errors(lambda: describe_resuming(ctx, request.folder, resumed)), \
-            show_progress(iterations, config.model.context) as display:
+    with exit_on_errors(lambda: describe_resuming(ctx, request.folder, resumed), request.folder), \
+            show_progress(iterations, _find_tokens_per_sample(job, config)) as display:
         result = run(first, config, out=request.folder, progress=display.show_commit,
                      resilience=_build_resilience(request, planner, rehearsals, resumed), options=RunOptions(
             nodes=here.nodes, rendezvous=choose_listen_address(here), announce=partial(announce_node_0, here),
@@ -139,6 +139,14 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
         print_json(build_report(result))
     else:
         out.print(summary_text(result), soft_wrap=True)
+
+
+def _find_tokens_per_sample(job: Job, config: RunConfig) -> int | None:
+    """Return the number of tokens in a sample; None for a model of the user's own whose job says nothing of tokens."""
+    model, training = config.model, config.training
+    is_own = ":" in model.name and model.hugging_face is None and model.torchtitan is None
+    reads_tokens = "context" in job.model or training.tokens or training.tokenizer
+    return None if is_own and not reads_tokens else model.context
 
 
 def _require_consistent(request: TrainRequest) -> None:

@@ -22,6 +22,12 @@ from slipstream.schedules.memory import memory_peaks
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 
+
+def format_gigabytes(count: float) -> str:
+    """Format a number of bytes in gigabytes: to three significant digits, and without an exponent."""
+    return f"{count / 1e9:,.0f}" if count >= 1e12 else f"{count / 1e9:.3g}"
+
+
 # --- What moves, how long that takes, and when it pays ----------------------------------------------------------------
 
 

@@ -22,8 +22,8 @@ SCHEDULES = "schedules"
 """Folder of the schedules that events name. This and the three names above are relative to the run's folder; `LOSSES`
 and `METRICS` hold the iterations, `EVENTS` the events."""
 Phase = Literal["whole", "at once", "settled"]
-"""Kind of schedule that members train by. "whole": all workers take part, in their own roles. "at once": some do not,
-and layers have not moved. "settled": layers have moved."""
+"""Kind of schedule that members train by. "whole": all workers take part. "at once": some do not, and each of the
+others holds the layers that it held before. "settled": layers have moved since the last change of members."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]

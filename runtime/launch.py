@@ -103,7 +103,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     `out` cannot be written, ScheduleError if the schedule is too large for a file, RendezvousError if node 0 cannot
     listen at its address, RunError if the run cannot continue after failures, and RunStopped, which is a
     KeyboardInterrupt, after SIGTERM or Ctrl-C. When it raises, no process is left, and the losses of the committed
-    iterations are on disk.
+    iterations are on disk if that had room for them.
     """
     if iterations is not None:
         try:

@@ -627,8 +627,10 @@ def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
     Rules are checked in groups (`TIERS`), each of which relies on those before: only violations of the first group that
     is broken are returned, at most MAX_VIOLATIONS per rule. With `forwards`, the schedule must have no ops but F, as
     for the validation of a model. The schedule must have the form that `schedules.codec` requires of a file: all its
-    indices are valid.
+    indices are valid. Raises TypeError for anything but a schedule.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"expected a schedule, as slipstream.read gives one; got a {type(schedule).__name__}")
     case = CheckContext(schedule, forwards)
     for tier in FORWARD_TIERS if forwards else TIERS:
         violations = [violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)]

@@ -45,6 +45,14 @@ def test_a_job_may_be_the_path_of_its_file(job, tmp_path):
         slipstream.plan({}, "1.0", options)
 
 
+def test_what_is_no_schedule_is_refused_in_one_line(tmp_path):
+    with pytest.raises(TypeError, match=r"^expected a schedule, as slipstream\.read gives one; got a str$"):
+        slipstream.check("x")
+    (tmp_path / "none.json").write_text("{}")
+    with pytest.raises(slipstream.ScheduleError):
+        slipstream.read(tmp_path / "none.json")
+
+
 def test_a_job_is_trained_by_the_schedule_that_is_given(job, tmp_path):
     first = slipstream.plan(job, failed=["1.0"], options=slipstream.PlanOptions(steps=1000)).schedule
     frozen = gc.get_freeze_count()

@@ -63,12 +63,15 @@ def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
     """Return the planned throughput of a generation, `stretch`, in samples per second, or None if it is unknown.
 
     If the run has measured the throughput with all workers, the result is the planned share of that (`planned_share`);
-    otherwise it follows from the planned period alone.
+    otherwise that of its first generation is scaled by the planned periods. None before anything has been measured.
     """
-    samples, whole = run.starts[-1].samples, run.full_grid_iteration_seconds
+    samples, whole, period = run.starts[-1].samples, run.full_grid_iteration_seconds, stretch.order.planned_period
     if whole and stretch.planned_share is not None:
         return stretch.planned_share * samples / whole
-    return samples / stretch.order.planned_period if stretch.order.planned_period else None
+    first = next((one for one in run.stretches if one.iteration_seconds and one.order.planned_period), None)
+    if first is None or first.iteration_seconds is None or not period:
+        return None
+    return samples / first.iteration_seconds * first.order.planned_period / period
 
 
 def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:

@@ -20,6 +20,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import Periods
 from slipstream.planner.plan import plan_only
+from slipstream.planner.search.engine import Method
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 from slipstream.schedules.tables.table import Table
 
@@ -88,14 +89,18 @@ class Throughputs:
         """Return the samples per second of the best schedule with layers in place and `down` workers dead, one number
         per stage.
 
-        It is Slipstream's, or 1F1B on the pipelines without dead workers if that is faster. The result is at most the
-        throughput with all workers alive, even if the search found a faster schedule for fewer workers by chance.
+        It is Slipstream's, or that of the pipelines without dead workers if these are faster: they share the batch, and
+        run Slipstream's schedule or 1F1B. The result is at most the throughput with all workers alive, even if the
+        search found a faster schedule for fewer workers by chance.
         """
         return self.compute_once(("in place", down), lambda: self._compute_in_place_rate(down))
 
     def _compute_in_place_rate(self, down: DownByStage) -> float:
-        rate = max(self.planned_rate(down), self.one_f_one_b_rate(self.job.pipelines - max(down)))
-        return min(rate, self.in_place_rate((0,) * self.job.stages)) if any(down) else rate
+        pipelines = self.job.pipelines - max(down)
+        rate = max(self.planned_rate(down), self.one_f_one_b_rate(pipelines))
+        if not any(down):
+            return rate
+        return min(max(rate, self._planned_pipelines_rate(pipelines)), self.in_place_rate((0,) * self.job.stages))
 
     def rebalanced_answer(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> tuple[float, float]:
         """Return the samples per second after this many failures with layers moved, and the number of stages that the
@@ -155,11 +160,25 @@ class Throughputs:
             return self.samples / independent_rate
         period, is_best = self._search_period(self.job, down) if self._thorough else self._periods.planned_period(down)
         # If time ran out, ReCycle's rule may have found a better schedule, which this planner may also use.
-        return period if is_best else min(period, self.samples / self.round_robin_rate(down))
+        period = period if is_best else min(period, self.samples / self.round_robin_rate(down))
+        if self._thorough or not self._is_behind_dropping(down, period):
+            return period
+        return min(period, self._search_period(self.job, down, "greedy")[0])
 
-    def _search_period(self, job: Job, down: DownByStage) -> tuple[float, bool]:
-        """Return the period in seconds that `slipstream plan` finds for a job, and whether it is proven to be the
-        shortest.
+    def _is_behind_dropping(self, down: DownByStage, period: float) -> bool:
+        """Return whether dropping the replicas of dead workers, with their share of the batch, keeps more samples per
+        second than a period in seconds with whole micro-batches.
+
+        A job may be small enough to be planned again, with micro-batches cut within a stage. For others, the result is
+        False.
+        """
+        left = (self.job.pipelines - max(down)) / self.job.pipelines
+        whole = (0,) * self.job.stages
+        return any(down) and not self._periods.is_large and self.samples / period < left * self.planned_rate(whole)
+
+    def _search_period(self, job: Job, down: DownByStage, method: Method = "cp-sat") -> tuple[float, bool]:
+        """Return the period in seconds that `slipstream plan --method METHOD` finds for a job, and whether it is proven
+        to be the shortest.
 
         There are `down` dead workers, one number per stage, in as many pipelines as possible. If the workers that the
         user named as dead are in the same stages, exactly these are dead.
@@ -168,7 +187,7 @@ class Throughputs:
         failed = [Worker(index % job.pipelines, column) for index, column in enumerate(columns)]
         if job is self.job and sorted(worker.column for worker in self._dead) == columns:
             failed = self._dead
-        schedule = plan_only(msgspec.structs.replace(self._options, method="cp-sat", slices=True), job,
+        schedule = plan_only(msgspec.structs.replace(self._options, method=method, slices=True), job,
                              failed).schedule
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 

@@ -1,7 +1,8 @@
 """End the program with one line and an exit status when a run cannot begin, fails or is interrupted."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import typer
 
@@ -10,6 +11,7 @@ from slipstream.planner.job.file import JobError
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import LOSSES
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.rendezvous import RendezvousError
@@ -19,11 +21,12 @@ from slipstream.schedules.codec import ScheduleError
 
 
 @contextmanager
-def exit_on_errors(goes_on: Callable[[], str] = str) -> Iterator[None]:
+def exit_on_errors(goes_on: Callable[[], str] = str, folder: Path | None = None) -> Iterator[None]:
     """Turn an error within the context into one line on stderr and an exit status: 2 if a run cannot begin, 1 if it
     fails, 130 or 143 if it is interrupted.
 
-    For a run that had begun, the line ends with the result of `goes_on`: a clause that says how to resume it.
+    For a run that had begun, the line says how many losses its `folder` has, if it is given, and ends with the result
+    of `goes_on`: a clause that says how to resume it.
     """
     try:
         yield
@@ -35,9 +38,20 @@ def exit_on_errors(goes_on: Callable[[], str] = str) -> Iterator[None]:
     except (RunError, NoPlanError) as error:
         exit_negative(f"{error}{goes_on()}")
     except RunStopped as stopped:
-        err.print(f"slipstream: {stopped}; all workers are gone, and the losses so far are on disk{goes_on()}",
+        err.print(f"slipstream: {stopped}; all workers are gone{_describe_losses(folder)}{goes_on()}",
                   style="yellow", soft_wrap=True)
         raise typer.Exit(128 + stopped.number) from None
     except KeyboardInterrupt:
-        err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
+        err.print(f"slipstream: interrupted; all workers are gone{_describe_losses(folder)}", style="yellow",
+                  soft_wrap=True)
         raise typer.Exit(130) from None
+
+
+def _describe_losses(folder: Path | None) -> str:
+    """Return a clause on how many losses the file in a run's folder has: none if the disk was full. Empty for None."""
+    if folder is None:
+        return ""
+    count = 0
+    with suppress(OSError):
+        count = (folder / LOSSES).read_bytes().count(b"\n")
+    return f", and {folder / LOSSES} has the losses of {count or 'no'} iteration{'s' * (count != 1)}"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.cli.shared.console import refuse, suggest
+from slipstream.cli.shared.console import err, refuse, suggest
 from slipstream.planner.job.file import Job, JobError, read_job, require_workers, workers_of_nodes
 from slipstream.schedules.codec import ScheduleError, encode, read
 from slipstream.schedules.files import write_atomically
@@ -19,6 +19,8 @@ from slipstream.schedules.tables.table import Table, library, library_names
 
 MAX_OR_CHOICES = 4
 """Maximum number of choices that an error lists with `or` between them."""
+LONGEST_USUAL_SECONDS = 10.0
+"""Duration of a stage's forward of one micro-batch, in seconds, from which on it may be meant in milliseconds."""
 
 
 def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
@@ -60,6 +62,15 @@ def load_table_or_refuse(folder: Path, option: str = "") -> Table:
     with suppress(OSError):  # opening it gives the reason
         if path.is_file():
             refuse(f"{option}{folder}: a file; expected the folder of a table, as `slipstream table` writes it")
+    from slipstream.planner.tables.folder import PARTS
+
+    with suppress(OSError):
+        if path.is_dir() and not (path / INDEX).exists():
+            finished = len(list((path / PARTS).glob("*")))
+            refuse(f"{option}{folder}: " + (
+                f"the table is not finished: {finished} of its entries are there, and the `slipstream table` command "
+                "that began it continues from there" if finished else
+                f"holds no {INDEX}; expected the folder of a table, as `slipstream table` writes it"))
     try:
         return Table.load(path)
     except TableError as error:
@@ -69,10 +80,15 @@ def load_table_or_refuse(folder: Path, option: str = "") -> Table:
 def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job:
     """Return the job in a file, with the keys of --set applied. Exits 2 if it cannot be read."""
     try:
-        return read_job(path, settings or ())
+        job = read_job(path, settings or ())
     except JobError as error:
         is_json = path.suffix == ".json" and may_exist(path)
         refuse(f"{error}; a job file is TOML: `slipstream new` writes one" if is_json else error)
+    longest = max(job.time.forward)
+    if longest >= LONGEST_USUAL_SECONDS:
+        err.print(f"{path}: a forward takes {longest:g} s: times are in seconds, not in milliseconds", style="yellow",
+                  soft_wrap=True)
+    return job
 
 
 def require_trainable_tables(path: Path, job: Job) -> None:

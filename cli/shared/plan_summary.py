@@ -9,7 +9,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
-from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays_after_iterations
+from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, format_gigabytes, pays_after_iterations
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
 from slipstream.schedules.schedule import Schedule, Scope
 
@@ -177,8 +177,10 @@ def _move_lines(made: Plan, moved: Transition) -> list[str]:
         return []
     line = f"layers to move: {moved.layers}"
     if moved.bytes is not None and moved.seconds is not None:
-        line += f", {moved.bytes / 1e9:.3g} GB in about {duration(moved.seconds)}" if moved.bytes >= LEAST_BYTES else \
-            f", {moved.bytes:g} bytes: say in [memory] unit_bytes what a unit of its values is"
+        if moved.bytes >= LEAST_BYTES:
+            line += f", {format_gigabytes(moved.bytes)} GB in about {duration(moved.seconds)}"
+        else:
+            line += f", {moved.bytes:g} bytes: say in [memory] unit_bytes what a unit of its values is"
     if made.fixed_period and made.fixed_period > made.period:
         line += f"; with layers in place the period is {duration(made.fixed_period)}"
     if (paid := pays_after_iterations(made, moved)) is not None:
@@ -202,6 +204,15 @@ def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
     return [f"instead, by quick plans: {'; '.join(texts)}"]
 
 
+def _describe_effort(searched: Sequence[Alternative]) -> str:
+    """Return a clause on how long plans with moved layers or roles were searched for. The argument `searched` has the
+    alternatives that were planned."""
+    by_effort = {other.option: other.effort for other in searched if other.effort}
+    texts = [f"{option} {f'searched for {by_effort[option]} only' if option in by_effort else 'not searched'}"
+             for option in ("--layers move", "--normalise")]
+    return f" ({', '.join(texts)})"
+
+
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
     """Return clauses on the alternatives with the shortest plans found, and on the gain by more memory.
 
@@ -223,7 +234,8 @@ def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]
     elif made.schedule.failed:
         is_best = made.schedule.status == "optimal" and made.schedule.scope is Scope.LAYERS
         lines.append(f"{'best' if is_best else 'shortest found'}: this plan"
-                     f"{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}")
+                     f"{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}"
+                     f"{'' if is_best or options else _describe_effort(planned)}")
     if smaller_batch and smaller_batch.throughput > max(present, best.throughput if best else 0.0) * MIN_GAIN:
         lines.append(f"where a smaller batch will do: {smaller_batch.what}, {smaller_batch.throughput:.1%}")
     for other in others:

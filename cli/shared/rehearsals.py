@@ -1,18 +1,26 @@
-"""Define rehearsals, which `slipstream train` inflicts on its workers on purpose: --kill, --return and --slow."""
+"""Define rehearsals, which `slipstream train` inflicts on its workers on purpose: --kill, --return and --slow.
+
+Reading them does not import torch, so that a wrong one is refused before the seconds that this takes.
+"""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.cli.shared.console import refuse
 from slipstream.cli.shared.inputs import parse_workers
-from slipstream.planner.job.file import Job, JobError, workers_of_nodes
-from slipstream.runtime.processes.process_manager import NodeFailure, Return
-from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+from slipstream.planner.job.file import Job, JobError, read_job, workers_of_nodes
 from slipstream.schedules.schedule import Worker
 
+if TYPE_CHECKING:
+    from slipstream.runtime.processes.process_manager import NodeFailure, Return
+    from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+
+REHEARSED = ("--kill", "--return", "--slow")
+"""Options of rehearsals, in the order of the arguments of `read_rehearsals`."""
 KILL_BEFORE_OP = 2
 """Index of the op of a worker's program before which --kill kills it, in the middle of the iteration."""
 MAX_SLOW_FACTOR = 1000
@@ -49,23 +57,31 @@ class Rehearsals:
     slowed: tuple[tuple[_Rehearsal, float], ...]
 
     @property
-    def slowdowns(self) -> tuple[Slowdown, ...]:
+    def slowdowns(self) -> "tuple[Slowdown, ...]":
         """Slowdowns on purpose, one for each worker that --slow names."""
+        from slipstream.runtime.protocol.failure_injection import Slowdown
+
         return tuple(Slowdown(worker, one.iteration, factor) for one, factor in self.slowed for worker in one.workers)
 
     @property
-    def injections(self) -> tuple[Injection, ...]:
+    def injections(self) -> "tuple[Injection, ...]":
         """Failures on purpose, one for each worker that --kill names: the worker kills itself."""
+        from slipstream.runtime.protocol.failure_injection import Injection
+
         return tuple(Injection(one.workers[0], one.iteration, KILL_BEFORE_OP) for one in self.kills if not one.is_node)
 
     @property
-    def node_failures(self) -> tuple[NodeFailure, ...]:
+    def node_failures(self) -> "tuple[NodeFailure, ...]":
         """Failures on purpose, one for each node that --kill names: all of its workers are killed at once."""
+        from slipstream.runtime.processes.process_manager import NodeFailure
+
         return tuple(NodeFailure(event.workers, event.iteration) for event in self.kills if event.is_node)
 
     @property
-    def returns(self) -> tuple[Return, ...]:
+    def returns(self) -> "tuple[Return, ...]":
         """Restarts of dead workers, one for each worker that --return names."""
+        from slipstream.runtime.processes.process_manager import Return
+
         return tuple(Return(worker, event.iteration) for event in self.returned for worker in event.workers)
 
     def find_conflicts(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
@@ -79,11 +95,12 @@ class Rehearsals:
         for worker in sorted({worker for event in chain(self.kills, self.returned) for worker in event.workers}):
             yield from self._find_order_conflicts(worker, is_down=worker in absent)
         factors: dict[tuple[Worker, int], float] = {}
-        for slow in self.slowdowns:
-            earlier = factors.setdefault((slow.worker, slow.iteration), slow.factor)
-            if earlier != slow.factor:
-                yield (f"--slow {slow.worker}={slow.factor:g}@{slow.iteration} contradicts "
-                       f"--slow {slow.worker}={earlier:g}@{slow.iteration}")
+        for worker, iteration, factor in ((worker, slow.iteration, factor) for slow, factor in self.slowed
+                                          for worker in slow.workers):
+            earlier = factors.setdefault((worker, iteration), factor)
+            if earlier != factor:
+                yield (f"--slow {worker}={factor:g}@{iteration} contradicts "
+                       f"--slow {worker}={earlier:g}@{iteration}")
 
     def _find_order_conflicts(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
         """Yield a line for each time that the options kill a worker while it is dead, or start it again while it is
@@ -107,6 +124,34 @@ def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | No
     ask for. Exits 2 if a text is malformed."""
     return Rehearsals(tuple(_read_all("--kill", kill or (), job)), tuple(_read_all("--return", bring_back or (), job)),
                       tuple(chain(*(_parse_slowdowns(text, job) for text in slow or ()))))
+
+
+def require_possible_rehearsals(arguments: Sequence[str]) -> None:
+    """Exit 2 if the arguments of `slipstream train` ask for a kill, return or slowdown that is malformed, or of a
+    worker or iteration that the job does not have.
+
+    Whatever else is wrong, such as the job file, is left to the command itself.
+    """
+    if not any(argument.partition("=")[0] in REHEARSED for argument in arguments):
+        return
+    path = next((Path(argument) for argument in arguments if argument.endswith(".toml")), None)
+    try:
+        job = read_job(path, _values_of("--set", arguments)) if path is not None else None
+    except JobError:
+        return
+    if job is None:
+        return
+    rehearsals = read_rehearsals(job, *(_values_of(option, arguments) for option in REHEARSED))
+    iterations = next(iter(_values_of("--iterations", arguments)), job.training.get("iterations"))
+    if str(iterations).isdecimal() and not {"--failed", "--failed-node", "--schedule"}.intersection(arguments):
+        for line in rehearsals.find_conflicts(int(str(iterations))):
+            refuse(line)
+
+
+def _values_of(option: str, arguments: Sequence[str]) -> list[str]:
+    """Return the values of an option on a command line, given as `--option VALUE` or `--option=VALUE`."""
+    apart = [value for name, value in pairwise(arguments) if name == option]
+    return [*apart, *(text.partition("=")[2] for text in arguments if text.startswith(f"{option}="))]
 
 
 def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:

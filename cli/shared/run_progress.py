@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from slipstream.cli.shared.console import err
 from slipstream.cli.shared.run_summary import run_time
@@ -34,10 +35,10 @@ class RunProgress:
     Parameters
     ----------
     tokens
-        Number of tokens in a sample.
+        Number of tokens in a sample; None if samples do not consist of tokens.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int | None) -> None:
         self._tokens = tokens
         self._workers = self._samples = self._live = self._iterations = self._done = 0
         self._fault_free: float | None = None
@@ -78,11 +79,11 @@ class RunProgress:
         return f"settling {self._fetched:.0%}".replace("%", " %") if self._fetched is not None else self._phase or ""
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Throughput over the last iterations, in tokens per second; None until the present workers have committed two
-        of them."""
+    def throughput(self) -> float | None:
+        """Throughput over the last iterations, in tokens per second, or in samples per second if samples do not consist
+        of tokens; None until the present workers have committed two of them."""
         seconds = self._iteration_seconds
-        return None if seconds is None else self._tokens * self._samples / seconds
+        return None if seconds is None else (self._tokens or 1) * self._samples / seconds
 
     @property
     def seconds_left(self) -> float | None:
@@ -100,8 +101,9 @@ class RunProgress:
         if self._phase is None:
             return ""
         parts = [self.phase, f"{self._live} of {self._workers} workers"]
-        rate, seconds_left = self.tokens_per_second, self.seconds_left
-        parts += [] if rate is None else [f"{_format_count(rate)} tokens/s"]
+        rate, seconds_left = self.throughput, self.seconds_left
+        unit = "samples/s" if self._tokens is None else "tokens/s"
+        parts += [] if rate is None else [f"{_format_count(rate)} {unit}"]
         parts += [] if not seconds_left else [f"{run_time(seconds_left)} left"]
         if self._fault_free and self._planned:
             parts.append(f"planned {100 * self._fault_free / self._planned:.0f} % of fault-free")
@@ -150,14 +152,15 @@ class ProgressDisplay:
 
 
 @contextmanager
-def show_progress(iterations: int, tokens: int) -> Iterator[ProgressDisplay]:
+def show_progress(iterations: int, tokens: int | None) -> Iterator[ProgressDisplay]:
     """Show a progress bar on stderr within the context, and yield the display, to which the caller passes commits and
     events of a run.
 
-    The run has `iterations` iterations, and a sample has `tokens` tokens.
+    The run has `iterations` iterations, and a sample has `tokens` tokens (None: it does not consist of tokens).
     """
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
+    what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), what)  # a narrow terminal cuts what comes last
+    with Progress(*columns, console=err, transient=True, expand=True, disable=not err.is_terminal) as bar, \
             WriterThread() as write:
         if bar.disable:  # a log: the first iteration may be a minute away
             write(lambda: err.print("starting the workers"))

@@ -345,7 +345,10 @@ def _read_job_table(table: TomlTable) -> Job:
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200:
         raise JobError(f"name is {shorten_repr(name)}; expected a text of 1 to 200 printable characters")
     pipelines = table.take_count("pipelines", high=MAX_WORKERS)
-    stages = table.take_count("stages", high=MAX_WORKERS // pipelines)
+    stages = table.take_count("stages", high=MAX_WORKERS)
+    if pipelines * stages > MAX_WORKERS:
+        raise JobError(f"pipelines x stages is {pipelines} x {stages} = {pipelines * stages} workers; expected at most "
+                       f"{MAX_WORKERS}")
     microbatches = table.take_counts("microbatches", pipelines, "pipeline", low=1, high=MAX_MICROBATCHES)
     columns, chains, layers = _read_placement(table.take_table("placement"), stages)
     # Copies of a stage are equal, so a list in the file has one value for all copies.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.planner.report import Transition
+from slipstream.planner.report import Transition, format_gigabytes
 from slipstream.schedules.document import DocumentKind
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Schedule, Worker
@@ -95,15 +95,15 @@ def _row_cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: boo
 
 
 def _shorten_names(names: Iterable[str]) -> str:
-    """Join names by spaces to the text of a table cell, cut to at most 60 characters."""
+    """Join names by spaces to the text of a table cell, cut to at most 24 characters."""
     text = " ".join(names) or "-"
-    return text if len(text) <= 60 else text[:text.rindex(" ", 0, 57)] + " ..."
+    return text if len(text) <= 24 else text[:text.rindex(" ", 0, 21)] + " ..."
 
 
 def _settled_cells(row: Row | None) -> tuple[str, ...]:
     if row is None or row.period is None or row.throughput is None:
         return ("-",) * len(SETTLED_COLUMNS)
-    moved = "?" if row.bytes_moved is None else f"{row.bytes_moved / 1e9:.3g}"
+    moved = "?" if row.bytes_moved is None else format_gigabytes(row.bytes_moved)
     seconds = "?" if row.seconds_to_move is None else f"{row.seconds_to_move:.3g}"
     return f"{row.period:.6g}", f"{row.throughput:.2%}", "?" if row.gap is None else f"{row.gap:.2%}", moved, seconds
 

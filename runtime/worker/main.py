@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import msgspec
 import torch
@@ -38,7 +39,7 @@ def main(task: bytes) -> int:
     """Run the worker that `task`, a `WorkerSpec` in JSON, describes; return the exit status. Errors are reported to the
     coordinator."""
     spec = _SPEC.decode(task)
-    name_process(f"worker {format_process_name(spec.worker, spec.rank)}")
+    name_process(f"worker {format_process_name(spec.worker, spec.rank)}", "/".join(Path(spec.settings.out).parts[-2:]))
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes the stacks of a hanging worker to its log
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
     if spec.settings.config.training.share_devices:

@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from slipstream.runtime.run_options import RunOptions as RunOptions
     from slipstream.runtime.run_result import RunResult as RunResult
     from slipstream.schedules.check import check as check
+    from slipstream.schedules.codec import ScheduleError as ScheduleError
     from slipstream.schedules.schedule import Schedule as Schedule
     from slipstream.schedules.schedule import Worker as Worker
     from slipstream.schedules.tables.table import Table as Table
 
 __all__ = [
-    "FailurePlanner", "Job", "JobError", "NoPlanError", "Plan", "PlanOptions", "Resilience", "RunOptions", "RunResult", "Schedule", "Table",
-    "Worker", "check", "load", "plan", "read", "simulate", "train", "write",
+    "FailurePlanner", "Job", "JobError", "NoPlanError", "Plan", "PlanOptions", "Resilience", "RunOptions", "RunResult", "Schedule",
+    "ScheduleError", "Table", "Worker", "check", "load", "plan", "read", "simulate", "train", "write",
 ]
 
 _HOMES = {
     "FailurePlanner": "planner.failures", "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
     "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.run_options",
     "RunOptions": "runtime.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
-    "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
+    "ScheduleError": "schedules.codec", "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
 }
 """Public names that are defined elsewhere, and the module of each."""
 

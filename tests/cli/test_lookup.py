@@ -31,6 +31,16 @@ def table(tmp_path_factory):
     return folder / "table"
 
 
+def test_a_table_that_is_not_finished_says_how_to_finish_it(tmp_path):
+    result = slipstream("lookup", tmp_path, "--failed", "0.0")
+    assert result.exit_code == 2 and "holds no index.json; expected the folder of a table" in result.stderr
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "count-1.json.gz").write_bytes(b"")
+    result = slipstream("lookup", tmp_path, "--failed", "0.0")
+    assert result.exit_code == 2 and "1 of its entries are there, and the `slipstream table` command that began it " \
+        "continues from there" in " ".join(result.stderr.split())
+
+
 def test_a_file_is_no_table(table):
     result = slipstream("lookup", table / "job.toml", "--failed", "0.0")
     assert result.exit_code == 2

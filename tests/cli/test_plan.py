@@ -12,11 +12,18 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.shared.plan_summary import answer_lines
+from slipstream.planner.job.file import read_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import FaultFree, plan_with
+from slipstream.planner.report import Alternative
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import read
+from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
@@ -226,6 +233,18 @@ def test_says_what_else_could_be_done_and_what_is_best(tmp_path):
     assert re.search(r"(found in \d+ steps) \(--layers move\)", counted)
     assert "instead" not in slipstream("plan", tmp_path / "job.toml").stdout
     assert "instead" not in slipstream(*command, "--method", "1f1b").stdout
+
+
+def test_the_shortest_plan_found_says_how_long_others_were_searched_for(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    plan = plan_with(PlanOptions(steps=2000), read_job(tmp_path / "job.toml"), [Worker(0, 1)])
+    moved = Alternative(what="layers moved", option="--layers move", period=plan.period, throughput=0.9, effort="0.1 s",
+                        found=False)
+    plan = replace(plan, fault_free=FaultFree(period=plan.period, bound=plan.period))
+    last = answer_lines(plan, [moved], [])[-1]
+    assert last.endswith("shortest found: this plan, 100.0% (--layers move searched for 0.1 s only, --normalise not "
+                         "searched)")
+    assert answer_lines(plan, [moved], ["--layers move"])[-1].endswith("this plan (--layers move), 100.0%")
 
 
 def test_the_fault_free_period_is_kept_and_never_longer_than_what_a_broken_plan_implies(tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
 """The progress line of `slipstream train`."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from slipstream.cli.shared import run_progress
 from slipstream.cli.shared.run_progress import RunProgress
@@ -43,12 +46,31 @@ def test_throughput_is_of_the_last_iterations_of_the_present_order(progress):
     commit(progress, 2, 2)
     assert str(progress) == "whole, 16 of 16 workers, 32,000 tokens/s, 12.0 s left, planned 100 % of fault-free"
     commit(progress, *[4] * run_progress.RECENT_ITERATIONS)
-    assert progress.tokens_per_second == 16_000
+    assert progress.throughput == 16_000
     progress.observe(order("at once", 15, 1.25))
     commit(progress, 9)
     assert str(progress) == "at once, 15 of 16 workers, planned 80 % of fault-free"
     commit(progress, 5)
-    assert progress.tokens_per_second == 12_800
+    assert progress.throughput == 12_800
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_narrow_terminal_shows_the_count_of_iterations(width, monkeypatch):
+    screen = Console(file=io.StringIO(), width=width, force_terminal=True)
+    monkeypatch.setattr(run_progress, "err", screen)
+    with run_progress.show_progress(1000, 8) as display:
+        display.show_event(order("at once", 15, 1.25))
+        display.show_commit(41, 3.5)
+        display.show_commit(42, 3.25)
+    assert "43/1000" in screen.file.getvalue()
+
+
+def test_samples_that_are_no_tokens_are_counted_themselves():
+    progress = RunProgress(tokens=None)
+    progress.observe(Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=None))
+    progress.observe(order("whole", 16, 1.0))
+    progress._committed.extend((0.0, 2.0))
+    assert str(progress) == "whole, 16 of 16 workers, 32 samples/s, 18.0 s left"
 
 
 def test_the_end_is_told_as_a_clock_would(progress):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.failures import FailurePlanner
@@ -20,10 +21,12 @@ from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.coordinator.decisions import slow_detector, slow_workers
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.decisions.slow_detector import SlowDetector
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.events import (
     Failed,
     HandedOver,
     LeftOut,
+    Noted,
     OrderGiven,
     Recovered,
     SettlingChosen,
@@ -138,6 +141,15 @@ def test_without_a_scheduler_for_speeds_they_are_told_of(tmp_path):
                            slowdowns=(Slowdown(SLOW, USUAL, 4.0),))
     event, change = changes_of(told)[0]
     assert change.factor > 1 and not event.changed and "the schedule stays" in str(event)
+    assert [note.text for note in told.of(Noted) if "on purpose" in note.text] == [
+        f"worker {SLOW} takes 4 times as long from iteration {USUAL} on, on purpose"]
+
+
+def test_a_worker_that_gains_next_to_nothing_is_left_out_with_the_reason():
+    event = SpeedEvent(changes=(), iteration=9, present_seconds=0.3, planned_seconds=0.187, left_out=(SLOW,),
+                       with_them_seconds=0.187)
+    assert str(event).endswith("it would shorten an iteration by less than 1%, and all would wait for it")
+    assert str(replace(event, with_them_seconds=0.25)).endswith("0.25 s with it, instead of 0.3 s")
 
 
 def test_one_that_is_left_out_comes_back_after_a_pause(speeds, fork_server_of_idlers, tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from slipstream.cli.fleet.policies.rerouting import Rerouting, StageAssignment
 from slipstream.cli.fleet.policy import Cause, Phase, Scenario
 from slipstream.cli.fleet.settled import SlowWorkerCount
 
-AT_ONCE_ASSUMPTIONS = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than "
+AT_ONCE_ASSUMPTIONS = ("the schedules of `slipstream plan` (list schedulers, or the table given), with "
+                       "micro-batches cut within a stage where dropping replicas would keep more, never slower than "
                        "those of "
                        "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or "
                        "moves loads one "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.layer_fetches import LayerFetch
 from slipstream.runtime.coordinator.decisions.part_moves import NO_PREVIOUS_OWNERS
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
@@ -59,12 +60,30 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
         step.add_effect(HandedOver(fetch=join.fetch, order=step.state.order))
     for worker in sorted(step.state.members - before.members) if before.order else ():
         step.add_effect(Joined(worker=worker))
-    whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
-    moved = any(map(schedule.has_moved_layers, schedule.seats))
     step.add_effect(OrderGiven(
         order=step.state.order, schedule=compute_schedule_digest(text), live=len(step.state.members),
         planned_period=round(schedule.seconds(schedule.period_ticks), 9),
-        phase="settled" if moved else "whole" if whole else "at once"))
+        phase="settled" if step.state.settled else "whole" if _is_whole(schedule) else "at once"))
+
+
+def _is_whole(schedule: Schedule) -> bool:
+    return len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
+
+
+def _has_settled(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, *, restores: bool) -> bool:
+    """Return whether layers have moved for the members of the next order, which train by `schedule`.
+
+    With all workers, only layers that move between them count, as when one of them is slow: the first schedule may
+    have other layers than the stages. With fewer workers, layers that moved before the last death do not count.
+    """
+    before = step.state
+    if not any(map(schedule.has_moved_layers, schedule.seats)):
+        return False
+    stays = before.settled and before.members == frozenset(schedule.seat_of)
+    if _is_whole(schedule):
+        return schedule != step.rules.first and (stays or (join is not None and join.settles))
+    first = before.order == 0 or isinstance(before.phase, RejoiningPhase)
+    return stays or join is not None or restores or first
 
 
 def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers, *,
@@ -81,8 +100,9 @@ def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | 
     if settler is not None and join is not None and schedule is not before.current:  # else only optimizer state moves
         settler = replace(settler, closed=(order, join.speeds))
     step.update_state(
-        current=schedule, members=members, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
-        vain=before.vain + 1 if nobody_started else 0, newcomers=members - before.members,
+        current=schedule, members=members, order=order,
+        settled=_has_settled(step, schedule, join, restores=restores), paused=PersistentMap(), cut_for=cut_for,
+        answers={}, vain=before.vain + 1 if nobody_started else 0, newcomers=members - before.members,
         phase=TrainingPhase(began=first, stop_before=before.data_end, restores=restores,
                             without_microbatches=_find_idle_members(schedule)),
         empty=before.empty.with_order(members - before.members if before.order else ()),

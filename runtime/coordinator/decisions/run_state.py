@@ -128,6 +128,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     phase: GatheringPhase | RejoiningPhase | TrainingPhase | FinishingPhase | EndedPhase = GatheringPhase()
     order: int = 0
     """Number of the last order. Orders are numbered from 1; 0 means that none has been given."""
+    settled: bool = False
+    """True if layers have moved for the members of the current order."""
     live: PersistentMap[Worker, ConnectedWorker] = PersistentMap()
     """All connected workers: members, those that wait for the next order, and those left out as slow."""
     paused: PersistentMap[Worker, HeldState] = PersistentMap()

@@ -21,6 +21,7 @@ from slipstream.runtime.coordinator.decisions.commit_log import CommittedIterati
 from slipstream.runtime.coordinator.decisions.effects import EffectCollector
 from slipstream.runtime.coordinator.decisions.slow_detector import CellTime, SlowDetector, SpeedChange
 from slipstream.runtime.coordinator.decisions.speed_planning import (
+    MIN_WORKER_GAIN,
     SpeedAnswer,
     SpeedDecision,
     SpeedRequest,
@@ -65,8 +66,10 @@ class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
         now, before = f"{self.planned_seconds:.3g} s", f"{self.present_seconds:.3g} s"
         if self.left_out:
             names = ", ".join(map(str, self.left_out))
+            why = "" if self.with_them_seconds > self.planned_seconds * (1 + MIN_WORKER_GAIN) else \
+                f": it would shorten an iteration by less than {MIN_WORKER_GAIN:.0%}, and all would wait for it"
             return (f"{causes}: worker {names} is left out from iteration {self.iteration} on, {now} planned without "
-                    f"it and {self.with_them_seconds:.3g} s with it, instead of {before}")
+                    f"it and {self.with_them_seconds:.3g} s with it, instead of {before}{why}")
         if not self.changed:
             return f"{causes}: the schedule stays, at {before} an iteration, as no other is much shorter"
         return f"{causes}: from iteration {self.iteration} on by another schedule, {now} planned instead of {before}"

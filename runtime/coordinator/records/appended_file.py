@@ -67,7 +67,9 @@ class AppendedFile:
         self._size = self._file.truncate(size)
 
     def close(self) -> None:
-        """Close the file; lines that could not be written are lost."""
+        """Close the file; lines that could not be written are lost, and users are told how many."""
+        if self._unwritten:
+            self._say(f"{self._path} lacks the last {len(self._unwritten)} of its lines, which could not be written")
         self._file.close()
 
 

@@ -71,9 +71,17 @@ class RunReporter:
             self._log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
 
     def log_iteration(self, one: CommittedIteration) -> None:
-        """Log a committed iteration, and report its validation loss if there is one."""
+        """Log a committed iteration, and report slowdowns on purpose that begin in it, and its validation loss if there
+        is one."""
         self._log.write_iteration(one.iteration, one.loss, one.window_seconds, gradient_norm=one.gradient_norm,
                                   evaluation=one.evaluation, cost_error=one.cost_error)
+        for slowdown in self._run.resilience.slowdowns:
+            if slowdown.iteration == one.iteration:
+                speed = "is as fast as usual" if slowdown.factor == 1.0 else \
+                    f"takes {slowdown.factor:g} times as long"
+                text = f"worker {slowdown.worker} {speed} from iteration {slowdown.iteration} on, on purpose"
+                self._log.write(Noted(text=text))
+                self._notify(text)
         if one.evaluation is not None:
             self._notify(f"validation loss {one.evaluation:.6f} after {one.iteration + 1} iterations")
 
@@ -108,10 +116,10 @@ class RunReporter:
                              "share")
 
     def describe_progress(self, count: int) -> str:
-        """Return a clause that tells that `count` iterations are committed, and which file has their losses."""
+        """Return a clause that tells that `count` iterations are committed, and where their losses are written."""
         path: Path = self._run.out / LOSSES
-        return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss is in {path}" \
-            if count == 1 else f"{count} iterations are committed, their losses are in {path}"
+        return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss goes to {path}" \
+            if count == 1 else f"{count} iterations are committed, their losses go to {path}"
 
 
 def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:

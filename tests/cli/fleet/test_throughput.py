@@ -15,6 +15,8 @@ from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
 from slipstream.cli.fleet.settled import NO_SLOW_WORKERS, RebalancedPlan, RebalancedPlans, SlowWorkerCount
 from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.job.presets import preset_text
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import BlockParams, SearchParams
@@ -54,6 +56,14 @@ def test_systems_of_others_are_compared_with_the_same_schedules():
     assert planned.whole_pipelines_rate(3) == throughputs.in_place_rate(whole) > throughputs.one_f_one_b_rate(3)
     assert planned.whole_pipelines_rate(2) < planned.whole_pipelines_rate(3)
     assert planned.recycle_rate((1, 0)) == throughputs.in_place_rate((1, 0))
+
+
+@pytest.mark.parametrize("down", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1)])
+def test_at_once_micro_batches_are_cut_where_dropping_a_replica_would_keep_more(down):
+    throughputs = Throughputs(parse_job(preset_text("llama-3-8b")))
+    dropped = throughputs.in_place_rate((0, 0, 0, 0)) * 7 / 8
+    assert throughputs.in_place_rate(down) > dropped
+    assert throughputs.in_place_rate(down) >= throughputs.with_planned_pipelines().whole_pipelines_rate(7)
 
 
 def test_a_stage_without_workers_trains_nothing():

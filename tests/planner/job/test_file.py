@@ -135,6 +135,7 @@ def test_a_file_says_what_differs_from_the_one_it_extends(tmp_path):
     ("extends = 'bad.toml'", (), "own.toml: extends: .*bad.toml: not readable as TOML"),
     (GOOD, ("training.batch",), "--set training.batch: expected KEY=VALUE, for example training.learning_rate=1e-4"),
     (GOOD, ("=3",), "--set =3: expected KEY=VALUE"), (GOOD, ("a b=3",), "--set a b=3: expected KEY=VALUE"),
+    (GOOD, ("pipelines=100000",), "pipelines x stages is 100000 x [0-9]+ = [0-9]+ workers; expected at most 131072"),
     (GOOD, ("pipelines=two",), "own.toml: pipelines is 'two'; expected a whole number"),
     (GOOD, ("tme.forward=2",), "own.toml: .*did you mean 'time'"),
 ])

@@ -6,7 +6,7 @@ from io import FileIO
 from slipstream.runtime.coordinator.records import appended_file
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import Writer
-from slipstream.runtime.events import EVENTS, Noted, decode_event
+from slipstream.runtime.events import EVENTS, LOSSES, Noted, decode_event
 
 
 class Full(FileIO):
@@ -37,3 +37,17 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_o
     assert [decode_event(line).text for line in lines] == list("012345")
     assert len(told) == 4 and all("cannot be written" in line for line in told[:2])
     assert all(line.endswith("is written again") for line in told[2:])
+
+
+def test_what_a_disk_that_stays_full_lacks_is_said_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(appended_file, "FileIO", Full)
+    told, write = [], Writer()
+    write.report_problem = told.append
+    with RunLog(tmp_path, write=write) as log:
+        log.write_iteration(0, 0.0)
+        Full.full = True
+        for iteration in (1, 2, 3):
+            log.write_iteration(iteration, 0.0)
+    Full.full = False
+    assert told[-1] == f"{tmp_path / LOSSES} lacks the last 3 of its lines, which could not be written"
+    assert read_losses(tmp_path, 0) == [0.0]
