@@ -43,8 +43,8 @@ Communication = Annotated[bool, typer.Option("--communication", help=(
     "(compute_only)."))]
 DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="N", min=1, max=10**6, help=(
     "torchtitan, megatron: the model's decoder layers, two fewer than all layers where embedding and head are layers "
-    "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself, and "
-    "for megatron there are two fewer. If there are still fewer, the others are multi-token prediction in megatron."))]
+    "of the job, as in those that `slipstream profile` and `slipstream new --model` write. Without it torchtitan "
+    "splits the model by itself; megatron needs it, and takes further layers for multi-token prediction."))]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", metavar="N", min=1, max=1024, help=(
     "torchtitan: devices of each worker, as [training] tensor_parallel of the job that the schedule was planned for; a "
     "schedule does not say it."))]

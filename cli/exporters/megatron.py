@@ -80,12 +80,11 @@ def _write_settings(settings: MegatronSettings, out: Path | None, *, json: bool)
               "of micro-batches on these stages, not the plan's", style="dim", soft_wrap=True)
 
 
-def build_settings(grid: Grid, decoder_layers: int | None = None) -> MegatronSettings:
+def build_settings(grid: Grid, decoder_layers: int | None) -> MegatronSettings:
     """Return Megatron-LM's settings for the stages of a grid.
 
-    The model has `decoder_layers` decoder layers; by default, embedding and head are the first and
-    the last layer of the grid, and the others are decoder layers. For other numbers see
-    `split_letters`. Raises ExportError if Megatron-LM does not take the stages.
+    The model has `decoder_layers` decoder layers; for what else is a layer see `split_letters`.
+    Raises ExportError if that is not given, or if Megatron-LM does not take the stages.
     """
     chunks = len(grid.stages) // grid.columns
     _require_round_robin(grid, chunks)
@@ -95,7 +94,9 @@ def build_settings(grid: Grid, decoder_layers: int | None = None) -> MegatronSet
                           "`slipstream new --model` and `slipstream profile` write them")
     counts = [end - first for first, end in ranges]
     if decoder_layers is None:
-        decoder_layers = sum(counts) - 2 if sum(counts) > 2 else sum(counts)
+        total = sum(counts)
+        raise ExportError(f"give --decoder-layers {total}, or {max(1, total - 2)} where embedding and "
+                          "head are layers of the stages; a plan does not say which")
     try:
         letters = split_letters(counts, decoder_layers)
     except JobError as error:

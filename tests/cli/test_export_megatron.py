@@ -70,14 +70,15 @@ def test_what_a_job_reads_is_written_again(stages, ranks):
 def test_a_job_and_its_plan_are_written_alike(job_file, tmp_path):
     path = job_file(4, "Et*3|(t*2|)*6,tL")
     codec.write(planned(parse_job(path.read_text())), tmp_path / "plan.json")
-    of_job, of_plan = export(path), export(tmp_path / "plan.json")
+    decoders = ("--decoder-layers", 16)
+    of_job, of_plan = export(path, *decoders), export(tmp_path / "plan.json", *decoders)
     assert of_job.exit_code == 0 and of_job.stdout == of_plan.stdout
     assert shlex.split(of_job.stdout) == [
         "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Et*3|(tt|)*6tL"]
     assert "for --num-layers 16; Megatron-LM runs its own order" in of_job.stderr
-    answer = json.loads(export(path, "--json").stdout)
+    answer = json.loads(export(path, "--json", *decoders).stdout)
     assert answer["num_layers"] == 16 and answer["virtual_pipeline_model_parallel_size"] == 2
-    written = export(tmp_path / "plan.json", "--out", tmp_path / "flags")
+    written = export(tmp_path / "plan.json", "--out", tmp_path / "flags", *decoders)
     assert written.stdout == "" and (tmp_path / "flags").read_text() == of_job.stdout
 
 
@@ -86,6 +87,9 @@ def test_decoder_layers_say_what_else_is_a_layer(job_file):
     assert "'Et*3|(tt|)*2tmL'" in export(path, "--decoder-layers", 8).stdout
     assert "--mtp-num-layers 1" in export(path, "--decoder-layers", 8).stderr
     assert "'Et*4|(tt|)*2t*3L'" in export(path, "--decoder-layers", 11).stdout
+    missing = export(path)
+    assert missing.exit_code == 1 and missing.stdout == ""
+    assert "give --decoder-layers 11, or 9 where embedding and head are layers" in missing.stderr
     for number in (10, 12):
         refused = export(path, "--decoder-layers", number)
         says = f"--decoder-layers {number}: the stages have 11 layers"
@@ -96,7 +100,7 @@ def test_decoder_layers_say_what_else_is_a_layer(job_file):
 def test_interleaved_stages_have_groups_of_microbatches_that_megatron_takes(microbatches, group):
     """By the rule in its `forward_backward_pipelining_with_interleaving`; its default is the number
     of ranks."""
-    settings = build_settings(build_grid(parse_job(job_text(4, "Et|(t|)*6tL", microbatches))))
+    settings = build_settings(build_grid(parse_job(job_text(4, "Et|(t|)*6tL", microbatches))), 8)
     assert settings.microbatch_group_size_per_virtual_pipeline_stage == group
     rest = microbatches % (group or 4)
     assert 4 <= (group or 4) <= microbatches and (rest == 0 or rest >= 4)
@@ -129,7 +133,8 @@ def placed(stages: int, layers: list[int], *more: str, microbatches: object = 4,
 ])
 def test_placements_that_megatron_does_not_have_are_refused(made, says, tmp_path):
     codec.write(planned(made), tmp_path / "plan.json")
-    done = export(tmp_path / "plan.json")
+    decoders = sum(made.layers or (3,)) // made.chains - 2  # embedding and head are layers
+    done = export(tmp_path / "plan.json", "--decoder-layers", decoders)
     assert done.exit_code == 1 and done.stdout == ""
     assert says in done.stderr and done.stderr.count("\n") == 1
 
