@@ -127,6 +127,8 @@ class _IterationAdapter:
         last."""
         self.find_state: FindState = lambda _: None
         """Function that finds a saved state of the data."""
+        self._has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        """False also once the data have failed to give their state."""
         self._lock = threading.Lock()
         if hasattr(data, "tokens"):
             self.tokens = lambda iteration: [data.tokens(sample) for sample in self._read_samples(iteration)]
@@ -151,20 +153,21 @@ class _IterationAdapter:
 
     def get_state(self, iteration: int) -> dict[str, Any] | None:
         """Return the state of the data before an iteration; None if it is not known, or not of plain values."""
-        if not hasattr(self._data, "state_dict"):
+        if not self._has_state:
             return None
         try:
             with self._lock:
                 state = self._data.state_dict(iteration)
         except Exception:  # the user's code may raise anything; without a state, data are read from their beginning
             traceback.print_exc()
+            self._has_state = False
             return None
         return state if _is_plain(state) else None
 
     def _load_state_before(self, iteration: int) -> None:
         """Load the last saved state before an iteration that is neither the next one nor recent, unless reading on is
         shorter."""
-        found = self.find_state(iteration) if hasattr(self._data, "load_state_dict") else None
+        found = self.find_state(iteration) if self._has_state else None
         if found is not None and not found[0] <= self._next <= iteration:
             self._data.load_state_dict(*found)
             self._begun = found[0]

@@ -104,4 +104,5 @@ def test_a_state_is_saved_if_json_gives_it_back(capfd):
         assert get_data_state(data, 4) is None
     stream.state_dict = lambda _: 1 / 0
     assert get_data_state(data, 4) is None and "ZeroDivisionError" in capfd.readouterr().err
+    assert get_data_state(data, 4) is None and not capfd.readouterr().err, "it is told once"
     assert get_data_state(load_data(tiny()), 4) is None
