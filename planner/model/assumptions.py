@@ -43,9 +43,14 @@ def runs_own_microbatches(problem: Problem) -> bool:
     return not (problem.sharing or problem.shedding)
 
 
-def keeps_microbatches_together(problem: Problem) -> bool:
-    """Return whether a worker runs all its stages of the micro-batches of its pipeline, and no others."""
-    return runs_own_microbatches(problem) and not problem.failed and problem.grid.chains == 1
+def keeps_microbatches_together(problem: Problem, stage: int) -> bool:
+    """Return whether a holder of a stage runs all its stages of a micro-batch, or none of them.
+
+    It does if it is the only live one, or if all are alive and run the micro-batches of their pipeline.
+    """
+    holders = len(problem.holders_by_slice[stage])
+    return problem.grid.chains == 1 and (
+        holders == 1 or (holders == problem.grid.pipelines and runs_own_microbatches(problem)))
 
 
 def has_equal_pipelines(problem: Problem) -> bool:

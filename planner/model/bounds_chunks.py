@@ -139,23 +139,27 @@ def chunk_bounds(problem: Problem) -> Iterator[tuple[Fraction, str]]:
 
 def _list_chunks(problem: Problem, stages: Sequence[int]) -> list[Chunks]:
     """Return the workers of some stages whose least work is known, without repetition."""
-    holders = problem.holders_by_slice[stages[0]]
-    if keeps_microbatches_together(problem):
-        counts = problem.grid.microbatches
+    holders, counts = problem.holders_by_slice[stages[0]], problem.grid.microbatches
+    if keeps_microbatches_together(problem, stages[0]):
+        if len(holders) == 1:
+            return [_chunks_together(problem, holders[0], stages, sum(counts))]
         examples = {(problem.workers[worker], counts[worker.pipeline]): worker
                     for worker in holders}
-        return [_own_chunks(problem, worker, stages) for worker in examples.values()]
+        return [_chunks_together(problem, worker, stages, count)
+                for (_, count), worker in examples.items()]
     if has_equal_holders(problem, stages[0]):
         return [_busiest_chunks(problem, holders, stages)]
     return []
 
 
-def _own_chunks(problem: Problem, worker: Worker, stages: Sequence[int]) -> Chunks:
-    """Return the chunks of a worker that runs its own micro-batches at all its stages."""
-    count, room = problem.grid.microbatches[worker.pipeline], activation_room(problem, worker)
+def _chunks_together(
+    problem: Problem, worker: Worker, stages: Sequence[int], count: int
+) -> Chunks:
+    """Return the chunks of a worker that runs `count` micro-batches at all its stages."""
     chunks = tuple(_make_chunk(problem, stage, worker, count) for stage in stages)
     trip, between = _round_trip(problem, stages[-1]), _hop(problem, stages[-1])
     out, home = problem.min_path_ticks
+    room = activation_room(problem, worker)
     return Chunks(
         chunks=chunks,
         room=room,
@@ -207,7 +211,7 @@ def _window_bound(problem: Problem, column: int, chunks: Chunks) -> Fraction:
     stages = problem.grid.stages_of_column(column)
     reductions = [problem.times.all_reduce[stage] for stage in stages]
     beside_fill, beside_rest = sum(reductions), reductions[0]
-    if not keeps_microbatches_together(problem):
+    if not keeps_microbatches_together(problem, stages[0]):
         beside_fill = beside_rest = min(reductions)
     way = problem.min_path_ticks[0][stages[0]] if is_synchronous(problem) else 0
     return (way + chunks.work + max(chunks.fill + beside_fill, chunks.idle + beside_rest)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.curves import PUBLISHED, SAME, Settings, iterate_points
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.model.bounds import exact_bound
+from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.bounds_chunks import chunk_bounds, most_ticks
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem
@@ -100,6 +101,18 @@ def test_a_v_with_the_memory_of_1f1b_is_proven_optimal(stages, microbatches):
     work = 2 * microbatches * (3 + 3 + 2)
     assert plan.schedule.status == "optimal"
     assert plan.period > work
+
+
+def test_bounds_of_published_settings_are_near_the_published_figures():
+    """All points of a V: no bound is above a published period, nor 5 % below it."""
+    settings = msgspec.json.decode(PUBLISHED.read_bytes(), type=Settings)
+    points = [point for point in iterate_points(settings) if point.placement == "V"]
+    for point in points:
+        problem = build_problem(point.make_job(), down=True)
+        least = lower_bound(problem) * problem.tick_seconds
+        assert point.published is not None
+        published = point.work / (1 - point.published)
+        assert published / 1.05 <= least <= published * (1 + SAME), point.name
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 3)), max_size=3),
