@@ -22,6 +22,7 @@ from slipstream.cli.drawing.run_charts import (
     describe_generation,
     draw_charts,
     find_settling,
+    find_starting,
 )
 from slipstream.cli.shared.console import duration
 from slipstream.cli.shared.event_descriptions import EventGroup, describe_event, event_group
@@ -137,10 +138,11 @@ def _render_legend(run: RunRecord, events: Sequence[TimedEvent]) -> str:
              for name, (sign, words) in SIGNS.items() if name in shown_groups]
     lines = [f'<span><i class="swatch {name}"></i>{words}</span>'
              for name, words in (("measured", "measured"), ("planned", "as planned"))]
-    phases = {item.order.phase for item in run.stretches} | ({"settling"} if find_settling(run) else set())
+    phases = {item.order.phase for item in run.stretches} | ({"settling"} if find_settling(run) else set()) \
+        | ({"starting"} if find_starting(run) else set())
     return "".join([*signs, *lines, *(
         f'<span><i class="swatch {name.replace(" ", "-")}"></i>{name}</span>'
-        for name in ("whole", "at once", "settling", "settled") if name in phases)])
+        for name in ("starting", "whole", "at once", "settling", "settled") if name in phases)])
 
 
 def _render_marks(run: RunRecord, events: Sequence[TimedEvent]) -> str:

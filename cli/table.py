@@ -40,6 +40,9 @@ from slipstream.planner.tables.build import WHOLE_TABLE, BuiltTable, Share, buil
 from slipstream.planner.tables.process_pool import PoolError
 from slipstream.schedules.tables.file import READABLE_INDEX, TableError
 
+LESS_IMPORTANT = ("status", "s to move", "GB to move", "settled gap", "fault-scaled", "settled s", "period s")
+"""Columns of the readable index that a narrow terminal lacks, the least important first."""
+
 
 class TableRequest(msgspec.Struct, frozen=True):
     """Argument and options of one `slipstream table`, in the order of its help."""
@@ -185,6 +188,25 @@ def _show_progress() -> Iterator[CountCallback]:
 
 def _print_table(built: BuiltTable, folder: Path) -> None:
     text = (folder / READABLE_INDEX).read_text(encoding="utf-8").partition("\n\n")[2]
-    out.print(text, soft_wrap=True)
+    out.print(fit_rows(text, out.width) if out.is_terminal else text, soft_wrap=True)
     out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "
               f"gap {built.worst_gap:.2%} ({built.worst_key}); {built.bytes:,} bytes in {folder}", soft_wrap=True)
+
+
+def fit_rows(text: str, width: int) -> str:
+    """Return a text with the rows of its Markdown table no wider than a terminal of this width, if possible.
+
+    Columns are left out in the order of `LESS_IMPORTANT`; the file index.md has them all.
+    """
+    lines = text.split("\n")
+    numbers = [number for number, line in enumerate(lines) if line.startswith("|")]
+    rows = [lines[number].strip("|").split("|") for number in numbers]
+    for name in LESS_IMPORTANT:
+        if not rows or sum(len(cell) + 1 for cell in rows[0]) + 1 <= width:
+            break
+        column = next((column for column, cell in enumerate(rows[0]) if cell.strip() == name), None)
+        if column is not None:
+            rows = [[*row[:column], *row[column + 1:]] for row in rows]
+    for number, row in zip(numbers, rows, strict=True):
+        lines[number] = f"|{'|'.join(row)}|"
+    return "\n".join(lines)

@@ -134,7 +134,8 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
             nodes=here.nodes, rendezvous=choose_listen_address(here), announce=partial(announce_node_0, here),
             local=here.local, topology=job.nodes, notify=display.show_message, observe=display.show_event,
             fault_free_seconds=fault_free, secret=secret, force=request.force, again=request.is_in_place,
-            grace_seconds=request.grace, tensorboard=request.tensorboard, peak_flops=peak_flops(config.training)))
+            grace_seconds=request.grace, tensorboard=request.tensorboard, prometheus=request.prometheus,
+            peak_flops=peak_flops(config.training)))
     if request.json:
         print_json(build_report(result))
     else:
@@ -168,6 +169,7 @@ def _require_consistent(request: TrainRequest) -> None:
 def _require_startable(request: TrainRequest, job: Job, config: RunConfig, resumed: Checkpoint | None) -> None:
     """Exit 2 for what `run` will refuse, before time is spent on planning."""
     require_writable(request.folder / "schedule.json")
+    require_writable(request.prometheus)
     require_writable(None if request.tensorboard is None else request.tensorboard / "events")
     with exit_on_errors():
         counted = require_trainable(job, config, resumed)

@@ -264,7 +264,7 @@ class _RunLeader:
         options = self.options
         return RunLog(self.out, begins, writer,
                       metrics=MetricsBuilder(self.config.training, self.fit.work, read_recovery_count(self.out)),
-                      tensorboard=options.tensorboard, observer=options.observe,
+                      tensorboard=options.tensorboard, prometheus=options.prometheus, observer=options.observe,
                       iteration_observer=options.observe_iteration or (lambda _: None),
                       progress=self.progress or (lambda *_: None))
 

@@ -113,5 +113,7 @@ class RunOptions:
     """Planned period in seconds with all workers, if the first schedule is for fewer; None: it was not planned."""
     tensorboard: Path | None = None
     """Folder for TensorBoard's files; None: none are written."""
+    prometheus: Path | None = None
+    """File for Prometheus' textfile collector; None: none is written."""
     peak_flops: float | None = None
     """Peak operations per second of a worker's device, used if `[training] peak_flops` is not set; None: unknown."""

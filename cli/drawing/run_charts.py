@@ -120,6 +120,9 @@ def _draw_phases(run: RunRecord) -> str:
     the times in which layers moved."""
     parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
              f'height="{HEIGHT}"><title>{escape(describe_generation(one))}</title></rect>' for one in run.stretches]
+    parts += [f'<rect class="starting" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
+              "<title>starting: workers start, and nothing trains yet</title></rect>"
+              for begin, end in find_starting(run)]
     parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
               "<title>settling: layers move while training continues</title></rect>"
               for begin, end in find_settling(run)]
@@ -132,6 +135,16 @@ def describe_generation(stretch: GenerationRecord) -> str:
     share = stretch.planned_share
     return f"{stretch.order.phase}, {stretch.order.live} workers, from {run_time(stretch.begin)} on" \
         + ("" if share is None else f", planned at {as_percent(share)} of fault-free")
+
+
+def find_starting(run: RunRecord) -> list[tuple[float, float]]:
+    """Return the intervals (begin, end), in seconds of the run, from each start of the run to its first generation."""
+    starts = [happened.at for happened in run.events if isinstance(happened.event, Started)]
+    intervals = []
+    for start, following in zip(starts, [*starts[1:], run.seconds], strict=True):
+        first = next((stretch.begin for stretch in run.stretches if start <= stretch.begin <= following), following)
+        intervals.append((start, first))
+    return [(begin, end) for begin, end in intervals if end > begin]
 
 
 def find_settling(run: RunRecord) -> list[tuple[float, float]]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import numpy as np
 
 from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
-from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps, nice_top
+from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps
 from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
@@ -197,7 +198,7 @@ def _throughput_chart(result: Comparison, shown: Collection[str]) -> str:
                       name == first,
                       name not in shown)
              for name, run in result.runs.items()]
-    return draw_steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
+    return _scrolled(draw_steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second"))
 
 
 def _live_workers_chart(result: Comparison) -> str:
@@ -206,7 +207,12 @@ def _live_workers_chart(result: Comparison) -> str:
     points = [point for point in points if point[0] < result.trace.length_seconds]
     edges = [time / seconds for time, _ in points] + [result.trace.length_seconds / seconds]
     line = StepLine("live workers", "currentColor", [float(count) for _, count in points])
-    return draw_steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
+    return _scrolled(draw_steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places)))
+
+
+def _scrolled(chart: str) -> str:
+    """Return a wide chart, as HTML, that a narrow screen scrolls instead of shrinking its text."""
+    return f'<div class="scroll chart">{chart}</div>'
 
 
 def _policy_legend(result: Comparison, shown: Collection[str]) -> str:
@@ -232,8 +238,7 @@ def _schedule_and_failures_chart(result: Comparison) -> str:
     legend = "".join(f"<label>{colour_swatch(colour)}{escape(part)}</label>" for part, colour in colours.items())
     hours = result.trace.length_seconds / 3600
     return f'<div class="legend">{legend}</div>' + draw_bars(
-        rows, colours, total=nice_top(max((sum(row.values()) for row in rows.values()), default=0.0)),
-        x=f"hours lost, of {hours:,.4g}", unit="h")
+        rows, colours, total=_find_axis_end(rows), x=f"hours lost, of {hours:,.4g}", unit="h")
 
 
 def _like_for_like(result: Comparison) -> list[str]:
@@ -256,8 +261,12 @@ def _like_for_like(result: Comparison) -> list[str]:
 
 def _causes_chart(result: Comparison) -> str:
     rows = {name: {**_hours_by_cause(result, name), Cause.WHOLE: 0.0} for name in rank_policies(result)}
-    longest = max((sum(row.values()) for row in rows.values()), default=0.0)
-    return draw_hours_by_cause(rows, result.trace.length_seconds / 3600, top=nice_top(longest))
+    return draw_hours_by_cause(rows, result.trace.length_seconds / 3600, top=_find_axis_end(rows))
+
+
+def _find_axis_end(rows: Mapping[str, Mapping[Any, float]]) -> float:
+    """Return the hours at which the axis ends for bars with these parts: those of the longest bar."""
+    return max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
 
 
 def draw_hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float, *, top: float | None = None) -> str:

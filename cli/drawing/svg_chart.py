@@ -8,6 +8,8 @@ from xml.sax.saxutils import escape
 from slipstream.cli.drawing.axis import nice_step
 
 WIDTH, HEIGHT = 960, 300
+NARROW_WIDTH = 470
+"""Width of a chart for a narrow screen, such as a telephone's."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 BAR = 26
 LABEL_WIDTH = 44
@@ -56,17 +58,26 @@ def draw_steps(edges: Sequence[float], lines: Sequence[StepLine], *, x: str, y: 
 
 def draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
               unit: str) -> str:
-    """Return an SVG chart with a stacked bar for each row, and the sum of its parts next to it.
+    """Return a chart, as HTML, with a stacked bar for each row, and the sum of its parts next to it.
 
     A row maps names of parts to values, and `colours` maps these names to colours. A value of `total` fills the width.
-    `x` is the name of the axis, and `unit` follows the values in tooltips.
+    `x` is the name of the axis, and `unit` follows the values in tooltips. There is an SVG for wide and one for narrow
+    screens, of which the page's style shows one: text has the same size in both.
     """
+    return "".join(f'<div class="{name}">{_draw_bars(rows, colours, total=total, x=x, unit=unit, whole=whole)}</div>'
+                   for name, whole in (("wide", WIDTH), ("narrow", NARROW_WIDTH)))
+
+
+def _draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
+               unit: str, whole: int) -> str:
+    """Return one SVG of `draw_bars`, `whole` units wide."""
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
-    left = 150
-    width = WIDTH - left - RIGHT - LABEL_WIDTH
-    step = nice_step(total, 6)
+    left = 150 if whole == WIDTH else 126
+    width = whole - left - RIGHT - LABEL_WIDTH
+    step = nice_step(total, 6 if whole == WIDTH else 4)
     marks = [index * step for index in range(int(total / step) + 1)]
-    parts = [_open_svg(height), *(_draw_mark(left + mark / total * width, height, f"{mark:g}") for mark in marks)]
+    grid = [_draw_mark(left + mark / total * width, height, f"{mark:g}") for mark in marks]
+    parts = [_open_svg(height, whole), *grid]
     for number, (name, values) in enumerate(rows.items()):
         y, at = TOP + number * (BAR + 8), float(left)
         parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
@@ -120,8 +131,8 @@ def nice_top(value: float) -> float:
     return math.ceil((value or 1.0) / step - 1e-9) * step
 
 
-def _open_svg(height: float) -> str:
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
+def _open_svg(height: float, width: int = WIDTH) -> str:
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
 
 
 def _draw_grid(begin: float, end: float, high: float, place: Callable[[float], float],

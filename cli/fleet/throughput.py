@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 from slipstream.schedules.tables.table import Table
 
 Value = TypeVar("Value")
+SearchMethod = Literal["cp-sat", "greedy"]
+"""Methods of `slipstream plan` by which schedules are searched."""
 
 PLAN_SECONDS = 0.2
 """Maximum time for one plan, in seconds of a fixed number of search steps each. Most plans need a hundredth of it."""
@@ -175,7 +177,7 @@ class Throughputs:
         whole = (0,) * self.job.stages
         return any(down) and not self._periods.is_large and self.samples / period < left * self.planned_rate(whole)
 
-    def _search_period(self, job: Job, down: DownByStage, method: Method = "cp-sat") -> tuple[float, bool]:
+    def _search_period(self, job: Job, down: DownByStage, method: SearchMethod = "cp-sat") -> tuple[float, bool]:
         """Return the period in seconds that `slipstream plan --method METHOD` finds for a job, and whether it is proven
         to be the shortest.
 

@@ -4,6 +4,7 @@
    as high as the worker is busy. Workers that run the same are drawn once a frame and copied. */
 
 const GUTTER = 116, AXIS = 26, BLOCK = 4, LETTER = 6.7;
+const HATCHED = 18; // pixels beside a text from which on a re-routed op is hatched
 const FONT = "11px ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace";
 const UI_FONT = "12px system-ui, 'DejaVu Sans', sans-serif";
 
@@ -40,9 +41,9 @@ class Batch {
     ctx.font = FONT;
     ctx.textAlign = "center";
     ctx.textBaseline = "middle";
-    for (const [text, x, y, plate] of this.texts) {
+    for (const [text, x, y, plate, inside] of this.texts) {
       if (plate) {
-        const width = text.length * LETTER + 2;
+        const width = Math.min(inside, text.length * LETTER + 6);
         ctx.fillStyle = theme.fills[plate];
         ctx.fillRect(x - width / 2, y - 6, width, 12);
       }
@@ -196,15 +197,19 @@ class Painter {
     batch.add(this.origins && kind < A ? originOf(pipeline) : KINDS[kind], left, y, width, height);
     if (track.chunks[index]) batch.add("light", left, y, width, height);
     const foreign = track.pipelines[index] >= 0, shed = track.shed[index] > 0;
-    if (foreign && width >= 6) {
-      if (!shed) batch.add("hatch", left, y, width, height);
+    const text = width >= LETTER + 2 && height >= 11 ? this.textOf(track, index, left, right) : "";
+    if (foreign && width >= 6) { // no lines through a text that fills its op: the frame and small letters say it
+      if (!shed && (!text || width - text.length * LETTER >= HATCHED)) batch.add("hatch", left, y, width, height);
       else if (height >= 8) this.mark(kind, left, y, width, height);
       batch.frames.push([left, y, width, height, shed]);
     } else if (foreign) {
       batch.add("edge", left, y, width, 3);
       batch.add("edge", left, y + height - 3, width, 3);
     } else if (height >= 8) this.mark(kind, left, y, width, height);
-    if (width >= LETTER + 2 && height >= 11) this.label(track, index, left, right, y + height / 2);
+    if (text) {
+      const plate = foreign && !shed ? this.origins ? originOf(pipeline) : KINDS[kind] : null;
+      batch.texts.push([text, (left + right - 1) / 2, y + height / 2, plate, width - 4]);
+    }
   }
 
   /** Kinds differ by more than their colour: a stripe on top, at the bottom, both, or through the middle. */
@@ -214,7 +219,8 @@ class Painter {
     if (kind === A) for (let at = x + 1; at < x + width; at += 4) this.batch.add("mark", at, y, 1, height);
   }
 
-  label(track, index, left, right, y) {
+  /** The longest text about an op for which there is room; empty if there is none. */
+  textOf(track, index, left, right) {
     const room = Math.floor((right - left - 2) / LETTER), kind = KINDS[track.kinds[index]], small = kind.toLowerCase();
     const number = track.microbatches[index], full = `${number}${"′".repeat(track.chunks[index])}`;
     const pipeline = track.pipelines[index], rerouted = pipeline >= 0 && !track.shed[index];
@@ -222,9 +228,7 @@ class Painter {
       [`${small}${pipeline}.${full}`, `${small}${full}`, `${small}${number}`, small] : pipeline >= 0 ?
       [`${kind}${pipeline}.${full}`, `${kind}.${full}`, `${kind}.`, kind] : [`${kind}${full}`, `${kind}${number}`, kind];
     const part = number < 0 ? "" : track.parts[track.slices[index]];
-    const text = [...(part ? [`${texts[0]}:${part}`] : []), ...texts].find((one) => one.length <= room);
-    const plate = this.origins ? originOf(pipeline) : kind;
-    if (text) this.batch.texts.push([text, (left + right - 1) / 2, y, rerouted ? plate : null]);
+    return [...(part ? [`${texts[0]}:${part}`] : []), ...texts].find((one) => one.length <= room) ?? "";
   }
 
   paintBlock(track, low, high, from, to, y, height) {

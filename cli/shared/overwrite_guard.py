@@ -14,7 +14,7 @@ from slipstream.cli.shared.console import refuse
 from slipstream.planner.job.file import extended_files
 from slipstream.schedules.codec import FORMAT
 
-OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg")
+OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg", "--prometheus")
 """Options that name a file to write."""
 OUTPUT_FOLDERS = ("--out", "--tensorboard")
 """Options that name a folder to write to. The command itself decides about the folder's contents."""
@@ -42,8 +42,9 @@ SCHEDULE = OutputKind("a schedule", re.compile(rb'\{"format":"%s"' % FORMAT.enco
 ORDER = OutputKind("an order of ops", re.compile(rb"(?:\d+[A-Z][A-Z_0-9]*|,)+(?:\r?\n|$)"))
 PAGE = OutputKind("a page of Slipstream", re.compile(rb"<!doctype html>.*?<title>[^<]*Slipstream</title>", re.DOTALL))
 PICTURE = OutputKind("an SVG picture", re.compile(rb"<svg\b"))
+METRICS = OutputKind("a file of metrics", re.compile(rb"# HELP slipstream_"))
 TRACE = OutputKind("a trace of ops", re.compile(rb'\{"displayTimeUnit":'))
-REPLACEABLE = {"--html": PAGE, "--svg": PICTURE, "--perfetto": TRACE, "plan --out": SCHEDULE,
+REPLACEABLE = {"--html": PAGE, "--svg": PICTURE, "--perfetto": TRACE, "--prometheus": METRICS, "plan --out": SCHEDULE,
                "lookup --out": SCHEDULE, "export --out": ORDER}
 """Kind of file that an option, or the option of a command, replaces without --force; none for a job file."""
 

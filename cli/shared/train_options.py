@@ -103,6 +103,8 @@ class TrainRequest(msgspec.Struct, frozen=True):
         "more failure in an hour before the run assumed."))] = None
     tensorboard: Annotated[Path | None, Option(rich_help_panel=FILES, metavar="DIR", help=(
         "Write the metrics of each iteration there for TensorBoard, too (pip install -e '.[tensorboard]')."))] = None
+    prometheus: Annotated[Path | None, Option(rich_help_panel=FILES, metavar="FILE", help=(
+        "Write the metrics of the newest iteration to this file for Prometheus' textfile collector, too."))] = None
     json: options.Json = False
 
     @property

@@ -48,3 +48,12 @@ def test_a_run_compiles_before_its_first_failure(job, not_compiled, tmp_path):
     said = []
     FailurePlanner(read_job(tmp_path / "job.toml"), job, progress=said.append)
     assert len(said) == 1 and LINE in said[0]
+
+
+def test_times_that_look_like_milliseconds_are_remarked(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB.replace("forward = 1", "forward = 47"))
+    shown = CliRunner().invoke(app, ["plan", str(tmp_path / "job.toml"), "--json"])
+    assert shown.exit_code == 0
+    assert "a forward takes 47 s: times are in seconds, not in milliseconds" in " ".join(shown.stderr.split())
+    (tmp_path / "job.toml").write_text(JOB)
+    assert "milliseconds" not in CliRunner().invoke(app, ["plan", str(tmp_path / "job.toml"), "--json"]).stderr

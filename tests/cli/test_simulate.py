@@ -61,6 +61,8 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert "drawn at random: the file gives only their number" in result.stderr.replace("\n", " ")
     text = (tmp_path / "page.html").read_text()
     assert text.startswith("<!doctype html>") and "Hours lost to failures, by cause" in text
+    assert text.count('<div class="wide">') == text.count('<div class="narrow">') == 2, "bars with text of one size"
+    assert '<select id="theme">' in text and "dataset.theme" in text
     assert "slipstream trains most: " in text and ", the last." in text
     # Nothing is fetched from anywhere.
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text

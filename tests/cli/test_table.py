@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.table import fit_rows
+from slipstream.planner.report import format_gigabytes
 from slipstream.schedules.tables.table import Table
 from tests.patience import SECONDS
 
@@ -169,3 +171,18 @@ def test_a_table_for_the_placement_that_is_found(tmp_path):
 def test_options_of_a_search_for_a_placement(job, tmp_path, options, says):
     done = slipstream("table", job, "--max-failures", "1", "--out", tmp_path / "table", *options)
     assert done.exit_code == 2 and says in done.stderr and not (tmp_path / "table").exists()
+
+
+def test_rows_fit_into_a_terminal():
+    text = ("About.\n\n| failures | period s | status  | GB to move | key     |\n"
+            "|---------:|---------:|---------|-----------:|---------|\n"
+            "|        1 |     2.52 | optimal |        115 | count-1 |\n")
+    assert fit_rows(text, 100) == text
+    assert fit_rows(text, 50) == ("About.\n\n| failures | period s | GB to move | key     |\n|---------:|---------:|"
+                                  "-----------:|---------|\n|        1 |     2.52 |        115 | count-1 |\n")
+    assert max(map(len, fit_rows(text, 30).split("\n"))) <= 30
+    assert fit_rows("no table\n", 10) == "no table\n"
+
+
+def test_sizes_have_no_exponent():
+    assert [format_gigabytes(count) for count in (1.5e6, 115.2e9, 1.9e12)] == ["0.0015", "115", "1,900"]

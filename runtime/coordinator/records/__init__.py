@@ -3,6 +3,7 @@
     run_log              record of a run: events.jsonl, losses.jsonl, metrics.jsonl, and its schedules
     metrics              figures of each iteration for dashboards: loss, gradient norm, learning rate, speed
     tensorboard          writes these figures for TensorBoard
+    prometheus           writes these figures for Prometheus
     progress_lines       progress lines for users
     appended_file        files whose write errors never end a run
     writer_thread        thread that accesses the files

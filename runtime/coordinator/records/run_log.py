@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.decisions.orders import compute_schedule_digest
 from slipstream.runtime.coordinator.records.appended_file import AppendedFile, IterationLines
 from slipstream.runtime.coordinator.records.metrics import MetricsBuilder
+from slipstream.runtime.coordinator.records.prometheus import PrometheusFile
 from slipstream.runtime.coordinator.records.tensorboard import TensorBoardWriter
 from slipstream.runtime.coordinator.records.writer_thread import IMMEDIATE_WRITER, Writer
 from slipstream.runtime.events import (
@@ -51,6 +52,7 @@ class RunLog:
 
     def __init__(self, folder: Path, first: int = 0, write: Writer = IMMEDIATE_WRITER, *,
                  metrics: MetricsBuilder | None = None, tensorboard: Path | None = None,
+                 prometheus: Path | None = None,
                  observer: Observer = lambda _: None, iteration_observer: IterationObserver = lambda _: None,
                  progress: ProgressCallback = lambda *_: None) -> None:
         self._folder = folder
@@ -63,12 +65,15 @@ class RunLog:
         self._progress = progress
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
-        self._shown: list[IterationLines | TensorBoardWriter] = []
-        """Writers of the metrics of iterations: `metrics.jsonl` and, if requested, TensorBoard's files."""
+        self._shown: list[IterationLines | TensorBoardWriter | PrometheusFile] = []
+        """Writers of the metrics of iterations: `metrics.jsonl` and, if requested, files for TensorBoard and
+        Prometheus."""
         if metrics is not None:
             self._shown.append(IterationLines(folder / METRICS, first, write.report_problem))
         if tensorboard is not None:
             self._shown.append(TensorBoardWriter(tensorboard, first))
+        if prometheus is not None:
+            self._shown.append(PrometheusFile(prometheus, str(folder), write.report_problem))
         self._events = AppendedFile(folder / EVENTS, write.report_problem)
         self._losses = IterationLines(folder / LOSSES, first, write.report_problem)
 

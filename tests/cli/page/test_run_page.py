@@ -253,3 +253,9 @@ def test_a_schedule_too_large_for_the_page_leaves_room_for_smaller_ones(folder, 
         (kept,) = (schedule for _, schedule in read_schedules(run).values())
         fitting = [count for count in ops if count <= room]
         assert sum(map(len, kept.programs)) == fitting[0]
+
+
+def test_the_start_of_a_run_is_named(file):
+    text = file.read_text()
+    assert '<rect class="starting" x="0.000" width="5.000"' in text, "until its first order"
+    assert '<i class="swatch starting"></i>starting' in text

@@ -147,3 +147,26 @@ def test_planned_beside_measured(chromium, tmp_path, schedule):
         assert page.js("timeline.shown.length") == 3
         card = page.js("document.querySelectorAll('.card')[2].innerText.replace(/\\s+/g, ' ')")
         assert f"period {schedule.seconds(schedule.period_ticks) * 1.4:.4g} s planned" in card
+
+
+@pytest.mark.parametrize(("width", "share"), [(1400, 0.4), (500, 0.2)])
+def test_most_of_the_screen_is_for_the_rows_of_two_schedules(width, share, chromium, tmp_path, schedule):
+    with chromium.open(write_page(tmp_path, schedule, schedule), width=width, height=850) as page:
+        page.frame()
+        assert page.js("document.getElementById('chart').getBoundingClientRect().top / innerHeight") < share
+        clipped = page.js("""[...document.querySelectorAll('#tools select')].filter(select => {
+            const longest = Math.max(...[...select.options].map(option => option.text.length));
+            return !select.closest('[hidden]') && select.getBoundingClientRect().width < 6 * longest; }).length""")
+        assert clipped == 0
+
+
+def test_no_label_of_a_re_routed_op_is_hatched(page):
+    plates, hatched = page.js("""(() => {
+        const painter = timeline.painter, batch = new Batch(), found = [], add = batch.add.bind(batch);
+        batch.add = (fill, x, y, w, h) => { if (fill === 'hatch') found.push([x, w]); add(fill, x, y, w, h); };
+        painter.batch = batch;
+        for (const row of timeline.rows.filter(one => one.seat)) painter.paintStrip(row, 0);
+        const plates = batch.texts.filter(([, , , plate]) => plate);
+        return [plates.length, plates.filter(([text, x]) => found.some(
+            ([left, width]) => left < x && x < left + width && width - text.length * LETTER < 18)).length]; })()""")
+    assert plates and not hatched

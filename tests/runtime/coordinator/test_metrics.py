@@ -1,6 +1,7 @@
 """Metrics: one line an iteration, whatever is run again, in the file and for TensorBoard."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_con
 from slipstream.runtime.coordinator.records import run_log, tensorboard
 from slipstream.runtime.coordinator.records.metrics import IterationWork, MetricsBuilder, read_recovery_count
 from slipstream.runtime.coordinator.records.run_log import RunLog
+from slipstream.runtime.coordinator.records.writer_thread import Writer
 from slipstream.runtime.events import METRICS, OrderGiven, Resumed, decode_metrics
 from slipstream.runtime.model.computing.slices import find_forms
 from slipstream.runtime.model.layers.flops import counting_flops
@@ -113,3 +115,37 @@ def test_operations_are_those_of_the_formula():
     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A1000", None), ("NVIDIA B200", 2250e12), ("NVIDIA L4", None)])
 def test_peaks_by_name(device, peak):
     assert peak_of_gpu(device) == peak
+
+
+SAMPLE = re.compile(r'slipstream_(\w+)\{run="([^"]*)"(?:,phase="([a-z ]+)")?\} (\S+)')
+
+
+def test_prometheus_reads_the_newest_iteration(clock, tmp_path):
+    file = tmp_path / "run.prom"
+    with RunLog(tmp_path, 0, metrics=MetricsBuilder(CONFIG, WORK), prometheus=file) as log:
+        log.write(order())
+        commit(log, clock, 0, 102.0)
+        log.write(order(3, "at once"))
+        log.write(Resumed(pause=1.0, live=3))
+        commit(log, clock, 1, 104.0, loss=math.nan)
+    text = file.read_text().splitlines()
+    samples = {match[1]: match for match in map(SAMPLE.fullmatch, text) if match}
+    assert {name: float(samples[name][4]) for name in ("iteration", "live_workers", "recoveries_total")} \
+        == {"iteration": 1, "live_workers": 3, "recoveries_total": 1}
+    assert float(samples["tokens_per_second"][4]) == 300.0 and samples["phase"][3] == "at once"
+    assert "loss" not in samples and {match[2] for match in samples.values()} == {str(tmp_path)}
+    assert len(text) == 3 * len(samples), "each has its help and type"
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".new")]
+
+
+def test_a_file_for_prometheus_that_cannot_be_written_does_not_end_the_run(clock, tmp_path):
+    told, write = [], Writer()
+    write.report_problem = told.append
+    file = tmp_path / "gone" / "run.prom"
+    with RunLog(tmp_path, 0, write, metrics=MetricsBuilder(CONFIG, WORK), prometheus=file) as log:
+        for iteration in range(3):
+            if iteration == 2:
+                file.parent.mkdir()
+            commit(log, clock, iteration, 102.0 + iteration)
+    assert told == [f"{file} cannot be written: No such file or directory; the run continues",
+                    f"{file} is written again"]
