@@ -409,15 +409,20 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
     step.update_state(paused=state.paused.with_entry(worker, report.kept))
     if report.reason is not None:
         if isinstance(state.phase, TrainingPhase) and not state.phase.ended:
-            cause = report.reason if report.data_end is not None \
-                else f"worker {worker} lost a connection, {report.reason}"
-            step.update_state(recovery=state.recovery.with_cause(cause, step.at))
+            step.update_state(recovery=state.recovery.with_cause(_describe_cause(report), step.at))
         if report.data_end is not None:
             _handle_data_end(step, report.data_end, report.reason)
         elif report.named or (isinstance(state.phase, TrainingPhase) and not state.phase.ended):
             step.update_state(empty=state.empty.with_report(report.named or (worker,),
                                                             f"worker {worker}: {report.reason}"))
         orders.send_end_order(step)
+
+
+def _describe_cause(report: Paused) -> str:
+    """Return what a member's error is, for the recovery from it: only one that names workers is a lost connection."""
+    if report.data_end is not None:
+        return str(report.reason)
+    return f"worker {report.worker}{' lost a connection,' if report.named else ':'} {report.reason}"
 
 
 def _handle_data_end(step: TransitionBuilder, iteration: int, reason: str) -> None:

@@ -142,6 +142,17 @@ class CommandedWorld(ScriptedWorld):
         one, other = parse_workers(words)
         self.workers[one].pause(f"receiving from worker {other} failed", (one, other))
 
+    def do_drop(self, words):
+        """All layers that these hold."""
+        for worker in parse_workers(words):
+            self.workers[worker].layers.clear()
+
+    def do_fail(self, words):
+        """`fail 0.0: REASON`, which is none of its connections."""
+        who, _, reason = words.partition(": ")
+        (worker,) = parse_workers(who)
+        self.workers[worker].pause(reason)
+
     def do_fetches(self, words):
         """`fetches of 1.1 fail: REASON`"""
         who, _, reason = words.partition(" fail: ")
