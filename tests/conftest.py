@@ -28,6 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where a shell runs t
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `tests/runtime/coordinator/transcripts` be written anew."""
+    parser.addoption("--rewrite-transcripts", action="store_true", help="write what follows in each transcript anew")
+
+
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests in a browser as slow."""

@@ -28,9 +28,12 @@ def describe_lost_layer(step: TransitionBuilder, missing: int) -> str:
     the losses that the state in `step` records."""
     state, placement = step.state, step.rules.placement
     reasons = describe_layer_loss(state.lost, missing, state.grid, placement, state.members, state.waiting_workers)
-    held = any(missing in layers for layers in state.held_by_paused.values())
-    return f"optimizer state of layer {missing} is lost with two workers that both kept it: {reasons}" if held else \
-        f"stage {placement.stage_of(state.grid, missing)} has no live worker left: {reasons}"
+    if any(missing in layers for layers in state.held_by_paused.values()):
+        return f"optimizer state of layer {missing} is lost with two workers that both kept it: {reasons}"
+    stage = placement.stage_of(state.grid, missing)
+    if not reasons:  # as after a checkpoint that could not be read
+        return f"stage {stage} is held by no worker any more, although its workers live"
+    return f"stage {stage} has no live worker left: {reasons}"
 
 
 def order_rollback(step: TransitionBuilder, why: str) -> None:

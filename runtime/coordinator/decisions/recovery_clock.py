@@ -48,11 +48,14 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
         back = [f"worker {worker} is back" for worker in self.returned]
         causes = ", ".join([*self.reasons, *lost, *back]) or self.broken or (
             "layers have moved" if self.settled else "a connection broke")
-        again = "" if self.went_back_to is None else (
-            f": {'' if self.in_doubt else 'no live worker had all layers, so '}the run went back to iteration "
-            f"{self.went_back_to}, and "
-            f"{self.repeated} iterations are run again, with the same numbers")
-        return f"{causes}{again}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
+        again = ""
+        if self.went_back_to is not None:
+            why = "" if self.in_doubt else "no live worker had all layers, so "
+            iterations = "1 iteration is" if self.repeated == 1 else f"{self.repeated} iterations are"
+            again = (f": {why}the run went back to iteration {self.went_back_to}, and {iterations} run "
+                     "again, with the same numbers")
+        workers = "1 worker" if self.live == 1 else f"{self.live} workers"
+        return f"{causes}{again}: iteration {self.iteration} runs on {workers}, {self.seconds:.2f} s later"
 
 
 class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):

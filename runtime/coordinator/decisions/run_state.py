@@ -268,10 +268,13 @@ class TransitionBuilder(EffectCollector):
     def remove_workers(self, workers: Iterable[Worker]) -> None:
         """Remove workers that are lost or leave from all parts of the state."""
         state, gone = self.state, frozenset(workers)
+        empty = state.empty.without_workers(gone)
+        if empty.number < state.empty.number:  # a lost worker explains the orders in vain: nobody waits any longer
+            self.update_state(vain=0)
         self.update_state(live=state.live.without_keys(*gone), members=state.members - gone,
                           paused=state.paused.without_keys(*gone),
                           leaving=state.leaving - gone, asked=state.asked.without_keys(*gone),
-                          readable=state.readable.without_keys(*gone), empty=state.empty.without_workers(gone))
+                          readable=state.readable.without_keys(*gone), empty=empty)
         if isinstance(state.phase, FinishingPhase):
             self.update_state(phase=replace(state.phase, finished=state.phase.finished.without_keys(*gone),
                                             published=state.phase.published.without_keys(*gone)))

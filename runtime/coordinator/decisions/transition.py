@@ -55,11 +55,11 @@ from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, Publish
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2
-"""Number of consecutive orders that may end before any member has begun an op, as when several workers die together.
-Each further such order is followed by a pause."""
+"""Number of consecutive orders that may end before any member has begun an op, as when several workers die together, or
+before anything is committed because members cannot reach each other. Each further such order is followed by a pause."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
-"""First and longest pause before the next order after `MAX_EMPTY_ORDERS` consecutive orders in which no member began an
-op. Each pause is twice the one before, as refused connections may have left threads behind."""
+"""First and longest pause before the next order after `MAX_EMPTY_ORDERS` consecutive such orders. Each pause
+is twice the one before, as refused connections may have left threads behind."""
 
 
 class WorkerLost(NamedTuple):
@@ -156,8 +156,7 @@ def _decide_next(step: TransitionBuilder) -> None:
             if len(state.live) >= len(state.members) and all(worker in state.live for worker in state.members):
                 next_order.issue_next_order(step)
         case TrainingPhase() if state.all_paused:
-            if next_order.give_up_unreachable(step) or (
-                    not state.phase.started and step.at < _compute_retry_time(state)):
+            if next_order.give_up_unreachable(step) or step.at < _compute_retry_time(step.state, state.phase):
                 return
             if state.slow.decision is None or state.joins.is_complete:
                 step.update_state(recovery=state.recovery.with_begin(step.at))
@@ -169,10 +168,14 @@ def _decide_next(step: TransitionBuilder) -> None:
                 next_order.issue_next_order(step)
 
 
-def _compute_retry_time(state: RunState) -> float:
-    """Return the time of `time.monotonic` before which no next order is given, later if several orders in a row were
-    empty. An order is empty if all members were told to stop before any of them began an op."""
-    return state.recovery.ordered_at + _compute_pause(state.vain)
+def _compute_retry_time(state: RunState, phase: TrainingPhase) -> float:
+    """Return the time of `time.monotonic` before which no next order is given.
+
+    It is later if no member began an op in several orders in a row, or if nothing was committed in them because members
+    could not reach each other: a network may be down for a minute.
+    """
+    orders_in_vain = 0 if phase.started else state.vain
+    return state.recovery.ordered_at + _compute_pause(max(orders_in_vain, state.empty.number - 1))
 
 
 def _compute_finish_time(state: RunState, phase: FinishingPhase) -> float:
@@ -406,15 +409,20 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
     step.update_state(paused=state.paused.with_entry(worker, report.kept))
     if report.reason is not None:
         if isinstance(state.phase, TrainingPhase) and not state.phase.ended:
-            cause = report.reason if report.data_end is not None \
-                else f"worker {worker} lost a connection, {report.reason}"
-            step.update_state(recovery=state.recovery.with_cause(cause, step.at))
+            step.update_state(recovery=state.recovery.with_cause(_describe_cause(report), step.at))
         if report.data_end is not None:
             _handle_data_end(step, report.data_end, report.reason)
         elif report.named or (isinstance(state.phase, TrainingPhase) and not state.phase.ended):
             step.update_state(empty=state.empty.with_report(report.named or (worker,),
                                                             f"worker {worker}: {report.reason}"))
         orders.send_end_order(step)
+
+
+def _describe_cause(report: Paused) -> str:
+    """Return what a member's error is, for the recovery from it: only one that names workers is a lost connection."""
+    if report.data_end is not None:
+        return str(report.reason)
+    return f"worker {report.worker}{' lost a connection,' if report.named else ':'} {report.reason}"
 
 
 def _handle_data_end(step: TransitionBuilder, iteration: int, reason: str) -> None:

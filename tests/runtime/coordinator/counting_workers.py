@@ -81,23 +81,39 @@ class Counting:
                 self.begun = message.iteration + 1
                 if message.save:
                     self.saves = self.begun
-                if message.stop or self.begun == ITERATIONS:
+                if message.stop or self.begun == self.last:
                     self.pause()
             case Fetch() if any(move.target == self.worker for move in message.moves):
-                failed = self.world.rng.random() < self.world.unfetched
-                self.said.append((FetchFailed if failed else FetchUpToDate)(self.worker, message.number))
+                self.said.append(self.fetched(message))
             case ReportCheckpoints():
-                self.said.append(ReadableCheckpoints(self.worker, tuple(
-                    one for one in self.world.checkpoints if not one or self.world.rng.random() < 0.7)))
+                self.said.append(ReadableCheckpoints(self.worker, self.readable()))
             case Finish():
                 if self.order is not None:  # else a rank that node 0 was lost before it could tell: it holds nothing
                     self.go_back(message.first_iteration - 1)
                 self.world.saving = message.first_iteration
-                self.said.append(Finished(self.worker, message.order, {}))
+                self.said.append(self.finished(message))
             case Publish():
                 self.said.append(Published(self.worker, message.order))
             case Leave():
                 self.leave()
+
+    def fetched(self, message):
+        """What it says once it has tried to fetch layers."""
+        failed = self.world.rng.random() < self.world.unfetched
+        return (FetchFailed if failed else FetchUpToDate)(self.worker, message.number)
+
+    def finished(self, message):
+        """What it says once it has written drafts."""
+        return Finished(self.worker, message.order, {})
+
+    def readable(self):
+        """The checkpoints that it can read."""
+        return tuple(one for one in self.world.checkpoints if not one or self.world.rng.random() < 0.7)
+
+    @property
+    def last(self) -> int:
+        """The number of iterations of the run."""
+        return self.world.rules.iterations.stop
 
     def leave(self) -> None:
         self.world.workers.pop(self.worker)
@@ -125,7 +141,7 @@ class Counting:
             self.go_back(committed)
         moved = {move.layer for move in order.moves if move.target == self.worker}
         read = {layer for worker, layers in order.restore or () if worker == self.worker for layer in layers}
-        needs = PLACEMENT.held_layers(schedule, self.worker)
+        needs = self.world.rules.placement.held_layers(schedule, self.worker)
         if not order.fetch and order.first_iteration and order.restore is None:
             assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
         if order.restore is not None:
@@ -148,7 +164,7 @@ class Counting:
     def begin(self) -> None:
         """It has all that it needs."""
         self.said.append(TrainingStarted(self.worker, self.order.order))
-        if self.begun == ITERATIONS:
+        if self.begun == self.last:
             self.pause()  # and keeps what others may still lack
 
     def source(self, worker):
@@ -189,6 +205,10 @@ class Counting:
         self.reached = self.begun
         self.world.stepped(self.order.order, self.reached, self.worker, saves=self.saves == self.reached)
         self.layers = dict.fromkeys(self.layers, self.reached + 1)
+        self.report()
+
+    def report(self) -> None:
+        """Say that it has stepped."""
         self.said.append(IterationReport(self.worker, self.order.order, self.reached,
                                          float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))
 

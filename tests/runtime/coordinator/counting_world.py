@@ -10,6 +10,7 @@ from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, SendM
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
 from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer, ScheduleRequest
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest
 from slipstream.runtime.coordinator.decisions.transition import TimePassed, WorkerLost, apply_event
 from slipstream.runtime.coordinator.planning.schedule_finder import (
     NoScheduleError,
@@ -58,6 +59,8 @@ class World:
     """One run; `out` holds what a new coordinator can read. `deadly` is how often a worker dies."""
 
     rules = RULES
+    grid_workers = WORKERS
+    """All workers of the grid."""
     answer = staticmethod(planned)
     """To a question."""
     ends = ("no worker is left", "has no live worker left")
@@ -65,14 +68,14 @@ class World:
 
     def __init__(self, rng, out, deadly) -> None:
         self.rng, self.out, self.deadly = rng, out, deadly
-        self.workers = {worker: self.fresh(worker) for worker in WORKERS}
+        self.workers = {worker: self.fresh(worker) for worker in self.grid_workers}
         self.checkpoints = [0]
         self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = self.partial = self.moved = 0
-        self.fewest, self.now, self.refused, self.unfetched = len(WORKERS), 0.0, 0.02, 0.5
+        self.fewest, self.now, self.refused, self.unfetched = len(self.grid_workers), 0.0, 0.02, 0.5
         self.savers: dict[tuple[int, int], dict[Worker, set[bool]]] = {}
         self.saved = 0
         self.happening, self.unknown, self.notes, self.given_up = [], set(), [], set()
-        self.disk, self.unwritten = random.Random(len(WORKERS)), Unwritten()
+        self.disk, self.unwritten = random.Random(len(self.grid_workers)), Unwritten()
         out.mkdir()
         self.log = RunLog(out, write=self.unwritten)
         self.state = self.started(None)
@@ -85,6 +88,8 @@ class World:
         """The phase in which another coordinator looks for workers; None: it is over."""
         return self.state.phase if isinstance(self.state.phase, RejoiningPhase) else None
 
+    checkpoint_every = 4
+    """Iterations from one checkpoint to the next."""
     may_restart = True
     """Whether node 0 dies at all."""
     leaving = 0.001
@@ -107,8 +112,7 @@ class World:
         if isinstance(event, Published) and event.order == self.state.order \
                 and self.state.members.difference(self.state.phase.published) == {event.worker}:
             self.checkpoints.append(self.saving)
-        self.state, effects = apply_event(self.rules, self.state, event, self.now)
-        for effect in effects:
+        for effect in self.apply(event):
             match effect:
                 case SendMessage():
                     for worker in effect.workers:
@@ -127,13 +131,22 @@ class World:
                     self.go_back(self.state.log.next_iteration)
                 case FailoverResult():
                     self.took_over(effect)
-                case ScheduleRequest():
-                    answers.append(ScheduleAnswer(effect, self.answer(effect)))
+                case ScheduleRequest() | SpeedRequest():
+                    answers += self.find_answers(effect)
         for answer in answers:
             self.happens(answer)
         for worker in given_up:
             if worker in self.workers:
                 self.kill(worker)
+
+    def apply(self, event):
+        """The effects of an event, after which the state is another one."""
+        self.state, effects = apply_event(self.rules, self.state, event, self.now)
+        return effects
+
+    def find_answers(self, question):
+        """What the planner says at once."""
+        return [ScheduleAnswer(question, self.answer(question))]
 
     def committed(self, one, report) -> None:
         self.log.write_iteration(one.iteration, one.loss, 0.1)
@@ -142,7 +155,7 @@ class World:
         if said == {True}:
             self.saved += 1
             self.happening.append(CheckpointSaved(report.worker, one.iteration, 0.0))
-        if one.iteration % 4 == 3:
+        if (one.iteration + 1) % self.checkpoint_every == 0:
             self.checkpoints.append(one.iteration + 1)
 
     def kill(self, worker) -> None:
@@ -152,14 +165,14 @@ class World:
             self.happens(message)
         self.happens(WorkerLost(worker, f"{worker} was killed", self.now))
 
-    def restart(self) -> None:
+    def restart(self, written=None) -> None:
         """The coordinator is gone with what it had not written, and another one looks for the workers."""
         self.restarts += 1
-        self.write(self.disk.randint(0, len(self.unwritten)))
+        self.write(self.disk.randint(0, len(self.unwritten)) if written is None else written)
         self.unwritten.clear()
         self.savers.clear()  # where nobody is left of a run, orders are numbered anew
         self.happening.clear()
-        everyone = frozenset(WORKERS)
+        everyone = frozenset(self.grid_workers)
         self.state = self.started(RejoiningPhase(losses=read_losses(self.out, 0), first=0, expected=everyone,
                                                  grid=everyone,
                                                  began=self.now))
@@ -208,7 +221,7 @@ class World:
         self.happens(one.said.popleft())
 
     def act(self) -> None:
-        rng, worker = self.rng, self.rng.choice(WORKERS)
+        rng, worker = self.rng, self.rng.choice(self.grid_workers)
         one = self.process(worker)
         if one is None:
             if rng.random() < 0.05:
