@@ -17,7 +17,7 @@ import msgspec
 from slipstream.cli.fleet.loads import DownByStage, Loads, spread_over_stages
 from slipstream.cli.fleet.settled import NO_SLOW_WORKERS, RebalancedPlans, SlowWorkerCount
 from slipstream.planner.job.file import Job
-from slipstream.planner.options import Method, PlanOptions
+from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import Periods
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
