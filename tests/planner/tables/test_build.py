@@ -28,10 +28,9 @@ from slipstream.planner.tables.build import (
     basis_of,
     build_share,
     build_table,
-    improve_parts,
-    improve_patterns,
 )
 from slipstream.planner.tables.folder import PARTS, TableFolder, decode_part, encode_part, make_part
+from slipstream.planner.tables.taking_over import improve_parts, improve_patterns
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.file import TableError, decode_entry
