@@ -25,6 +25,7 @@ from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
+from slipstream.planner.recompute import with_bound_of_choices
 from slipstream.planner.report import layers_received
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
@@ -136,13 +137,15 @@ def _plan_answer(table: Table, down: tuple[Worker, ...], *, normalise: bool, set
     try:
         compile_planner()
         recomputation = find_recomputation(table.folder / "job.toml", job, options)  # as for the table's entries
-        job = job if recomputation is None else recomputation.job
+        given, job = job, job if recomputation is None else recomputation.job
         plan = normalised(job, down, options) if normalise else plan_only(options, job, down)
+        schedule = plan.schedule if recomputation is None else \
+            with_bound_of_choices(plan.schedule, given, options, down)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
         exit_negative(error)
-    return _Answer(None, plan.schedule, time.monotonic() - start_time)
+    return _Answer(None, schedule, time.monotonic() - start_time)
 
 
 def _read_job(table: Table) -> Job:

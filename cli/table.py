@@ -100,13 +100,13 @@ def table(request: TableRequest) -> None:
     plan_options = build_plan_options(
         backward=request.backward, optimizer=request.optimizer, method=request.method, time_limit=request.time_limit,
         steps=request.steps, params=request.params, seed=request.seed)
-    job, text = _read_placed_job(request, plan_options)
+    job, given, text = _read_placed_job(request, plan_options)
     try:
         compile_planner()
         with open_executor_or_refuse(request.executor) as pool, _show_progress() as tell:
             built = build_share(job, text.encode(), request.out_folder, plan_options, _to_share(request.share),
                                 max_failures=request.max_failures, exact=request.exact, by_node=request.by_node,
-                                jobs=request.jobs or os.cpu_count() or 1, progress=tell, executor=pool)
+                                jobs=request.jobs or os.cpu_count() or 1, progress=tell, executor=pool, given=given)
     except (JobError, TableError) as error:
         refuse(error)
     except OSError as error:
@@ -126,9 +126,9 @@ def table(request: TableRequest) -> None:
                   f"now, in {duration(built.seconds)}; the last share that finishes writes the table", soft_wrap=True)
 
 
-def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[Job, str]:
+def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[Job, Job | None, str]:
     """Return the job to plan for, with the placement and the recomputation that the planner chose where the user leaves
-    them to it, and the text of its job file for the table.
+    them to it, the job before recomputation was chosen, None if it was not, and the text of the table's job file.
 
     The text has the chosen placement, but not the recomputation. The file is read only once, as it may be a pipe.
     """
@@ -142,7 +142,7 @@ def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[
     except JobError as error:
         refuse(error)
     again = find_recomputation(request.job, job, plan_options)
-    return job if again is None else again.job, text
+    return (job, None, text) if again is None else (again.job, job, text)
 
 
 def _place_job(request: TableRequest, job_out: Path, text: str, plan_options: PlanOptions) -> str:

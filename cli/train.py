@@ -41,7 +41,7 @@ from slipstream.cli.start import PROGRAM
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import LAYERS
-from slipstream.planner.recompute import chooses_recomputation
+from slipstream.planner.recompute import chooses_recomputation, with_bound_of_choices
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.records.tensorboard import require_tensorboard
@@ -106,6 +106,7 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
     table = None if request.table is None else read_fitting_table(request.table, job)
     search_params = read_search_params(request.params)
     _require_model(request, job)
+    given = job
     job, config = _with_recomputation(request, job, config)
     iterations = config.training.iterations
     rehearsals = read_rehearsals(job, request.kill, request.bring_back, request.slow)
@@ -125,7 +126,7 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
     if file is not None:
         first = _read_fitting_schedule(file, job)
     else:
-        first, fault_free = _look_up_or_plan(request, job, absent, table)
+        first, fault_free = look_up_or_plan(request, job, absent, table, None if job is given else given)
     planner = FailurePlanner(with_machines(job, first, here), first, table, params=search_params, progress=_say)
     with exit_on_errors(lambda: describe_resuming(ctx, request.folder, resumed), request.folder), \
             show_progress(iterations, _find_tokens_per_sample(job, config)) as display:
@@ -204,10 +205,13 @@ def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
         _say(f"{request.folder}: all iterations are done; node {here.node} has nothing to do")
 
 
-def _look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...],
-                     table: Table | None) -> tuple[Schedule, float | None]:
+def look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...], table: Table | None,
+                     given: Job | None = None) -> tuple[Schedule, float | None]:
     """Return the first schedule, for all workers but those that are `down`, from the table or planned now, and the
-    fault-free period in seconds, or None if that is unknown."""
+    fault-free period in seconds, or None if that is unknown.
+
+    If the planner chose what `job` recomputes, `given` is the job before: a bound holds for every choice.
+    """
     options = build_plan_options(
         backward=table.basis.backward if table else request.backward, method=request.method, seed=request.seed or 0,
         optimizer=table.basis.optimizer if table else request.optimizer, time_limit=request.time_limit,
@@ -219,7 +223,8 @@ def _look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...],
     plan = make_plan(job, down, options, ctrl_c="ends the search, and training starts by this schedule")
     if plan.interrupted:
         _say("Ctrl-C has ended the search: training starts by the best schedule so far. The next Ctrl-C ends the run.")
-    return plan.schedule, plan.fault_free_period if fault_free is None else fault_free
+    first = plan.schedule if given is None else with_bound_of_choices(plan.schedule, given, options, down)
+    return first, plan.fault_free_period if fault_free is None else fault_free
 
 
 def _parse_config(request: TrainRequest, job: Job) -> RunConfig:

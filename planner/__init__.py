@@ -13,6 +13,7 @@
     kernel           the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
     blockwise        a plan of a block of micro-batches, repeated until all of many micro-batches are done
     normalise        the choice of the roles that stay vacant, for a number of failures
+    comparison       candidates compared by their plans, all in a share of the time, then the best few again
     recompute        the choice of the stages that recompute their activations
     placement        the choice of virtual stages, their workers and their layers
     failures         schedules that a run requests when workers fail, slow down or return

@@ -12,6 +12,7 @@ from slipstream.planner.model.bounds_roles import RoleBounds
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem, has_overlapping_reductions
+from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.schedule import Scope, Worker
 
 
@@ -36,6 +37,8 @@ def role_bounds(job: Job, failed: Collection[Worker], options: PlanOptions) -> R
     with all workers alive."""
     stateless = _without_state(job)
     whole = bounding_problem(options, stateless, (), down=True)
+    if options.method in BASELINES:  # whose files have no costs of layers, by which stages could be shared
+        whole = msgspec.structs.replace(whole, parts=tuple(int(layers == 1) for layers in whole.parts))
     if whole.memory is None or not stateless.memory:
         return RoleBounds(whole, failed)
     memory, weights = whole.memory, [0] * whole.grid.columns

@@ -1,13 +1,12 @@
 """Exchange roles among live workers that are unlike: slow ones, and those with a memory of their own.
 
 The bounds of lemma 13 (`model.bounds_roles`) say how many vacant roles and how many unlike workers each column has in
-the best distributions. Each of them gives a few castings: who plays which role. A casting is planned as a job in which
-every role has the speed and the memory of its player; then the players take their seats.
+the best distributions. Each of them gives a few assignments: who plays which role. An assignment is planned as a job in
+which every role has the speed and the memory of its player; then the players take their seats.
 """
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice, permutations, product
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import msgspec
 
 from slipstream.planner.blockwise import TooLargeError
 from slipstream.planner.budget import Clock
+from slipstream.planner.comparison import Round, plan_in_rounds
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import add_exactly, layer_costs
 from slipstream.planner.model.bounds import lower_bound
@@ -30,12 +30,12 @@ from slipstream.schedules.schedule import Schedule, Seat, Slow, Worker
 MAX_ORDERS = 24
 """Maximum number of orders of the unlike workers in which they are dealt to columns."""
 MAX_BOUNDED = 40
-"""Maximum number of castings of a distribution that are compared by their lower bounds."""
+"""Maximum number of assignments of a distribution that are compared by their lower bounds."""
 MAX_PLANNED = 8
-"""Maximum number of castings that are planned."""
+"""Maximum number of assignments that are planned."""
 
 
-class Casting(NamedTuple):
+class Assignment(NamedTuple):
     """Assignment of the live workers to roles."""
 
     vacant: tuple[Worker, ...]
@@ -49,46 +49,32 @@ class Casting(NamedTuple):
         return sum(role != player for role, player in self.players)
 
 
-class Exchange(NamedTuple):
-    """Plan of a casting, in whose schedule workers play their own roles, and the schedule with its players."""
-
-    plan: Plan
-    schedule: Schedule
-
-
 def exchange_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, bounds: RoleBounds, clock: Clock,
-                   floor: float) -> Exchange | None:
-    """Return the exchange with the shortest period, None if there is none or if the live workers are alike.
+                   floor: float) -> Plan | None:
+    """Return the plan with the shortest period over assignments of roles, None if there is none or if the live workers
+    are alike.
 
     All candidates are planned in a share of the time, then the best few again in the rest. The search ends early at a
     period of `floor` seconds, which none can beat, or where plans take longer than their shares.
     """
-    params, left = options.params.roles, options.limit_seconds
-    deadline = clock.now() + left if options.steps is None else math.inf
-    castings = candidate_castings(job, failed, options, bounds, clock)
-    best: Exchange | None = None
-    for rest, chosen in ((1 - params.compared, options.for_comparison), (0.0, options)):
-        seconds = left * (1 - rest)
-        left -= seconds
-        periods = dict[Casting, float]()
-        for casting in castings:
-            with suppress(NoPlanError, TooLargeError):
-                plan = plan_only(chosen.with_limit(seconds / len(castings)), cast_job(job, casting), casting.vacant,
-                                 clock)
-                schedule = seat_players(plan.schedule, job, failed, casting, from_checkpoint=options.from_checkpoint)
-                if schedule is None:
-                    continue
-                periods[casting] = plan.period
-                if best is None or plan.period < best.plan.period:
-                    best = Exchange(plan, schedule)
-                late = clock.now() + plan.solve_seconds > deadline
-                if plan.interrupted or late or best.plan.period <= floor:
-                    return best._replace(plan=msgspec.structs.replace(best.plan, interrupted=plan.interrupted))
-        castings = sorted(periods, key=lambda casting: periods[casting])[:params.finalists]
-    return best
+    params, seconds = options.params.roles, options.limit_seconds
+    deadline = clock.now() + seconds if options.steps is None else math.inf
+    assignments = candidate_assignments(job, failed, options, bounds, clock)
+
+    def plan_assignment(assignment: Assignment, within: PlanOptions) -> Plan | None:
+        try:
+            plan = plan_only(within, with_assignment(job, assignment), assignment.vacant, clock)
+        except (NoPlanError, TooLargeError):
+            return None
+        schedule = seat_players(plan.schedule, job, failed, assignment, from_checkpoint=options.from_checkpoint)
+        return None if schedule is None else msgspec.structs.replace(plan, schedule=schedule)
+
+    rounds = (Round(options.for_comparison, params.compared * seconds), Round(options, (1 - params.compared) * seconds))
+    return plan_in_rounds(assignments, rounds, plan_assignment, clock, finalists=params.finalists, floor=floor,
+                          deadline=deadline)
 
 
-# --- Castings ---------------------------------------------------------------------------------------------------------
+# --- Assignments ------------------------------------------------------------------------------------------------------
 
 
 def unlike_workers(job: Job, failed: Collection[Worker]) -> list[Worker]:
@@ -98,9 +84,9 @@ def unlike_workers(job: Job, failed: Collection[Worker]) -> list[Worker]:
     return sorted({*own, *slow} - {*failed})
 
 
-def candidate_castings(job: Job, failed: Sequence[Worker], options: PlanOptions, bounds: RoleBounds,
-                       clock: Clock) -> list[Casting]:
-    """Return the castings that are worth planning, best lower bound first; of equals, those that move fewer workers.
+def candidate_assignments(job: Job, failed: Sequence[Worker], options: PlanOptions, bounds: RoleBounds,
+                          clock: Clock) -> list[Assignment]:
+    """Return the assignments that are worth planning, best lower bound first; of equals, those that move fewer workers.
 
     There is none if optimizer state is sharded: how much a worker keeps then depends on its column.
     """
@@ -108,30 +94,30 @@ def candidate_castings(job: Job, failed: Sequence[Worker], options: PlanOptions,
     if job.memory and job.memory.state:
         return []
     deadline = clock.now() + params.compared * options.limit_seconds
-    bound_of = dict[Casting, float]()
+    bound_of = dict[Assignment, float]()
     for distribution in bounds.best_distributions(params.distributions):
-        for casting in islice(_iterate_castings(job, failed, distribution), MAX_BOUNDED):
-            if casting not in bound_of and clock.now() <= deadline:
-                bound_of[casting] = _bound_of(casting, job, options)
-    return sorted(bound_of, key=lambda casting: (bound_of[casting], casting.moves))[:MAX_PLANNED]
+        for assignment in islice(_iterate_assignments(job, failed, distribution), MAX_BOUNDED):
+            if assignment not in bound_of and clock.now() <= deadline:
+                bound_of[assignment] = _bound_of(assignment, job, options)
+    return sorted(bound_of, key=lambda assignment: (bound_of[assignment], assignment.moves))[:MAX_PLANNED]
 
 
-def _bound_of(casting: Casting, job: Job, options: PlanOptions) -> float:
-    """Return a bound on the period of a casting in seconds, or infinity if whole micro-batches have no room."""
+def _bound_of(assignment: Assignment, job: Job, options: PlanOptions) -> float:
+    """Return a bound on the period of an assignment in seconds, or infinity if whole micro-batches have no room."""
     try:
-        problem = bounding_problem(options, cast_job(job, casting), casting.vacant)
+        problem = bounding_problem(options, with_assignment(job, assignment), assignment.vacant)
     except NoPlanError:
         return math.inf
     return lower_bound(problem) * problem.tick_seconds
 
 
-def _iterate_castings(job: Job, failed: Sequence[Worker], distribution: Distribution) -> Iterator[Casting]:
-    """Iterate over castings with this number of vacant roles and of unlike workers in each column."""
+def _iterate_assignments(job: Job, failed: Sequence[Worker], distribution: Distribution) -> Iterator[Assignment]:
+    """Iterate over assignments with this number of vacant roles and of unlike workers in each column."""
     orders = islice(permutations(unlike_workers(job, failed)), MAX_ORDERS)
     dealt = dict.fromkeys(_deal(order, distribution) for order in orders)
     vacancies = dict.fromkeys(_iterate_vacancies(job, failed, [down for down, _ in distribution]))
     for vacant, unlike in product(vacancies, dealt):
-        yield _cast(job, failed, vacant, unlike)
+        yield _assign(job, failed, vacant, unlike)
 
 
 def _deal(order: Sequence[Worker], distribution: Distribution) -> tuple[tuple[Worker, ...], ...]:
@@ -154,9 +140,9 @@ def _iterate_vacancies(job: Job, failed: Sequence[Worker], counts: Sequence[int]
                            for pipeline in order[:count]))
 
 
-def _cast(job: Job, failed: Collection[Worker], vacant: tuple[Worker, ...],
-          unlike: Sequence[Sequence[Worker]]) -> Casting:
-    """Return the casting with these vacant roles and unlike workers of each column, in which few workers move."""
+def _assign(job: Job, failed: Collection[Worker], vacant: tuple[Worker, ...],
+            unlike: Sequence[Sequence[Worker]]) -> Assignment:
+    """Return the assignment with these vacant roles and unlike workers of each column, in which few workers move."""
     grid = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
     special, empty = {worker for workers in unlike for worker in workers}, {*vacant}
     usual = {worker: None for worker in grid if worker not in special and worker not in failed}
@@ -172,13 +158,13 @@ def _cast(job: Job, failed: Collection[Worker], vacant: tuple[Worker, ...],
         if role not in empty and role not in players:
             players[role] = min(idle, key=lambda worker: (worker.column != role.column, worker))
             idle.remove(players[role])
-    return Casting(vacant, tuple(sorted(players.items())))
+    return Assignment(vacant, tuple(sorted(players.items())))
 
 
 # --- From workers to roles and back -----------------------------------------------------------------------------------
 
 
-def cast_job(job: Job, casting: Casting) -> Job:
+def with_assignment(job: Job, assignment: Assignment) -> Job:
     """Return a copy of the job in which each role has the speed and the memory of its player."""
     slow = dict(job.time.slow)
     memory = job.memory
@@ -190,19 +176,19 @@ def cast_job(job: Job, casting: Casting) -> Job:
         memory = msgspec.structs.replace(memory, capacity_of=tuple(
             (role, min(own[player], max(0.0, add_exactly(
                 own[player], add_exactly(weights[player.column], -weights[role.column])))))
-            for role, player in casting.players if player in own))
+            for role, player in assignment.players if player in own))
     return msgspec.structs.replace(job, memory=memory, time=msgspec.structs.replace(job.time, slow=tuple(
-        (role, slow[player]) for role, player in casting.players if player in slow)))
+        (role, slow[player]) for role, player in assignment.players if player in slow)))
 
 
-def seat_players(schedule: Schedule, job: Job, failed: Sequence[Worker], casting: Casting, *,
+def seat_players(schedule: Schedule, job: Job, failed: Sequence[Worker], assignment: Assignment, *,
                  from_checkpoint: bool) -> Schedule | None:
-    """Return a copy of the schedule of `cast_job` in which the players take their seats, with the job's own speeds and
-    memory.
+    """Return a copy of the schedule of `with_assignment` in which the players take their seats, with the job's own
+    speeds and memory.
 
     None if it breaks a rule, or if no live worker of a column has its parameters and no checkpoint does.
     """
-    players, memory = dict(casting.players), schedule.memory
+    players, memory = dict(assignment.players), schedule.memory
     if not from_checkpoint and {player.column for player in players.values()} != {*range(job.stages)}:
         return None
     if memory is not None:

@@ -27,6 +27,7 @@ import msgspec
 from slipstream.planner.blockwise import TooLargeError
 from slipstream.planner.bounding import role_bounds
 from slipstream.planner.budget import Clock, ProgressCallback, StepClock, ignore_progress
+from slipstream.planner.comparison import Round, plan_in_rounds
 from slipstream.planner.compiled import compile_in_background, ensure_compiled
 from slipstream.planner.exchange import exchange_roles, unlike_workers
 from slipstream.planner.job.file import Job
@@ -111,8 +112,9 @@ class WindowBounds:
                 if (role := Worker(pipeline, column)) not in self.slow]
 
     def max_vacancies(self, column: int) -> int:
-        """Return the largest number of roles of a column that may be vacant."""
-        return min(self.grid.pipelines - 1, len(self.possible_vacancies(column)))
+        """Return the largest number of roles of a column that may be vacant. With two directions, another column
+        holds its layers, too."""
+        return min(self.grid.pipelines - int(self.grid.chains == 1), len(self.possible_vacancies(column)))
 
     def best_distributions(self, failures: int) -> list[RankedDistribution]:
         """Return the best few ways to distribute failures over columns, best first, as `RankedDistribution`; the first
@@ -257,41 +259,38 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
                     progress: ProgressCallback, clock: Clock) -> Plan:
     """Return the plan with the shortest period among plans for several sets of vacant roles; the first of equals.
 
-    All candidates are planned in a share of the time, then the best few again in an equal share. If that is more than
-    the list schedulers need, the choice does not depend on the clock. The comparison ends early at a plan that none can
-    beat. On huge jobs, where a single plan takes longer than its share, it ends with the candidates that there was time
-    for. Raises NoPlanError if no candidate has a plan.
+    All candidates are planned in a share of the time, then the best few again in an equal share. On huge jobs, where a
+    single plan takes longer than its share, the most promising candidate gets all the time. Raises NoPlanError if no
+    candidate has a plan.
     """
     params = options.params.roles
-    deadline = clock.now() + 2 * params.compared * options.limit_seconds
-    floor = windows.to_seconds(windows.best_distributions(failures)[0][0])
-    best: dict[tuple[Worker, ...], Plan] = {}
-    shortest: Plan | None = None
-    refusal: NoPlanError | None = None
-    remaining = candidate_vacancies(job, windows, failures, params)
-    for keep in (params.finalists, 0):
-        quick = options.for_comparison.with_limit(options.limit_seconds * params.compared / len(remaining))
-        for vacant in remaining:
-            try:
-                plan = plan_only(quick, job, vacant, clock)
-            except TooLargeError:  # for this share of the time; the most promising candidate gets all of it
-                return shortest or plan_only(options, job, vacant, clock)
-            except NoPlanError as error:  # others may have room
-                refusal = refusal or error
-                continue
-            if vacant not in best or plan.period < best[vacant].period:
-                best[vacant] = plan
-            if shortest is None or plan.period < shortest.period:
-                shortest = plan
-                progress(_describe_plan(plan.schedule))
-            if plan.interrupted or shortest.period <= floor or clock.now() + plan.solve_seconds > deadline:
-                return msgspec.structs.replace(shortest, interrupted=plan.interrupted)
-        if len(best) <= params.finalists:
-            break
-        remaining = sorted(best, key=lambda vacant: best[vacant].period)[:keep]
-    if refusal and not best:
-        raise refusal
-    return min(best.values(), key=lambda plan: plan.period)
+    seconds = params.compared * options.limit_seconds
+    refusals, shortest = list[NoPlanError](), math.inf
+
+    def plan_vacancies(vacant: tuple[Worker, ...], within: PlanOptions) -> Plan | None:
+        nonlocal shortest
+        try:
+            plan = plan_only(within, job, vacant, clock)
+        except TooLargeError:  # for this share of the time
+            if shortest < math.inf:
+                return None
+            plan = plan_only(options, job, vacant, clock)
+        except NoPlanError as refusal:  # others may have room
+            refusals.append(refusal)
+            return None
+        if plan.period < shortest:
+            shortest = plan.period
+            progress(_describe_plan(plan.schedule))
+        return plan
+
+    candidates = candidate_vacancies(job, windows, failures, params)
+    rounds = [Round(options.for_comparison, seconds)] * (2 if len(candidates) > params.finalists else 1)
+    best = plan_in_rounds(candidates, rounds, plan_vacancies, clock, finalists=params.finalists,
+                          floor=windows.to_seconds(windows.best_distributions(failures)[0][0]),
+                          deadline=clock.now() + 2 * seconds)
+    if best is None:
+        raise refusals[0]
+    return best
 
 
 def _describe_plan(schedule: Schedule) -> str:
@@ -337,6 +336,19 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
 
+def plan_moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions) -> Plan:
+    """Return the best plan found for these failed workers in which live workers may take other roles.
+
+    It is not compared with a plan in place. Raises NoPlanError if none is found.
+    """
+    ensure_compiled()
+    found = _improve_with_roles(None, job, failed, options, moving=False, progress=ignore_progress,
+                                clock=options.make_clock())
+    if found is None:
+        raise NoPlanError(f"no live worker can take over the roles of {', '.join(map(str, failed))}")
+    return found
+
+
 def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
                         progress: ProgressCallback, clock: Clock) -> Plan | None:
     """Return the plan with the shorter period: `best`, or one for as many failures in which live workers take other
@@ -369,8 +381,8 @@ def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], o
     if unlike and not interrupted and (best is None or best.schedule.status != "optimal"):
         found = exchange_roles(job, failed, half, bounds, clock, windows.to_seconds(bounds.best_bound().ticks))
         if found is not None:
-            best = _shorter_plan(best, found.plan, with_converted_bound(found.schedule, least, tick_seconds))
-            interrupted = found.plan.interrupted
+            best = _shorter_plan(best, found, with_converted_bound(found.schedule, least, tick_seconds))
+            interrupted = found.interrupted
     return best and msgspec.structs.replace(best, interrupted=interrupted)
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import exact_decimal, layer_costs, limited_ratio
+from slipstream.planner.job.layers import exact_decimal, layer_costs, limited_ratio, memory_ratio
 from slipstream.planner.job.network import Network, round_to_four_digits
 from slipstream.planner.model.from_job import choose_memory_unit, choose_tick, to_layer_ticks
 from slipstream.planner.model.problem import Bound, Problem
@@ -169,7 +169,7 @@ def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Sc
         least = to_layer_ticks(job_layers.costs, job_layers.tick, job_layers.unit, fused=schedule.backward == "fused",
                                down=True)
         per_tick = limited_ratio(schedule.tick_seconds, float(job_layers.tick))
-        per_unit = limited_ratio(schedule.memory.unit, float(job_layers.unit)) if schedule.memory else Fraction(1)
+        per_unit = memory_ratio(schedule.memory.unit, float(job_layers.unit)) if schedule.memory else Fraction(1)
         recorded = TicksOfLayers(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                                  **asdict(least))
     recorded = replace(recorded, all_reduce=job_layers.reduction_ticks(tick / Fraction(*recorded.per_tick)))

@@ -29,7 +29,7 @@ from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
 from slipstream.planner.job.divisions import StageLoads, change_at_random, known_placements
 from slipstream.planner.job.file import Job, JobError, parse_job
-from slipstream.planner.job.layers import limited_ratio
+from slipstream.planner.job.layers import limited_ratio, memory_ratio
 from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds_placements import placement_bound
 from slipstream.planner.model.from_job import build_layered_problem, choose_memory_unit, choose_tick
@@ -171,7 +171,7 @@ def _with_placement_bound(schedule: Schedule, layers: MovableLayers, options: Pl
         return schedule
     bound, below = bound_over_placements(layers, options)
     per_tick = limited_ratio(schedule.tick_seconds, below.tick_seconds)
-    per_unit = limited_ratio(schedule.memory.unit, below.memory.unit) if schedule.memory and below.memory \
+    per_unit = memory_ratio(schedule.memory.unit, below.memory.unit) if schedule.memory and below.memory \
         else limited_ratio(1, 1)
     layer_costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                              **msgspec.structs.asdict(below.costs))

@@ -68,12 +68,34 @@ def exact_decimal(value: float) -> Fraction:
     return Fraction(repr(value))
 
 
+MOST_PARTS = 10**6
+"""Largest number of parts into which a unit is divided to express another one."""
+FLOAT_ROUNDING = Fraction(1, 2**50)
+"""Relative difference of two floats that may be the same number, rounded twice."""
+
+
 def limited_ratio(one: float, other: float) -> Fraction:
     """Return `one` / `other`, two lengths of ticks or sizes of units, as a fraction. It is rounded so that its smaller
     number (numerator or denominator) is at most a million."""
     if one < other:
         return 1 / limited_ratio(other, one)
-    return Fraction(one / other).limit_denominator(10**6)
+    return Fraction(one / other).limit_denominator(MOST_PARTS)
+
+
+def memory_ratio(one: float, other: float) -> Fraction:
+    """Return `one` / `other`, two units of memory of which the second is finer, as `limited_ratio` does.
+
+    Unless it is exact but for the rounding of floats, it is rounded up: then layers, in the finer unit, need no more
+    than the slices that they are part of.
+    """
+    exact, near = Fraction(one) / Fraction(other), limited_ratio(one, other)
+    if near >= exact * (1 - FLOAT_ROUNDING) or exact < 1:
+        return near
+    # The next larger fraction with at most so many parts: of neighbours p/q < p'/q', p'q - pq' is 1.
+    part, parts = near.as_integer_ratio()
+    inverse = pow(part, -1, parts) if parts > 1 else 0
+    finer = MOST_PARTS - (MOST_PARTS + inverse) % parts
+    return Fraction(1 + part * finer, finer * parts)
 
 
 def add_exactly(one: float, other: float) -> float:

@@ -490,10 +490,16 @@ def is_within_room(solution: Solution) -> bool:
     kinds = arrays.ops.kinds
     rooms = [activation_room(problem, worker) for worker in arrays.workers]
     changes = [memory_changes(problem, number) for number in range(len(problem.layers_by_slice))]
-    used = [0] * len(rooms)
+    used, end = [0] * len(rooms), solution.end
+    freed = set[int]()
     for op in solution.order.tolist():
-        row = arrays.ops.worker[op // kinds]
-        used[row] += changes[arrays.ops.slice[op // kinds]][op % kinds]
+        unit, kind = op // kinds, op % kinds
+        row, change = arrays.ops.worker[unit], changes[arrays.ops.slice[unit]]
+        used[row] += 0 if op in freed else change[kind]
+        if kinds == 3 and kind == 1 and end[op] == end[op + 1]:
+            # A W of no time frees its stash at the very tick at which I takes it.
+            used[row] += change[2]
+            freed.add(op + 1)
         if used[row] > rooms[row]:
             return False
     return True

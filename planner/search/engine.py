@@ -256,7 +256,9 @@ class _Engine:
 
     def _restart_each(self, some: Sequence[Incumbent], budget: Budget) -> None:
         for known, share in self._split_budget(some, budget):
-            if budget.seconds_left > 0:
+            if budget.seconds_left <= 0:
+                continue
+            with contextlib.suppress(StuckError):  # its plan may be one that CP-SAT has found
                 self._replace_candidate(known, improve_by_list_schedules(known, share, self._params.lists,
                                                                          self._layouts.restart_steps))
 

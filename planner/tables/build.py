@@ -9,18 +9,18 @@ process finished first.
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from itertools import chain, combinations, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.compiled import ensure_compiled
+from slipstream.planner.exchange import unlike_workers
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
@@ -28,18 +28,19 @@ from slipstream.planner.normalise import (
     WindowBounds,
     candidate_vacancies,
     normal_form,
+    plan_moved_roles,
     slow_while_alive,
     window_bounds_of,
 )
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_only
-from slipstream.planner.report import Transition, compute_transition
-from slipstream.planner.stated_question import narrowest_scope
+from slipstream.planner.recompute import with_bound_of_choices
+from slipstream.planner.report import compute_transition
 from slipstream.planner.tables.folder import FinishedPart, NodesOfEntry, TableFolder, make_no_plan_part, make_part
 from slipstream.planner.tables.process_pool import run_all
-from slipstream.schedules.check import check
-from slipstream.schedules.schedule import Program, Schedule, Scope, Seat, Worker
+from slipstream.planner.tables.taking_over import improve_parts, improve_patterns
+from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import Basis, Index, TableError, decode_entry
 from slipstream.schedules.tables.pattern import (
     Pattern,
@@ -49,111 +50,21 @@ from slipstream.schedules.tables.pattern import (
     pattern_of,
     pipeline_classes,
     representative_failures,
+    roles_key,
     settled_key,
 )
-
-# --- Fewer failures are never slower than more, and layers moved never slower than in place ---------------------------
-
-
-def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None, *,
-                  patterns: Sequence[str] = ()) -> dict[str, FinishedPart]:
-    """Return, by key, those entries for 0 to `most` failures for which another entry's plan is valid and shorter, each
-    with that plan. An entry is the schedule that a table has for a number or pattern of failures.
-
-    In a table with them, fewer failures are never slower than more, layers moved are never slower than in place, and a
-    number of failures, for which roles move, is never slower than a pattern of as many. All finished entries of the
-    table that count are in `parts`; `patterns` has the keys of those for patterns of failures. With `slow`, the
-    improved entries are those with this slow worker among the failures.
-    """
-    better: dict[str, FinishedPart] = {}
-
-    def improve(key: str, others: Sequence[str]) -> None:
-        own = parts.get(key)
-        for other in others:
-            source = better.get(other, parts.get(other))
-            if own is None or source is None or own.reason or source.reason \
-                    or _period_seconds(source) >= _period_seconds(own):
-                continue
-            if (taken_over := _take_over_plan(own, source)) is not None:
-                better[key] = own = taken_over
-
-    for key in patterns:
-        improve(settled_key(key), [key])
-    for failures in range(most, -1, -1):
-        alike = [key for key in patterns if parts[key].failures == failures]
-        for key, others in _source_keys(failures, slow):
-            improve(key, [*others, *map(settled_key, alike)] if key.startswith(settled_key("")) else [*others, *alike])
-    return better
-
-
-def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return pairs of the key of an entry for this number of failures and the keys of the entries whose plans are also
-    valid for it: one failure more, or layers in place.
-
-    The argument `slow` is the slow worker among the failures; None: there is none.
-    """
-    at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
-    settled = settled_key(at_once)
-    return (at_once, (more,)), (settled, (at_once, settled_key(more)))
-
-
-def _period_seconds(part: FinishedPart) -> float:
-    return part.entry.period_ticks * part.entry.tick_seconds(part.basis)
-
-
-def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
-    """Return a copy of the finished entry `own` with the plan of the entry `source`.
-
-    If `source` is for one failure more, one of its failed workers is alive again in the copy; return None if none of
-    them can be (`with_standby_worker`). A bound for any layers is that of `own`. Other bounds hold only for the roles
-    that are vacant in a plan: it keeps its own, or another is proven.
-    """
-    schedule = decode_entry(source.entry, source.basis, source.programs)
-    if own.failures < source.failures:
-        standing_by = with_standby_worker(schedule)
-        if standing_by is None:
-            return None
-        schedule = standing_by
-    moved = source.moved or (own.moved and Transition(layers=0, bytes=0.0, seconds=0.0))
-    if own.entry.bound_scope is Scope.LAYERS:
-        tick = own.entry.tick_seconds(own.basis) / schedule.tick_seconds  # a bound in other ticks is rounded down
-        lower = own.entry.lower_bound_ticks if tick == 1 else \
-            math.floor(own.entry.lower_bound_ticks * tick * (1 - 1e-12))
-        schedule = schedule.with_bound(min(schedule.period_ticks, lower), Scope.LAYERS)
-    elif own.failures < source.failures:
-        scope = narrowest_scope(schedule)
-        proven = proven_bound(schedule.with_bound(0, scope)).ticks
-        schedule = schedule.with_bound(min(schedule.period_ticks, proven), scope)
-    return make_part(own.basis, own.entry.key, schedule, moved)
-
-
-def with_standby_worker(schedule: Schedule) -> Schedule | None:
-    """Return a copy of the schedule in which one of its failed workers is alive again, and only reduces gradients and
-    steps.
-
-    It is the last failed worker for which the result passes `schedules.check`; return None if there is none. The worker
-    holds the layers of its own column, and needs a live worker that holds the same.
-    """
-    for role in reversed(schedule.failed):
-        peer = next((seat for seat in schedule.seats if seat.role.column == role.column and seat.holds is None), None)
-        if peer is None:
-            continue
-        closing: Program = tuple(op for op in schedule.programs[peer.program] if op.microbatch is None)
-        seats = sorted((*schedule.seats, Seat(role, role, len(schedule.programs))), key=lambda seat: seat.worker)
-        result = msgspec.structs.replace(schedule, failed=tuple(worker for worker in schedule.failed if worker != role),
-                                         seats=tuple(seats), programs=(*schedule.programs, closing))
-        if not check(result):
-            return result
-    return None
-
 
 # --- The entries ------------------------------------------------------------------------------------------------------
 
 
 MAX_ENTRIES = 20_000
-MAX_SINGLE_PATTERNS = 64
-"""Largest number of patterns of one failure that all get an entry with layers in place by default, one for each
-stage."""
+MAX_FEW_PATTERNS = 64
+"""Largest number of patterns that all get an entry with layers in place by default: those of one failure, one for each
+stage, and if workers are unlike, those of more."""
+
+
+Answer = Literal["at once", "roles moved", "settled"]
+"""Kind of answer of an entry: layers in place, roles moved to other workers, or any layers moved."""
 
 
 class EntryTask(msgspec.Struct, frozen=True):
@@ -164,8 +75,8 @@ class EntryTask(msgspec.Struct, frozen=True):
     failures: int
     failed: tuple[Worker, ...] | None = None
     """Workers that have failed, if the entry is for a pattern of failures and not for their number."""
-    settled: bool = False
-    """True if the entry's schedule may move layers."""
+    answer: Answer = "at once"
+    """What the entry's schedule may move: for a number of failures, roles at once."""
     nodes: tuple[tuple[int, ...], ...] = ()
     """Sets of nodes whose loss the entry is for, in a table by node."""
     slow: Worker | None = None
@@ -255,12 +166,13 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
 def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, share: Share, *, max_failures: int,
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None,
-                executor: Executor | None = None) -> BuiltTable | UnfinishedTable:
+                executor: Executor | None = None, given: Job | None = None) -> BuiltTable | UnfinishedTable:
     """Plan the missing entries of one process's share, and write the table if all other entries are finished. Return
     the table, or its progress if it is not finished.
 
     The table stores a copy of the job file `job_text`, and has entries for up to `max_failures` failures: by number,
     with `exact` also by pattern, with `by_node` for lost nodes, and with `settled` further ones with layers moved.
+    If the planner chose what `job` recomputes, `given` is the job before, and bounds hold for every choice.
     Entries are planned by `jobs` processes, or by an executor. The callback `progress` receives how many entries of the
     share are finished, and how many it has.
 
@@ -286,7 +198,8 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
         progress(len(share_tasks) - len(missing), len(share_tasks))
         if missing and executor is None:
             ensure_compiled()  # here, and not in every process
-        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError, TableError),
+        planner = EntryPlanner(job, options, basis, given)
+        with closing(run_all(planner, missing, jobs, (JobError, TableError),
                              executor=executor)) as results:
             for done, (_, part) in enumerate(results, 1):
                 table_folder.add_part(part)
@@ -298,8 +211,8 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
                 return UnfinishedTable(entries=len(keys), finished=finished_count, planned=len(missing),
                                        seconds=time.monotonic() - began)
         else:
-            index = _publish_table(table_folder, tasks, nodes, job_text, share, max_failures=max_failures, exact=exact,
-                                   settled=settled)
+            index = _publish_table(table_folder, planner, tasks, nodes, job_text, share, max_failures=max_failures,
+                                   exact=exact, settled=settled)
     return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began,
                       bytes=table_folder.count_bytes())
 
@@ -318,25 +231,29 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
         return TableFolder(folder, basis)
 
 
-def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share,
-                   *, max_failures: int, exact: bool, settled: bool) -> Index:
+def _publish_table(folder: TableFolder, planner: "EntryPlanner", tasks: Sequence[EntryTask], nodes: NodesOfEntry,
+                   job_text: bytes, share: Share, *, max_failures: int, exact: bool, settled: bool) -> Index:
     """Write the table of all entries (`tasks`) from their files, and return its index. Entries first take over shorter
-    plans of others, as `improve_parts` finds them.
+    plans of others, as `improve_parts` and `improve_patterns` find them.
 
     By key, `nodes` has the sets of nodes whose loss an entry is for; the arguments from `job_text` on are those of
     `build_share`. Several processes may call this at once: all write the same bytes. If another process has already
     removed the files, the index that it has published is returned.
     """
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
-    patterns = [task for task in tasks if task.failed is not None and not task.settled]
+    patterns = [task for task in tasks if task.failed is not None and task.answer == "at once"]
     try:
         parts, most = folder.read_parts(keys), max(task.failures for task in counts)
+        better: dict[str, FinishedPart] = {}
         slow_workers = {task.slow for task in counts}
         for slow in slow_workers:
             # Entries for a number of failures leave no role of a slow worker vacant.
             alike = [task.key for task in patterns if slow is None and slow_workers.isdisjoint(task.failed or ())]
-            for part in improve_parts(parts, most, slow, patterns=alike).values():
-                folder.add_part(part)
+            better |= improve_parts(parts, most, slow, patterns=alike)
+        better |= improve_patterns(parts | better, [task.key for task in patterns], planner.job)
+        for task in tasks:
+            if task.key in better:
+                folder.add_part(planner.with_bound_of_choices(better[task.key], task))
         return folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled, nodes=nodes)
     except TableError:
         index = None if share == WHOLE_TABLE else folder.find_published_index(keys, nodes)
@@ -365,8 +282,10 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
     - one for each pattern (which columns of a pipeline failed), by number of failures: with `exact`, for up to
       `max_failures`; otherwise for one failure, if these patterns are few;
     - with `by_node`, one for each further pattern that the loss of one or two nodes leaves;
-    - with `settled`, one with layers moved for each of these with failures, except for the one-failure patterns without
-      `exact`.
+    - if live workers are unlike, one with roles moved for each pattern: the roles of a number of failures may then fit
+      no others. Patterns of more failures are included as long as all are few, as if `exact`;
+    - with `settled`, one with layers moved for each number and pattern, except for the one-failure patterns of alike
+      workers without `exact`.
 
     With `by_node`, there is also an entry for each number of workers that one or two nodes have: in it, roles have
     moved to where their loss costs least. Raises TableError for more failures than workers, for too many patterns or
@@ -383,25 +302,40 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
                          "[time] slow")
     tasks = {task.key: task for slow in (None, *(worker for worker, _ in job.time.slow)) for failures in counts
              if failures or slow is None for task in [EntryTask(count_key(failures, slow), failures, slow=slow)]}
-    if exact:
-        tasks |= {task.key: task for task in _pattern_tasks(job, max_failures)}
-    single = [] if exact or not max_failures else [*islice(_pattern_tasks(job, 1), MAX_SINGLE_PATTERNS + 1)]
-    tasks |= {task.key: task for task in single if len(single) <= MAX_SINGLE_PATTERNS}
-    for task in of_nodes:
+    unlike = bool(unlike_workers(job, ()))
+    few = [] if exact else _few_pattern_tasks(job, max_failures if unlike else min(1, max_failures))
+    for task in (*(_pattern_tasks(job, max_failures) if exact else few), *of_nodes):
         tasks[task.key] = task  # where the pattern is there already, its place stays
-    settling = [msgspec.structs.replace(task, key=settled_key(task.key), settled=True)
-                for task in tasks.values() if task.failures and settled and task not in single]
-    return [*tasks.values(), *settling]
+    moving = [msgspec.structs.replace(task, key=roles_key(task.key), answer="roles moved")
+              for task in tasks.values() if unlike and task.failed]
+    settling = [msgspec.structs.replace(task, key=settled_key(task.key), answer="settled")
+                for task in tasks.values() if task.failures and settled and (unlike or task not in few)]
+    return [*tasks.values(), *moving, *settling]
 
 
-def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
-    """Iterate over a table's entries for all patterns (which columns of a pipeline failed) of 1 to `max_failures`
+def _few_pattern_tasks(job: Job, max_failures: int) -> list[EntryTask]:
+    """Return a table's entries for patterns of one failure, then of two and so on to `max_failures`, as long as all of
+    them are few."""
+    few: list[EntryTask] = []
+    for failures in range(1, max_failures + 1):
+        if math.comb(job.stages, min(failures, job.stages // 2)) > MAX_FEW_PATTERNS:
+            break
+        more = [*islice(_pattern_tasks(job, failures, least=failures), MAX_FEW_PATTERNS + 1)]
+        if len(few) + len(more) > MAX_FEW_PATTERNS:
+            break
+        few += more
+    return few
+
+
+def _pattern_tasks(job: Job, max_failures: int, *, least: int = 1) -> Iterator[EntryTask]:
+    """Iterate over a table's entries for all patterns (which columns of a pipeline failed) of `least` to `max_failures`
     failures. Raises TableError if there are too many."""
     _require_few(job, max_failures)
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
     tasks = (EntryTask(pattern_key(pattern, classes), failures, representative_failures(pattern, classes))
-             for failures in range(1, max_failures + 1) for pattern in failure_patterns(failures, job.stages, classes))
+             for failures in range(least, max_failures + 1)
+             for pattern in failure_patterns(failures, job.stages, classes))
     for number, task in enumerate(tasks, max_failures + 2):
         if number > MAX_ENTRIES:
             raise _too_many(max_failures)
@@ -448,8 +382,8 @@ class EntryPlanner:
     """Function object that plans the entries of a table (one schedule for each number or pattern of failures) in one
     process. Lower bounds computed for one entry (`WindowBounds`) are stored for the next."""
 
-    def __init__(self, job: Job, options: PlanOptions, basis: Basis) -> None:
-        self._job = job
+    def __init__(self, job: Job, options: PlanOptions, basis: Basis, given: Job | None = None) -> None:
+        self.job, self._given = job, given
         self._options = options
         self._basis = basis
         self._alive: dict[Worker | None, tuple[Job, WindowBounds]] = {None: (job, window_bounds_of(job, options))}
@@ -458,17 +392,23 @@ class EntryPlanner:
     def __call__(self, task: EntryTask) -> FinishedPart:
         """Plan an entry of the table, and return it finished: with its schedule, or the reason why there is none."""
         try:
-            schedule = self._plan_settled(task) if task.settled else self._plan_at_once(task)
+            plan = {"at once": self._plan_at_once, "roles moved": self._plan_roles, "settled": self._plan_settled}
+            schedule = self._bounded(plan[task.answer](task), task)
         except NoPlanError as error:
             return make_no_plan_part(self._basis, task.key, task.failed or (), str(error), failures=task.failures)
-        return make_part(self._basis, task.key, schedule, compute_transition(schedule, self._job) if task.settled
-                         else None)
+        return make_part(self._basis, task.key, schedule, compute_transition(schedule, self.job)
+                         if task.answer == "settled" else None)
 
     def _plan_at_once(self, task: EntryTask) -> Schedule:
         if task.failed is not None:
-            return plan_only(self._options, self._job, task.failed).schedule
+            return plan_only(self._options, self.job, task.failed).schedule
         job, windows = self._job_while_alive(task.slow)
         return normal_form(job, task.failures, self._options, windows=windows).schedule
+
+    def _plan_roles(self, task: EntryTask) -> Schedule:
+        """Plan the schedule of a table's entry for certain failures, for which live workers take other roles."""
+        assert task.failed is not None
+        return plan_moved_roles(self.job, task.failed, self._options).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
         """Plan the schedule of a table's entry in which layers have moved for even load. If the entry is for a number
@@ -480,6 +420,21 @@ class EntryPlanner:
             raise NoPlanError(f"{task.failures} failures leave some stage without a live worker")
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
+    def with_bound_of_choices(self, part: FinishedPart, task: EntryTask) -> FinishedPart:
+        """Return a copy of a finished entry whose bound holds for every choice of what is recomputed, if there was
+        one."""
+        if self._given is None:
+            return part
+        schedule = decode_entry(part.entry, part.basis, part.programs)
+        return make_part(part.basis, task.key, self._bounded(schedule, task), part.moved)
+
+    def _bounded(self, schedule: Schedule, task: EntryTask) -> Schedule:
+        if self._given is None:
+            return schedule
+        job = slow_while_alive(self._given, [task.slow] if task.slow else [])
+        options = msgspec.structs.replace(self._options, layers="move" if task.answer == "settled" else "fixed")
+        return with_bound_of_choices(schedule, job, options, schedule.failed)
+
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
         """Return a copy of the job in which the failed worker `slow` has the usual speed, and the lower bounds
         (`WindowBounds`) for this copy. None: no slow worker has failed; the job is unchanged.
@@ -487,6 +442,6 @@ class EntryPlanner:
         The role of a worker that is slow in the job cannot be vacant.
         """
         if slow not in self._alive:
-            job = slow_while_alive(self._job, [slow] if slow else [])
+            job = slow_while_alive(self.job, [slow] if slow else [])
             self._alive[slow] = job, window_bounds_of(job, self._options)
         return self._alive[slow]

@@ -38,7 +38,7 @@ from slipstream.schedules.tables.file import (
     sha256_digest,
     with_digest,
 )
-from slipstream.schedules.tables.pattern import settled_key
+from slipstream.schedules.tables.pattern import roles_key, settled_key
 from slipstream.schedules.tables.table import Table
 
 # --- The index as text for a reader -----------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def _row_cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: boo
     nodes = (_shorten_names("+".join(map(str, chosen)) for chosen in row.nodes),) if by_node else ()
     last = (_shorten_names(map(str, row.failed)), *nodes, row.key)
     answer = _settled_cells(rows.get(settled_key(row.key))) if settled else ()
-    kind = "roles moved" if row.failures and row.key.startswith("count-") else "at once"
+    kind = "roles moved" if row.failures and row.key.startswith(("count-", roles_key(""))) else "at once"
     if row.period is None or row.throughput is None or row.fault_scaled is None:
         return (str(row.failures), kind, "-", "-", *answer, "-", "-", f"no plan: {row.reason}", *last)
     return (str(row.failures), kind, f"{row.period:.6g}", f"{row.throughput:.2%}", *answer, f"{row.fault_scaled:.2%}",

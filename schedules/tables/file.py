@@ -94,7 +94,7 @@ class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Schedule as a table of schedules stores it, for some failures; in it every live worker plays its own role."""
+    """Schedule as a table of schedules stores it, for some failures."""
 
     key: str
     failed: tuple[Worker, ...]
@@ -111,6 +111,8 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Times, sizes and tick length of this schedule. None: those of the basis."""
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
     """Scope of the lower bound: what the schedules that it covers may change (see `Schedule.bound_scope`)."""
+    roles: tuple[Worker, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Role of each live worker, sorted by worker. Unset if every live worker plays its own."""
 
     def tick_seconds(self, basis: Basis) -> float:
         """Return the length of a tick of this entry's schedule, in seconds: its own or, if it has none, that of the
@@ -281,7 +283,8 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
     return TableEntry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
                  lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats),
                  holds=() if all(held is None for held in holds) else holds,
-                 costs=None if costs == basis.default_costs else costs, bound_scope=schedule.bound_scope)
+                 costs=None if costs == basis.default_costs else costs, bound_scope=schedule.bound_scope,
+                 roles=tuple(seat.role for seat in schedule.seats) if schedule.moves else msgspec.UNSET)
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
@@ -314,8 +317,9 @@ def _schedule_of(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msg
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}
-    seats = tuple(Seat(worker, worker, order.setdefault(stored, len(order)), held)
-                  for worker, stored, held in zip(live, entry.seats, entry.holds or [None] * len(live), strict=True))
+    holds, roles = entry.holds or [None] * len(live), live if entry.roles is msgspec.UNSET else entry.roles
+    seats = tuple(Seat(worker, role, order.setdefault(stored, len(order)), held)
+                  for worker, role, stored, held in zip(live, roles, entry.seats, holds, strict=True))
     decoded: dict[int, Program] = {}
     lengths = 0
     for number, *_ in order:

@@ -80,6 +80,11 @@ def settled_key(key: str) -> str:
     return f"settled-{key}"
 
 
+def roles_key(key: str) -> str:
+    """Return the key of the table entry for the same failures as the entry with this key, in which roles have moved."""
+    return f"roles-{key}"
+
+
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
     """Return failed workers, sorted, that form this pattern: in each class, its first pipelines have the failures, in
     the order of the pattern. The argument `classes` has the class number of each pipeline."""
@@ -120,6 +125,11 @@ def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Cou
 
 
 def dead_column(failed: Iterable[Worker], grid: Grid) -> int | None:
-    """Return the first column without a live worker; None if every column has one."""
+    """Return the first column of whose layers no live worker holds all; None if there is none.
+
+    With two directions, the workers of another column may hold what a column without live workers held.
+    """
     down = Counter(worker.column for worker in failed)
-    return next((column for column in range(grid.columns) if down[column] >= grid.pipelines), None)
+    empty = [column for column in range(grid.columns) if down[column] >= grid.pipelines]
+    held = {layers for column, layers in enumerate(grid.held_layers_by_column) if column not in empty}
+    return next((column for column in empty if grid.held_layers_by_column[column] not in held), None)

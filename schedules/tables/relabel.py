@@ -21,7 +21,7 @@ import msgspec
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.memory import activation_room
 from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Schedule, Seat, Worker, with_pipeline_numbers
-from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
+from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, dead_column, pipeline_classes
 
 # --- What workers must load for the roles that they play --------------------------------------------------------------
 
@@ -162,23 +162,25 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
     Pipelines are renumbered, and live workers take over the roles of failed ones. It is impossible in two cases: a
     column has no live worker left to load its parameters from, unless they are `held_elsewhere`, by workers of other
     columns that changed roles before, or in a checkpoint; or the role of a fast worker would go to a slower one, or to
-    one with less memory.
+    one with less memory. A schedule in which workers have moved already can only get other pipeline numbers.
 
     A worker that takes over a role holds its layers. Among workers that could take over, with no more layers to load,
     those are chosen that leave the holders of a stage on different machines, if `nodes` says which workers share a
-    machine. The result passes `schedules.check` if `schedule` does, and has the same period. Raises ValueError if a
-    worker of `schedule` does not play its own role, or if the number of failed workers differs.
+    machine. The result passes `schedules.check` if `schedule` does, and has the same period. Raises ValueError if
+    the number of failed workers differs, or if workers have moved and the failures have another pattern.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
         raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} roles without a "
                          "worker")
-    if any(seat.worker != seat.role for seat in schedule.seats):
-        raise ValueError("a schedule with moved workers cannot be relabelled again")
-    live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}
-    if not held_elsewhere and live != set(range(schedule.grid.columns)):
+    if not held_elsewhere and dead_column(down, schedule.grid) is not None:
         return None
     renumbered = renumber_pipelines(schedule, down)
+    if schedule.moves:
+        if {Worker(renumbered[worker.pipeline], worker.column) for worker in schedule.failed} != set(down):
+            raise ValueError("a schedule with moved workers can be relabelled for another order of its interchangeable "
+                             "pipelines alone")
+        return _with_numbers(schedule, down, renumbered)
     vacant = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
     moves = _assign_roles(schedule, renumbered, vacant, set(down))
     if moves is None:
@@ -308,6 +310,23 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
 # --- The schedule -----------------------------------------------------------------------------------------------------
 
 
+def _with_numbers(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int]) -> Schedule:
+    """Return a copy of a schedule with moved workers in which interchangeable pipelines have other numbers."""
+    seats = sorted((Seat(Worker(numbers[seat.worker.pipeline], seat.worker.column),
+                         Worker(numbers[seat.role.pipeline], seat.role.column), seat.program, seat.holds)
+                    for seat in schedule.seats), key=lambda seat: seat.worker)
+    return _with_ordered_programs(msgspec.structs.replace(schedule, failed=failed), seats, numbers)
+
+
+def _with_ordered_programs(schedule: Schedule, seats: Iterable[Seat], numbers: Mapping[int, int]) -> Schedule:
+    """Return a copy with these seats, whose programs are numbered in the order of first use, and with new pipeline
+    numbers (`numbers`, by old number)."""
+    order: dict[int, int] = {}
+    ordered = tuple(msgspec.structs.replace(seat, program=order.setdefault(seat.program, len(order))) for seat in seats)
+    programs = tuple(with_pipeline_numbers(schedule.programs[index], numbers) for index in order)
+    return msgspec.structs.replace(schedule, seats=ordered, programs=programs)
+
+
 def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
                   players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
     """Return a copy of the schedule with new pipeline numbers (`numbers`, by old number), in which the workers `failed`
@@ -319,10 +338,7 @@ def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mappi
     seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
                                                key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
-    order: dict[int, int] = {}
-    seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order)), seat.holds) for seat in seats]
-    programs = tuple(with_pipeline_numbers(schedule.programs[index], numbers) for index in order)
-    relabelled = msgspec.structs.replace(schedule, failed=failed, seats=tuple(seats), programs=programs)
+    relabelled = _with_ordered_programs(msgspec.structs.replace(schedule, failed=failed), seats, numbers)
     bound = 0 if any(_has_more_room(schedule, seat) for seat in seats) else _converted_bound(schedule, players)
     return relabelled.with_bound(bound, schedule.scope)
 

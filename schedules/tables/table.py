@@ -38,7 +38,14 @@ from slipstream.schedules.tables.file import (
     read_index,
     read_verified,
 )
-from slipstream.schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes, settled_key
+from slipstream.schedules.tables.pattern import (
+    count_key,
+    pattern_key,
+    pattern_of,
+    pipeline_classes,
+    roles_key,
+    settled_key,
+)
 from slipstream.schedules.tables.relabel import Nodes, missing_layers, preload_solver, relabel_schedule
 
 LIBRARY = Path(__file__).parents[1] / "library"
@@ -157,6 +164,7 @@ class Table:
         keys = [pattern_key(pattern_of(down, self._classes), self._classes),
                 *(count_key(len(down), worker) for worker in sorted(down & self.basis.times.per_mille_of.keys())),
                 count_key(len(down))]
+        keys.append(roles_key(keys[0]))
         if settled:
             keys += [settled_key(key) for key in keys]
         known = sorted((key for key in keys if key in self._entries), key=self._period_seconds)

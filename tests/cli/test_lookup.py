@@ -7,6 +7,12 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.cli.shared import inputs
+from slipstream.cli.shared.train_options import TrainRequest
+from slipstream.cli.train import look_up_or_plan
+from slipstream.planner.bound_verifier import proven_bound
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.recompute import choose_recomputation, with_bound_of_choices
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import ScheduleError, read
 from slipstream.schedules.schedule import Worker
@@ -135,6 +141,39 @@ recompute = "auto"
     assert entry.times == planned.times and entry.memory == planned.memory
     first, second = planned.times.backward_input
     assert first == second + planned.times.forward[0]
+
+
+def test_bounds_hold_for_any_choice_of_recomputed_stages(tmp_path):
+    """Of three stages, two run their forward again; the bound of this choice alone is longer."""
+    text = JOB.replace("stages = 2", "stages = 3") + """
+[placement]
+layers = [2, 2, 2]
+[memory]
+capacity = 1.4
+activation = 1
+weight_stash = 0.1
+recomputed = 0.05
+[training]
+recompute = "auto"
+"""
+    (tmp_path / "job.toml").write_text(text)
+    planned = ["--method", "greedy", "--steps", "20000"]
+    for command in (("table", tmp_path / "job.toml", "--max-failures", "0", *planned, "--jobs", "1",
+                     "--out", tmp_path / "table"),
+                    ("lookup", tmp_path / "table", "--out", tmp_path / "entry.json"),
+                    ("lookup", tmp_path / "table", "--failed", "0.0", "--out", tmp_path / "planned.json"),
+                    ("plan", tmp_path / "job.toml", *planned, "--out", tmp_path / "plan.json")):
+        assert slipstream(*command).exit_code == 0
+    for name in ("entry", "planned", "plan"):
+        schedule = read(tmp_path / f"{name}.json")
+        options = PlanOptions(slices=name != "planned")
+        honest = with_bound_of_choices(schedule, parse_job(text), options, schedule.failed)
+        assert 0 < schedule.lower_bound_ticks == honest.lower_bound_ticks < proven_bound(schedule).ticks, name
+    request = TrainRequest(job=tmp_path / "job.toml", method="greedy")
+    given = parse_job(text)
+    chosen = choose_recomputation(given, PlanOptions(method="greedy", steps=20_000)).job
+    first, _ = look_up_or_plan(request, chosen, (), None, given)
+    assert first.lower_bound_ticks < proven_bound(first).ticks
 
 
 def test_lost_nodes_are_looked_up_by_number(tmp_path):

@@ -48,6 +48,9 @@ LAYERS_BESIDE_REDUCTIONS = Case("any layers", job(
     1, 3, 3,
     {"forward": [1, 3, 3], "backward_input": 1, "backward_weight": [3, 0, 1], "transfer": 3},
     network={"overlap": True}))
+STASH_OF_NO_TIME = Case("own micro-batches", job(
+    1, 2, 2, {"forward": 3, "backward_input": [3, 1], "backward_weight": [0, 3], "transfer": 1},
+    memory={"capacity": 2, "activation": 0.94, "weight_stash": 2}))
 ONE_LAYER_EACH = Case("any layers", job(1, 2, 2))
 
 NAMED = {name: case for name, case in globals().items() if isinstance(case, Case)}

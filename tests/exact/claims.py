@@ -17,6 +17,8 @@ from tests.exact.placements import answer_any_placement
 from tests.exact.question import read_question
 
 STEPS = 20_000
+WITNESS_STEPS = 10 * STEPS
+"""Steps in which the witness may prove a bound again; it knows no plan to begin with."""
 ROUNDING = Fraction(1, 10**9)
 """Relative difference by which a decimal number of seconds may differ from an exact one."""
 
@@ -110,7 +112,7 @@ def _wrong_claims(schedule: Schedule, found: Answer, period: Fraction, bound: Fr
     if not bound:
         claims.append(("gap", period / (1 + Fraction(schedule.gap))))
     try:
-        proven = proven_bound(schedule, Budget.of_steps(STEPS)).ticks
+        proven = proven_bound(schedule, Budget.of_steps(WITNESS_STEPS)).ticks
     except Exception as error:
         yield "witness crash", f"{type(error).__name__}: {error}"
     else:

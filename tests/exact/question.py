@@ -92,12 +92,19 @@ class Question:
 
     def hosts(self, batch: Batch, part: int) -> list[Worker]:
         """Return the live workers that may run a part for a micro-batch."""
-        if self.scope in ("roles", "any layers"):
+        if self.scope == "any layers" or (self.scope == "roles" and not self.has_lost_layers):
             return list(self.live)
+        if self.scope == "roles":
+            return []
         own = (batch[0], self.chains[batch[1] % len(self.chains)][part]) \
             if self.scope == "own micro-batches" else None
         return [own] if own in self.live else \
             [worker for worker in self.live if part in self.held[worker[1]]]
+
+    @property
+    def has_lost_layers(self) -> bool:
+        """True if no live worker holds some part: only a checkpoint still has it."""
+        return len({part for _, column in self.live for part in self.held[column]}) < len(self.parts)
 
     def ticks(self, kind: str, part: int, worker: Worker | None = None) -> int:
         """Return the time of an op in whole ticks; F, I, W and B take longer on slow workers."""

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from slipstream.planner import normalise
+from slipstream.planner.bound_verifier import proven_bound
+from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.bounds_roles import RoleBounds
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, NoPlanError
@@ -27,6 +29,21 @@ SMALL = {
     "counts": grid(3, 2, [2, 3, 2]),
     "slow": grid(3, 2, 2, times="forward = 2\nbackward_input = 2\nbackward_weight = 2\nslow = {'1.1' = 1.5}\n"),
 }
+
+
+@pytest.mark.parametrize("method", ["1f1b", "recycle"])
+def test_a_baseline_claims_only_what_its_file_proves(method):
+    """Its file has no costs of layers, but its bound counted stages that are shared layer by layer."""
+    job = parse_job("""
+pipelines = 3
+stages = 1
+microbatches = 3
+placement = {layers = [2]}
+time = {forward = 1, backward_input = 1, backward_weight = 1}
+""")
+    schedule = normalised(job, [Worker(0, 0)], PlanOptions(method=method, steps=2_000)).schedule
+    assert schedule.scope is Scope.ROLES and schedule.lower_bound_ticks
+    assert proven_bound(schedule).ticks >= schedule.lower_bound_ticks
 
 
 def test_ctrl_c_is_told_also_where_roles_stay(monkeypatch):

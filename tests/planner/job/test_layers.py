@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.planner.job.file import JobError, parse_job
-from slipstream.planner.job.layers import ExactLayerCosts, layer_costs
+from slipstream.planner.job.layers import MOST_PARTS, ExactLayerCosts, layer_costs, limited_ratio, memory_ratio
 
 TIME = "[time]\nforward = 0.0297\nbackward_input = [0, 0.0294]\nbackward_weight = 0.0199\noptimizer = 0.01\n"
 GOOD = "pipelines = 2\nstages = 2\nmicrobatches = 4\n" + TIME
@@ -47,3 +47,12 @@ def test_layers_add_up_to_their_stages(data):
 def test_a_stage_without_layers_cannot_be_divided():
     with pytest.raises(JobError, match=r"placement\.layers gives stage 1 no layer"):
         layer_costs(parse_job(GOOD + "[placement]\nlayers = [3, 0]\n"))
+
+
+def test_a_ratio_of_units_of_memory_is_never_too_small():
+    """Rounded to the nearest, 2 / 2^40 of a layer's unit took a stage of 1e-11 for less than its layers."""
+    rough, fine = 1e-11, 2 / 2**40
+    exact = Fraction(rough) / Fraction(fine)
+    assert limited_ratio(rough, fine) < exact < memory_ratio(rough, fine) < exact + Fraction(1, MOST_PARTS)
+    assert memory_ratio(rough, fine).denominator <= MOST_PARTS
+    assert memory_ratio(0.3, 0.1) == 3

@@ -69,3 +69,6 @@ def test_a_dead_column_is_seen():
     problem = build_problem(grid(2, 2, 2))
     assert dead_column([Worker(0, 1), Worker(1, 0)], problem.grid) is None
     assert dead_column([Worker(0, 1), Worker(1, 1)], problem.grid) == 1
+    both_ways = build_problem(grid(2, 2, 2, more="[placement]\norder = 'bidirectional'\n")).grid
+    assert dead_column([Worker(0, 1), Worker(1, 1)], both_ways) is None
+    assert dead_column([Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)], both_ways) == 0

@@ -101,7 +101,7 @@ def test_only_as_many_failures_fit():
         relabel_schedule(schedule, [Worker(0, 0), Worker(0, 1)])
     moved = relabel_schedule(schedule, [Worker(1, 1)])
     assert moved is not None
-    with pytest.raises(ValueError, match="cannot be relabelled again"):
+    with pytest.raises(ValueError, match="another order of its interchangeable pipelines"):
         relabel_schedule(moved, [Worker(0, 0)])
 
 

@@ -1,0 +1,162 @@
+"""Let entries of a table take over shorter plans of others that answer the same failures.
+
+Fewer failures are then never slower than more, and layers moved never slower than in place.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from slipstream.planner.bound_verifier import proven_bound
+from slipstream.planner.job.file import Job
+from slipstream.planner.report import Transition, compute_transition
+from slipstream.planner.stated_question import narrowest_scope
+from slipstream.planner.tables.folder import FinishedPart, make_part
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Program, Schedule, Scope, Seat, Worker
+from slipstream.schedules.tables.file import decode_entry
+from slipstream.schedules.tables.pattern import count_key, roles_key, settled_key
+from slipstream.schedules.tables.relabel import relabel_schedule
+
+
+def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None, *,
+                  patterns: Sequence[str] = ()) -> dict[str, FinishedPart]:
+    """Return, by key, those entries for 0 to `most` failures for which another entry's plan is valid and shorter, each
+    with that plan. An entry is the schedule that a table has for a number or pattern of failures.
+
+    In a table with them, fewer failures are never slower than more, layers moved are never slower than in place, and a
+    number of failures, for which roles move, is never slower than a pattern of as many. All finished entries of the
+    table that count are in `parts`; `patterns` has the keys of those for patterns of failures. With `slow`, the
+    improved entries are those with this slow worker among the failures.
+    """
+    better: dict[str, FinishedPart] = {}
+
+    def improve(key: str, others: Sequence[str]) -> None:
+        own = parts.get(key)
+        for other in others:
+            source = better.get(other, parts.get(other))
+            if own is None or source is None or own.reason or source.reason \
+                    or _period_seconds(source) >= _period_seconds(own):
+                continue
+            if (taken_over := _take_over_plan(own, source)) is not None:
+                better[key] = own = taken_over
+
+    for failures in range(most, -1, -1):
+        alike = [key for key in patterns if parts[key].failures == failures]
+        for key, others in _source_keys(failures, slow):
+            improve(key, [*others, *map(settled_key, alike)] if key.startswith(settled_key("")) else [*others, *alike])
+    return better
+
+
+def improve_patterns(parts: Mapping[str, FinishedPart], patterns: Sequence[str], job: Job) -> dict[str, FinishedPart]:
+    """Return, by key, those entries for a pattern of failures with roles or layers moved for which another entry's plan
+    is shorter, each with that plan.
+
+    Roles moved are never slower than in place, and layers moved never slower than either; nor is any slower than the
+    same answer to the number of failures, with its roles taken over. All finished entries are in `parts`; `patterns`
+    has the keys of those in place.
+    """
+    better: dict[str, FinishedPart] = {}
+    for pattern in patterns:
+        moved, settled, numbers = roles_key(pattern), settled_key(pattern), _keys_of_numbers(parts[pattern])
+        for key, others in ((moved, (pattern, *numbers)),
+                            (settled, (pattern, moved, *numbers, *map(settled_key, numbers)))):
+            own = parts.get(key)
+            for source in (better.get(other, parts.get(other)) for other in others):
+                if own is None or source is None or source.reason \
+                        or (not own.reason and _period_seconds(source) >= _period_seconds(own)):
+                    continue
+                if (fitted := _fit_plan(own, source, job)) is not None:
+                    better[key] = own = fitted
+    return better
+
+
+def _keys_of_numbers(part: FinishedPart) -> list[str]:
+    """Return the keys of the entries by number that are also for the failures of an entry."""
+    failed, slow = part.entry.failed, part.basis.times.per_mille_of
+    return [count_key(len(failed)), *(count_key(len(failed), worker) for worker in failed if worker in slow)]
+
+
+def _fit_plan(own: FinishedPart, source: FinishedPart, job: Job) -> FinishedPart | None:
+    """Return a copy of the finished entry `own` with the plan of the entry `source`, its roles taken over where other
+    workers have failed; None if they cannot be."""
+    schedule: Schedule | None = decode_entry(source.entry, source.basis, source.programs)
+    assert schedule is not None
+    if schedule.failed != own.entry.failed:
+        schedule = relabel_schedule(schedule, own.entry.failed, nodes=job.nodes)
+        if schedule is None or check(schedule):
+            return None
+    if not own.reason and own.entry.bound_scope is Scope.LAYERS:
+        schedule = _with_bound_of_entry(schedule, own)
+    moved = compute_transition(schedule, job) if own.entry.key.startswith(settled_key("")) else None
+    return make_part(own.basis, own.entry.key, schedule, moved)
+
+
+def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
+    """Return pairs of the key of an entry for this number of failures and the keys of the entries whose plans are also
+    valid for it: one failure more, or layers in place.
+
+    The argument `slow` is the slow worker among the failures; None: there is none.
+    """
+    at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
+    settled = settled_key(at_once)
+    return (at_once, (more,)), (settled, (at_once, settled_key(more)))
+
+
+def _period_seconds(part: FinishedPart) -> float:
+    return part.entry.period_ticks * part.entry.tick_seconds(part.basis)
+
+
+def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
+    """Return a copy of the finished entry `own` with the plan of the entry `source`.
+
+    If `source` is for one failure more, one of its failed workers is alive again in the copy; return None if none of
+    them can be (`with_standby_worker`). A bound for any layers is that of `own`. Other bounds hold only for the roles
+    that are vacant in a plan: it keeps its own, or another is proven.
+    """
+    schedule = decode_entry(source.entry, source.basis, source.programs)
+    if schedule.moves:  # as certain workers have failed
+        return None
+    if own.failures < source.failures:
+        standing_by = with_standby_worker(schedule)
+        if standing_by is None:
+            return None
+        schedule = standing_by
+    moved = source.moved or (own.moved and Transition(layers=0, bytes=0.0, seconds=0.0))
+    if own.entry.bound_scope is Scope.LAYERS:
+        schedule = _with_bound_of_entry(schedule, own)
+    elif own.failures < source.failures:
+        scope = narrowest_scope(schedule)
+        proven = proven_bound(schedule.with_bound(0, scope)).ticks
+        schedule = schedule.with_bound(min(schedule.period_ticks, proven), scope)
+    return make_part(own.basis, own.entry.key, schedule, moved)
+
+
+def _with_bound_of_entry(schedule: Schedule, part: FinishedPart) -> Schedule:
+    """Return a copy of the schedule with the bound of an entry for any layers; in other ticks, it is rounded down."""
+    tick = part.entry.tick_seconds(part.basis) / schedule.tick_seconds
+    lower = part.entry.lower_bound_ticks
+    if tick != 1:
+        lower = math.floor(lower * tick * (1 - 1e-12))
+    return schedule.with_bound(min(schedule.period_ticks, lower), Scope.LAYERS)
+
+
+def with_standby_worker(schedule: Schedule) -> Schedule | None:
+    """Return a copy of the schedule in which one of its failed workers is alive again, and only reduces gradients and
+    steps.
+
+    It is the last failed worker for which the result passes `schedules.check`; return None if there is none. The worker
+    holds the layers of its own column, and needs a live worker that holds the same.
+    """
+    for role in reversed(schedule.failed):
+        peer = next((seat for seat in schedule.seats if seat.role.column == role.column and seat.holds is None), None)
+        if peer is None:
+            continue
+        closing: Program = tuple(op for op in schedule.programs[peer.program] if op.microbatch is None)
+        seats = sorted((*schedule.seats, Seat(role, role, len(schedule.programs))), key=lambda seat: seat.worker)
+        result = msgspec.structs.replace(schedule, failed=tuple(worker for worker in schedule.failed if worker != role),
+                                         seats=tuple(seats), programs=(*schedule.programs, closing))
+        if not check(result):
+            return result
+    return None
