@@ -3,7 +3,7 @@
 import resource
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.placement import Placement
 from slipstream.schedules.graph import pipeline_groups
 from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.worker_programs import crossings_by_worker

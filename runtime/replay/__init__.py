@@ -16,7 +16,6 @@
     group_store    key-value store in which the members of a process group leave their addresses
     membership     members of a generation, and the processes of each
     part_exchange  sums of gradients, and parameters, if optimizer state is sharded
-    placement      which layers of the model belong to the layers of schedules, and which workers hold them
     dealt_samples  assigns samples to the micro-batches of a schedule by their costs
     recorder       records when each op ran
     stuck_calls    finds a thread that is stuck in a process group

@@ -19,7 +19,7 @@ from slipstream.runtime.model.data.data import Data, has_costs, has_lengths
 from slipstream.runtime.model.data.loss_weights import count_loss_tokens
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.model.seeds import derive_seed
-from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.placement import Placement
 from slipstream.schedules.dealing import (
     Coefficients,
     CostError,

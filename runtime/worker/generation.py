@@ -18,7 +18,7 @@ from slipstream.runtime.protocol.to_coordinator import Note, Paused, RecoveryRep
 from slipstream.runtime.protocol.to_worker import Acknowledged, Order, StepFactor, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
 from slipstream.runtime.replay.group_cache import GenerationEndedError
-from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.membership import Membership, find_sharers
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import CommunicationError
@@ -212,6 +212,6 @@ class GenerationRunner:
 
     def _connect_members(self) -> None:
         context, training = self._context, self._context.config.training
-        self._session.connect(context.placement.sharers_of_sums(self._schedule, context.worker, context.sharing),
+        self._session.connect(find_sharers(context.placement, self._schedule, context.worker, context.sharing),
                               pairs={(one.source, one.target) for one in self._schedule.crossings},
                               sums=needs_gradient_norm(training), bytes_too=training.shard_optimizer)

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.runtime.processes.worker_start import WorkerSpec
-from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.store import connect_store
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_HELD,
     Heartbeat,

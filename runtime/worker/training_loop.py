@@ -24,6 +24,7 @@ from slipstream.runtime.model.layers.calling import Batch, move_batch
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.model.state.steps import StepController, StepState
+from slipstream.runtime.protocol.form_codec import decode_form
 from slipstream.runtime.protocol.to_coordinator import Checksum, Note, SampleDigest, TrainingStarted
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
@@ -46,7 +47,7 @@ class TrainingLoop:
         self._part = part
         self._session = part.session
         self._reports = reports
-        self._form = None if context.setup.data is None else context.setup.data.to_form()
+        self._form = None if context.setup.data is None else decode_form(context.setup.data)
         self._has_masked = False
         """True if a micro-batch has been read in which no token counts."""
         self.evaluation_mode = EvaluationMode()

@@ -15,12 +15,12 @@ from slipstream.runtime.model.data.data import load_data, load_validation_data
 from slipstream.runtime.model.layers.layered_model import build_model
 from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.model.state.steps import StepController
-from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

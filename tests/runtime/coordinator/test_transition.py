@@ -83,7 +83,7 @@ class Planner:
 
     def answer(self, down, error=None):
         self.asked = []
-        self.answers[down] = error or schedule_for(self.job, list(map(str, down)))
+        self.answers[down] = error or prepared(schedule_for(self.job, list(map(str, down))))
 
     def found(self, question):
         """What follows a question: its answer, where there is one."""
@@ -106,7 +106,7 @@ class Run:
         self.back: list[int] = []
         self.events: list[Event] = []
         first = schedule_for(job, [str(BACK)])
-        self.rules = RunRules(first=first, iterations=range(100), partition=partition([0, 2, 4]), prepared=prepared,
+        self.rules = RunRules(first=prepared(first), iterations=range(100), partition=partition([0, 2, 4]),
                               domains=FailureDomains(domains), settles=settles)
         self.state = build_initial_state(self.rules, CommitLog(), self.now)
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
@@ -477,7 +477,7 @@ def test_a_worker_that_cannot_look_which_checkpoints_there_are_is_not_waited_for
 
 
 def test_where_only_one_can_read_a_checkpoint_who_has_nothing_to_do_an_older_one_is_taken(run):
-    run.planner.answers[()] = schedule_for(JOB, [str(BACK)])  # 1.1 takes no part in it
+    run.planner.answers[()] = prepared(schedule_for(JOB, [str(BACK)]))  # 1.1 takes no part in it
     lose_stage_1(run)
     run.ready(Worker(0, 1))
     run.can_read(Worker(0, 1))
@@ -494,7 +494,7 @@ def test_nobody_goes_on_before_one_has_reported_that_runs_no_microbatch():
     sums = tuple(op for op in schedule.programs[schedule.seat_of[Worker(0, 1)].program] if op.kind not in COMPUTE_KINDS)
     with_it = replace(schedule, failed=(), programs=(*schedule.programs, sums), seats=tuple(sorted(
         (*schedule.seats, Seat(idle, idle, len(schedule.programs))), key=lambda seat: seat.worker)))
-    run.planner.answers[()] = with_it
+    run.planner.answers[()] = prepared(with_it)
     run.ran(0)
     run.ready(idle)
     run.fetch_up_to_date(FIRST_FETCH)

@@ -17,18 +17,18 @@ from slipstream.runtime.model.layers.layered_model import build_model, parameter
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.model.state.steps import StepController
-from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.replay.exchange import MAX_POSTED_RECEIVES, Exchange, TensorName
-from slipstream.runtime.replay.executor import BeforeOp, Executor
-from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
-from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import (
+from slipstream.runtime.placement import (
     Placement,
     PlacementError,
     assign_workers_to_nodes,
     place_layers,
     with_end_layers,
 )
+from slipstream.runtime.protocol.store import host_store
+from slipstream.runtime.replay.exchange import MAX_POSTED_RECEIVES, Exchange, TensorName
+from slipstream.runtime.replay.executor import BeforeOp, Executor
+from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
+from slipstream.runtime.replay.membership import Membership, find_sharers
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
@@ -53,7 +53,7 @@ class Lone:
                                          store=self.store)
         model = build_model(config.model, config.training.seed, parameter_dtype(config.training), CPU)
         placement = place_layers(schedule.grid, model.layers)
-        self.session.connect(placement.sharers_of_sums(schedule, worker, sharing_of(model)))
+        self.session.connect(find_sharers(placement, schedule, worker, sharing_of(model)))
         self.holding = holding = build_holding(model, placement.held_layers(schedule, worker), config.training)
         holding.set_reduced_ranges(placement.reductions_of(schedule, worker))
         self.slices = WorkerSlices(holding, placement.slice_layers(schedule, worker), model,

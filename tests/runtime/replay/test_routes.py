@@ -21,12 +21,12 @@ from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
 from slipstream.runtime.model.state.part_state import count_elements
 from slipstream.runtime.model.state.parts import build_partitions
 from slipstream.runtime.model.state.steps import StepController
-from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.replay.group_cache import GroupCache
-from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.replay.membership import Membership, find_sharers
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.torch_private import TCPStore
@@ -67,7 +67,7 @@ class Team:
         ranks = {seat.worker: rank for rank, seat in enumerate(schedule.seats)}
         session = GenerationSession(Membership(self.number, ranks, worker), links=GroupCache("gloo"), device=CPU,
                                     store=self.store)
-        session.connect(placement.sharers_of_sums(schedule, worker, sharing_of(self.model)), sums=watches)
+        session.connect(find_sharers(placement, schedule, worker, sharing_of(self.model)), sums=watches)
         holding = build_holding(self.model, placement.held_layers(schedule, worker), training)
         cuts = build_partitions(placement.reductions_of(schedule, worker), {},
                                 lambda layer: count_elements(holding.modules[layer]), (),

@@ -4,9 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from slipstream.runtime.model.layers.layered_model import split_layers
-from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.replay.session import GradientKey
+from slipstream.runtime.config import ConfigError
 from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
 from slipstream.schedules.schedule import Grid, OpKind, Schedule, Worker
 from slipstream.schedules.worker_programs import WorkerSchedule
@@ -97,24 +95,6 @@ class Placement:
             return {self.model_range(layers): list(workers) for layers, workers in schedule.sums}
         return {layers: workers for layers, workers in self.all_reductions(schedule).items() if worker in workers}
 
-    def sharers_of_sums(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[GradientKey,
-                                                                                            Sequence[Worker]]:
-        """Return, for each sum of gradients that a worker takes part in, all workers that take part.
-
-        Keys are ranges of layers (`reductions_of`), and, for each parameter that layers share according to `sharing`,
-        its `LAYER.NAME` in the first of them.
-        """
-        sharers_of: dict[GradientKey, Sequence[Worker]] = {}
-        for layers, workers in self.reductions_of(schedule, worker).items():
-            sharers_of[layers] = workers
-        layers_of_groups = [{place.layer for place in group} for group in sharing.groups]
-        ties = dict(schedule.ties) if isinstance(schedule, WorkerSchedule) else dict(
-            enumerate(self.holders_of_groups(schedule, layers_of_groups)))
-        for number, members in ties.items():
-            if worker in members:
-                sharers_of[str(sharing.groups[number][0])] = members
-        return sharers_of
-
     def holders_of_groups(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
         """Return, for each group of layers that share a parameter, all live workers that hold one of these layers."""
         held = sorted(self.held_layers_by_worker(schedule).items()) if groups else []
@@ -157,6 +137,25 @@ def place_layers(grid: Grid, layers: int) -> Placement:
         raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] and "
                              "[model] of the job file must agree")
     return Placement(range(layers + 1)) if grid.layer_count == layers else _placement_of_ranges(ranges)
+
+
+def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
+    """Divide layers into half-open ranges, one a stage, whose lengths differ by at most one, longer in the middle.
+
+    The first and the last layer of a model (embedding, head) usually differ from the others, so the stages that hold
+    them are the last to get an extra layer. Raises ConfigError if there are more stages than layers.
+    """
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
+    short, extra = divmod(layers, stages)
+    first = (stages - extra + 1) // 2
+    ranges = []
+    start = 0
+    for stage in range(stages):
+        end = start + short + (first <= stage < first + extra)
+        ranges.append((start, end))
+        start = end
+    return ranges
 
 
 def with_end_layers(counts: Sequence[int], layers: int) -> Sequence[int]:
