@@ -88,7 +88,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from slipstream.runtime.protocol.to_worker import Acknowledged, ReportStatus
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.worker_programs import DividedSchedule, EquivalentSchedule, divide_schedule
+from slipstream.schedules.shares import DividedSchedule, EquivalentSchedule, divide_schedule
 
 MAX_UNKNOWN_CONNECTIONS = 256
 """Number of connections that may be open without an identified peer, in addition to one for each worker."""

@@ -1,6 +1,8 @@
 """Run schedules: run ops in program order, and pass tensors between workers.
 
     executor       runs one worker's program, op by op
+    seams          what the executor is given, as interfaces: layers, their state, optimizer steps
+    own_loop       replay in a user's own loop: no coordinator, job file or run folder
     evaluation     computes the loss of validation data with the forwards of the schedule
     exchange       passes the result of an op to the next op, on the same worker or another
     session        one worker's communication in a generation: sends, receives, sums, aborts, commit points

@@ -1,14 +1,11 @@
 """Membership: the workers that train together in a generation, and the names of their processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
-from slipstream.runtime.placement import Placement
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.worker_programs import WorkerSchedule
+from slipstream.schedules.schedule import Worker
 
 GradientKey = LayerRange | str
 """Key of gradients that are summed: a range of layers, or `LAYER.NAME` of a parameter that layers share.
@@ -46,21 +43,3 @@ class Membership(NamedTuple):
         """Return the names of the processes of all members, by the members' ranks and then by the processes' ranks."""
         return tuple(process for worker in sorted(self.ranks, key=self.ranks.__getitem__)
                      for process in self.processes_of_worker(worker))
-
-
-def find_sharers(placement: Placement, schedule: Schedule, worker: Worker,
-                 sharing: Sharing) -> dict[GradientKey, Sequence[Worker]]:
-    """Return, for each sum of gradients that a worker takes part in, all workers that take part.
-
-    Keys are ranges of layers (`Placement.reductions_of`), and the first of each group of parameters that layers share.
-    """
-    sharers_of: dict[GradientKey, Sequence[Worker]] = {}
-    for layers, workers in placement.reductions_of(schedule, worker).items():
-        sharers_of[layers] = workers
-    layers_of_groups = [{place.layer for place in group} for group in sharing.groups]
-    ties = dict(schedule.ties) if isinstance(schedule, WorkerSchedule) else dict(
-        enumerate(placement.holders_of_groups(schedule, layers_of_groups)))
-    for number, members in ties.items():
-        if worker in members:
-            sharers_of[str(sharing.groups[number][0])] = members
-    return sharers_of

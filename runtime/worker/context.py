@@ -30,8 +30,8 @@ from slipstream.runtime.worker.injector import Injector
 from slipstream.runtime.worker.layer_receiver import LayerReceiver
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.schedules.program import WorkerProgram
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.worker_programs import WorkerSchedule
 
 WorkerLink = CoordinatorLink[ToWorker, WorkerSetup]
 
@@ -86,11 +86,11 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """Objects for carrying out one order to train on this worker: its schedule, connections and samples."""
+    """Objects for carrying out one order to train on this worker: its program, connections and samples."""
 
     context: WorkerContext
     order: Train
-    schedule: WorkerSchedule
+    program: WorkerProgram
     whole: Schedule | None
     """Whole schedule with all workers, if data are dealt or evaluated by it."""
     session: GenerationSession

@@ -22,6 +22,7 @@ from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.schedules.program import build_program
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
@@ -75,7 +76,8 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
     evaluation = Evaluation(
         schedule, session=session, steps=StepController(holding, config.training, layers=model.layers, share=None,
                                                          staggered=False),
-        slices=WorkerSlices(holding, placement.slice_layers(schedule, worker), model, loss_scale=0.5, config=config),
+        slices=WorkerSlices(holding, placement.slice_layers(build_program(schedule, worker)), model,
+                            loss_scale=0.5, config=config),
         exchange=lambda one, iterations: Exchange(one, session, find_forms(model, config), iterations),
         feed=lambda one: load_data(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,
         mode=mode)

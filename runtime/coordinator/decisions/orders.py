@@ -30,7 +30,7 @@ from slipstream.runtime.protocol.to_worker import (
     Train,
 )
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
-from slipstream.schedules.worker_programs import DividedSchedule
+from slipstream.schedules.shares import DividedSchedule
 
 
 def send_train_order(step: TransitionBuilder, prepared: PreparedSchedule, moves: tuple[LayerMove, ...],

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from slipstream.runtime.events import Phase
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule, Speeds, Worker
-from slipstream.schedules.worker_programs import DividedSchedule
+from slipstream.schedules.shares import DividedSchedule
 
 DIGEST_CHARACTERS = 16
 """Length of the digest by which events name a schedule."""

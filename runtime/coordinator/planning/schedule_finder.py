@@ -26,7 +26,7 @@ from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import Event, PlanAnswered, PlanAsked
 from slipstream.schedules.schedule import Grid, HeldLayers, Schedule, Speeds, Worker
 from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
-from slipstream.schedules.worker_programs import DividedSchedule, EquivalentSchedule, divide_schedule
+from slipstream.schedules.shares import DividedSchedule, EquivalentSchedule, divide_schedule
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """Function that returns the schedule in which the given workers are down, for the job of the first schedule.
@@ -77,7 +77,7 @@ STUCK_REQUEST_SECONDS = 20.0
 
 class ScheduleDivider(Protocol):
     """Interface of functions that divide a schedule into what each worker must know of it (its share), like
-    `schedules.worker_programs.divide_schedule`."""
+    `schedules.shares.divide_schedule`."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
         """Return what each worker must know of a schedule (its share), such as its program.

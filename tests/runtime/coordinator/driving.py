@@ -1,7 +1,7 @@
 """What tests drive transitions with."""
 
 from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule, prepare_schedule
-from slipstream.schedules.worker_programs import divide_schedule
+from slipstream.schedules.shares import divide_schedule
 
 
 def prepared(schedule) -> PreparedSchedule:
