@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.model.state.parts import Span, build_partition
-from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
-from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.membership import GradientKey, Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.session import GenerationSession, GradientKey
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker

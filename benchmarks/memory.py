@@ -20,7 +20,7 @@ from benchmarks.jobs import gpt_job
 from benchmarks.stage_memory import ROW, STAGES, compare, job_bytes
 from slipstream.cli.profile import job_tables
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.model.layers.layered_model import split_layers
+from slipstream.runtime.placement import split_layers
 from slipstream.runtime.tools.profile import profile_stages
 
 LEAST, MOST = 0.9, 1.25

@@ -37,7 +37,8 @@ from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import autocast_context, build_model, parameter_dtype, split_layers
+from slipstream.runtime.model.layers.layered_model import autocast_context, build_model, parameter_dtype
+from slipstream.runtime.placement import split_layers
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.schedules.schedule import OpKind, Schedule
 

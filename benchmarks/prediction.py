@@ -27,7 +27,7 @@ from slipstream.planner.job.toml import job_text
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.layers.layered_model import split_layers
+from slipstream.runtime.placement import split_layers
 from slipstream.runtime.tools.profile import Profile, profile_stages
 
 LIMIT = 0.10

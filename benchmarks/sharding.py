@@ -48,7 +48,8 @@ from slipstream.runtime.model.state.part_state import count_elements
 from slipstream.runtime.model.state.parts import StatePartition, build_partition
 from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange

@@ -25,8 +25,9 @@ from slipstream.runtime.device import choose_device
 from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, find_forms
 from slipstream.runtime.model.data.data import Microbatch, load_data
 from slipstream.runtime.model.layer_values import Form
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype, split_layers
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.placement import split_layers
 
 STAGES = 2
 ROW = 8

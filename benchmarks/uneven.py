@@ -25,8 +25,8 @@ from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.placement import place_layers
 from slipstream.runtime.replay.dealt_samples import DealtSamples
-from slipstream.runtime.replay.placement import place_layers
 from slipstream.schedules.dealing import Dealer
 from slipstream.schedules.schedule import Schedule, Worker
 
@@ -52,7 +52,8 @@ class Outcome(NamedTuple):
 def replayed(schedule: Schedule, config: RunConfig, iterations: int) -> float:
     """Return the seconds by the replay of the same iterations with the same samples."""
     data, dealer = UnequalData(config), Dealer(schedule)
-    dealt = DealtSamples(schedule, data, config.training, place_layers(schedule.grid, schedule.grid.depth))
+    dealt = DealtSamples(schedule, schedule.grid, data, config.training,
+                         place_layers(schedule.grid, schedule.grid.depth))
     counts = schedule.grid.microbatches
     first = np.cumsum([0, *counts])
     names = [[dealt(Microbatch(iteration, pipeline, index)) for pipeline, count in enumerate(counts)

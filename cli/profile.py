@@ -58,8 +58,9 @@ def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED,
 
         from slipstream.runtime.config import ConfigError, parse_run_config
         from slipstream.runtime.model.data.data import load_data
-        from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype, split_layers
+        from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
         from slipstream.runtime.model.layers.worker_group import simulating_rank
+        from slipstream.runtime.placement import split_layers
         from slipstream.runtime.processes.fork_server import ForkServer
         from slipstream.runtime.tools.profile import ProfileError
         from slipstream.runtime.tools.profile import profile_stages as measure
@@ -236,7 +237,7 @@ def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
     Raises ConfigError unless all stages have layers and their sum is `layers`, the model's number of layers.
     """
     from slipstream.runtime.config import ConfigError
-    from slipstream.runtime.replay.placement import with_end_layers
+    from slipstream.runtime.placement import with_end_layers
 
     counts = with_end_layers(counts, layers)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]

@@ -26,6 +26,8 @@ from slipstream.schedules.measured_trace import (
     MeasuredTraceError,
     read_measured_trace,
 )
+from slipstream.schedules.program import build_program
+from slipstream.schedules.schedule import Worker
 
 DRAWN, WRITTEN = "What is shown", "Files to write"
 """Groups of options in the help."""
@@ -45,11 +47,13 @@ Measured = Annotated[Path | None, typer.Option("--measured", rich_help_panel=DRA
     "When each op really ran: trace.json of `slipstream train`."))]
 Width = Annotated[int | None, typer.Option("--width", rich_help_panel=DRAWN, metavar="N", min=40, max=1000, help=(
     "Width in characters. Default: that of the terminal."))]
+ProgramOf = Annotated[str | None, typer.Option("--program", rich_help_panel=DRAWN, metavar="D.S", help=(
+    "Print the program of a worker instead: what it receives, computes, sends, reduces and steps, a line each."))]
 BROWSER = ": open it in a browser"
 
 
 def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perfetto = None, svg: Svg = None,
-         measured: Measured = None, width: Width = None,
+         measured: Measured = None, program: ProgramOf = None, width: Width = None,
          force: Force = False,  # noqa: ARG001  # read by the overwrite guard
          json: Json = False) -> None:
     """Show a schedule: a row for each worker, time from left to right; or the course of a run.
@@ -62,7 +66,7 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
         require_writable(path)
     if run is not None:
         for what, value in (("schedule files", files), ("--perfetto", perfetto), ("--svg", svg),
-                            ("--measured", measured)):
+                            ("--measured", measured), ("--program", program)):
             if value:
                 refuse(f"--run shows a run: leave out {what}")
         _show_run(run, html, console_of_width(width), json=json)
@@ -71,10 +75,14 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
         refuse("give schedule files, or --run DIR")
     given = [*_read_or_refuse(files)]
     if len(given) > 1:
-        for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):
+        for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured),
+                              ("--program", program)):
             if value is not None:
                 refuse(f"{option} goes with one schedule; {len(given)} are given")
     first = given[0]
+    if program is not None:
+        _show_program(first, program, json=json)
+        return
     iterations = _read_measured(measured, first).iterations if measured is not None else ()
     if html is not None:
         write_or_refuse(html, _render_page(given, iterations))
@@ -115,6 +123,24 @@ def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) 
     print_run(run, console)
     if html is not None:
         _print_written(html, BROWSER)
+
+
+def _show_program(given: ScheduleInFile, name: str, *, json: bool) -> None:
+    """Print a worker's program. Exits 2 unless the schedule has that worker and passes its checks."""
+    try:
+        worker = Worker.parse(name)
+    except ValueError as error:
+        refuse(f"--program: {error}")
+    if worker not in given.schedule.seat_of:
+        refuse(f"--program {name}: {given.path} has no program for this worker; expected one of "
+               f"{', '.join(map(str, given.schedule.members))}")
+    if violations := check(given.schedule):
+        refuse(f"{given.path} breaks rules ({violations[0].rule} and perhaps others): see slipstream check")
+    lines = [*map(str, build_program(given.schedule, worker).instructions)]
+    if json:
+        print_json({"worker": name, "program": lines})
+    else:
+        typer.echo("\n".join(lines))
 
 
 def _print_written(path: Path, hint: str) -> None:

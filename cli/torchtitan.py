@@ -39,16 +39,13 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint, open_latest
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype, split_layers
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.node_agent import NodeJob, join_run
-from slipstream.runtime.processes.launch_environment import (
-    LaunchInfo,
-    announce_node_0,
-    choose_listen_address,
-    find_node_0,
-)
+from slipstream.runtime.placement import split_layers
+from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
 from slipstream.runtime.processes.parent_death import request_parent_death_signal
 from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
+from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from slipstream.runtime.run_folder import CHECKPOINTS, read_takeover_record
 from slipstream.runtime.run_options import Resilience, RunOptions

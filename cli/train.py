@@ -48,14 +48,10 @@ from slipstream.runtime.coordinator.records.tensorboard import require_tensorboa
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
-from slipstream.runtime.processes.launch_environment import (
-    LaunchInfo,
-    announce_node_0,
-    choose_listen_address,
-    find_node_0,
-)
+from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
 from slipstream.runtime.processes.parent_death import request_parent_death_signal
 from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.run_folder import read_takeover_record
 from slipstream.schedules.check import check

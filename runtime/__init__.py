@@ -5,6 +5,7 @@
     launch         starts and supervises a run on node 0
     run_options    how a run deals with failures, and where it runs
     run_fit        checks before a run that schedule, configuration and machine fit each other
+    placement      which layers of the model belong to the layers of schedules, and which workers hold them
     run_result     what a run returns
     run_record     reads the history of a run from its folder
     node_agent     takes part in a run as a node other than node 0

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from slipstream.runtime.config_errors import ConfigError as ConfigError
 from slipstream.runtime.config_errors import explain_validation_error
 from slipstream.schedules.schedule import OpKind
 
@@ -47,10 +48,6 @@ def _require_json(name: str, options: Mapping[str, Any]) -> None:
     if msgspec.json.decode(msgspec.json.encode(options)) != options:
         raise ValueError(f"{name} has a date, or a number that is not finite; expected texts, numbers, true, false, "
                          "lists and tables")
-
-
-class ConfigError(ValueError):
-    """Error in the configuration. The message is one line."""
 
 
 BYTES = 256

@@ -1,14 +1,17 @@
 """Kind of device that a run computes on."""
 
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from slipstream.runtime.config import ConfigError, DeviceName
+from slipstream.runtime.config_errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.runtime.config import DeviceName
 
 
-def choose_device(wanted: DeviceName) -> Literal["cpu", "cuda"]:
+def choose_device(wanted: "DeviceName") -> Literal["cpu", "cuda"]:
     """Return the device that `[training] device` selects on this machine.
 
     Raises ConfigError if it is "cuda" and torch finds no GPU.

@@ -9,7 +9,7 @@ Workers that own parts of each other's optimizer state are sent the same domains
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from slipstream.runtime.replay.placement import PlacementError, assign_workers_to_nodes
+from slipstream.runtime.placement import PlacementError, assign_workers_to_nodes
 from slipstream.schedules.schedule import Grid, Worker
 
 Domains = tuple[tuple[Worker, ...], ...]

@@ -53,7 +53,8 @@ from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessM
 from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, handle_stop_signals
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, create_secret
-from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, open_listener
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
+from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_store import delete_old_orders
 from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, compare_with_checkpoint, count_samples_read
 from slipstream.runtime.run_folder import (

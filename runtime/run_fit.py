@@ -38,11 +38,12 @@ from slipstream.runtime.model.state.held_layers import count_trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_all_patterns_match
 from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.model.state.undoable_steps import optimizer_factory
+from slipstream.runtime.placement import Placement, PlacementError, place_layers
 from slipstream.runtime.processes.launch_environment import GpuShare, compute_gpu_share
+from slipstream.runtime.protocol.form_codec import encode_form
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
 from slipstream.runtime.replay.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
-from slipstream.runtime.replay.placement import Placement, PlacementError, place_layers
 from slipstream.runtime.replay.transport import Transport, choose_transport
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.check import check
@@ -167,14 +168,14 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     return RunFit(device, model, placement, shares, domains, gpus,
                   choose_transport(training.backend, device, gpus.processes, gpu_count(device),
                                    shared=training.share_devices),
-                  tuple(FormSpec.from_form(layer_forms[cut]) for cut in placement.cuts),
+                  tuple(encode_form(layer_forms[cut]) for cut in placement.cuts),
                   IterationWork(tokens=training.batch * config.model.context * microbatches,
                                 flops=flops.training_flops(microbatches), peak_flops=training.peak_flops
                                 or options.peak_flops),
                   tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                   training.evaluate_every is not None
                   or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
-                  elements, FormSpec.from_form(data_form), identity, first_samples.digests, fused)
+                  elements, encode_form(data_form), identity, first_samples.digests, fused)
 
 
 def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,

@@ -150,7 +150,7 @@ WAITS = (
     Wait("node_agent:_NodeAgent._follow_coordinator", "node 0",
          "protocol.to_node_agent:SILENT_SECONDS"),
     Wait("node_agent:_NodeAgent._wait_for_coordinator", "another node 0", _COORDINATOR),
-    Wait("processes.launch_environment:find_node_0", "node 0", Ender.CALLER),
+    Wait("processes.torchrun_store:find_node_0", "node 0", Ender.CALLER),
     # Node 0, and processes.
     Wait("coordinator.event_loop:EventLoop.serve", "workers: the stall watch says whom",
          Ender.PROCESS),

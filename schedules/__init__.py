@@ -6,7 +6,9 @@
     check             checks a schedule against all rules (`symmetry`, `text_excerpt`)
     memory            how memory is counted: what ops hold over time, and what room layers leave
     graph             ops and transfers as a graph; an order of sends and receives that is proven free of deadlock
-    worker_programs   the part of a schedule that each worker must know
+    crossings         tensors between workers, numbered in an order that all can follow
+    program           a worker's program: receive, compute, send, reduce and step, a line each
+    shares            what each worker is sent of a schedule
     timing            replays of a schedule under other durations
     measured_trace    measured times of ops
     tables/           tables of schedules for many failures

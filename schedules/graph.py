@@ -166,12 +166,11 @@ def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op
     return None
 
 
-def with_early_reductions(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
-    """Return a worker's program `ops` with each all-reduce (A) moved as early as it can run, for reductions that
-    overlap compute.
+def early_reduction_order(schedule: Schedule, ops: Sequence[Op]) -> list[int]:
+    """Return the order of a worker's ops, as indices, in which each all-reduce (A) comes as early as it can run.
 
-    Each A then comes directly after the op that it awaits on this worker, or after the A before it. It thus waits for
-    other workers while this one computes, not afterwards.
+    Each A comes directly after the op that it awaits on this worker, or after the A before it. For reductions that
+    overlap compute: A thus waits for other workers while this one computes, not afterwards.
     """
     last, places = -1, []
     for index, op in enumerate(ops):
@@ -179,7 +178,7 @@ def with_early_reductions(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
             awaited = last_local_backward(schedule, ops, index)
             last = max(last, index if awaited is None else ops.index(awaited))
         places.append((last, 1) if op.kind is OpKind.A else (index, 0))
-    return [op for _, op in sorted(zip(places, ops, strict=True), key=lambda placed: placed[0])]
+    return sorted(range(len(ops)), key=places.__getitem__)
 
 
 def _ops_by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:

@@ -38,6 +38,20 @@ class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     end_seconds: float
 
 
+class OpTime(msgspec.Struct, frozen=True, array_like=True):
+    """Median seconds that the ops of one kind on one slice took in an iteration."""
+
+    kind: OpKind
+    slice: int
+    number: int
+    """Number of ops that were measured."""
+    seconds: float
+    """Median of the ops' durations in seconds, each divided by the relative cost of its sample."""
+    misfit: float | None = None
+    """Root mean square of (duration / median - 1), which shows how far costs are from measured times; None if no costs
+    are known."""
+
+
 class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Ops of all workers in one iteration: `[iteration, ops]`. Times are on one clock, from the iteration's start."""
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Self
 from benchmarks.devices.process_tree import dump_stacks
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_target
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.torch_private import TCPStore
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}

@@ -25,7 +25,8 @@ from benchmarks.conformance import CHECKS, NCCL, STAGED, WORKERS, Member, NotCon
 from benchmarks.devices.crew import Crew, CrewError
 from benchmarks.devices.crew import Member as Process
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession

@@ -28,7 +28,7 @@ from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_confi
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.events import Event, FetchBegun, HandedOver, OrderGiven, Resumed, SettlingChosen
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.layers.layered_model import split_layers
+from slipstream.runtime.placement import split_layers
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.processes.stop_signals import RunStopped

@@ -29,7 +29,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 )
 from slipstream.runtime.protocol.to_node_agent import ReportsAcknowledged
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Leave, ReportStatus, Train
-from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import OpKind, Worker
 
 if TYPE_CHECKING:

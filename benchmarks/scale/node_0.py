@@ -32,11 +32,11 @@ from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.events import Event
 from slipstream.runtime.failure_domains import find_domains
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, open_listener
 from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.run_folder import TakeoverRecord
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Schedule, Worker

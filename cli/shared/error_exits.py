@@ -13,9 +13,9 @@ from slipstream.runtime.config import ConfigError
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import LOSSES
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.placement import PlacementError
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.rendezvous import RendezvousError
-from slipstream.runtime.replay.placement import PlacementError
 from slipstream.runtime.run_folder import FolderError
 from slipstream.schedules.codec import ScheduleError
 

@@ -20,7 +20,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
 from slipstream.runtime.model.data.data import load_data, load_validation_data
 from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.replay.placement import place_layers
+from slipstream.runtime.placement import place_layers
 from slipstream.runtime.run_fit import count_samples_read
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 from slipstream.schedules.tables.relabel import Nodes

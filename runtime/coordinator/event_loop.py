@@ -63,6 +63,7 @@ from slipstream.runtime.errors import (
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
 from slipstream.runtime.events import Noted, OrderGiven, WentBack
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.processes.fork_server import ForkServerError
 from slipstream.runtime.processes.process_manager import ProcessManager
 from slipstream.runtime.processes.stop_signals import StopSignals
@@ -86,9 +87,8 @@ from slipstream.runtime.protocol.to_coordinator import (
 )
 from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from slipstream.runtime.protocol.to_worker import Acknowledged, ReportStatus
-from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.worker_programs import DividedSchedule, EquivalentSchedule, divide_schedule
+from slipstream.schedules.shares import DividedSchedule, EquivalentSchedule, divide_schedule
 
 MAX_UNKNOWN_CONNECTIONS = 256
 """Number of connections that may be open without an identified peer, in addition to one for each worker."""
@@ -124,7 +124,7 @@ class EventLoop:
         # Failure domains matter to workers only if they keep parts of each other's states.
         self._setup = run.setup if run.config.training.shard_optimizer else replace(run.setup, failure_domains=())
         self._setup_frame = encode_frame(self._setup)  # encoded once: nearly all workers get the same
-        self._rules = run.build_rules(self._schedules.get_prepared)
+        self._rules = run.build_rules(self._schedules.prepare_schedule(run.schedule))
         at = time.monotonic()
         self.state = build_initial_state(self._rules, commits, at, run.build_rejoining_phase(at), run.journal)
         self._injected: dict[int, float] = {}
@@ -254,7 +254,7 @@ class EventLoop:
                 self.news.report_note(effect.text)
             case RunEvent():
                 if isinstance(effect, OrderGiven):
-                    self._log.store_schedule(self._rules.prepared(self.state.current).text)
+                    self._log.store_schedule(self.state.prepared.text)
                 elif isinstance(effect, WentBack):
                     self.news.log_rollback(self.state.log.next_iteration)
                 self._log.write(effect)

@@ -14,9 +14,9 @@ from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.model.state.parts import ElementCounts
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.setup import WorkerSetup
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.run_folder import TakeoverRecord
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Schedule, Worker
@@ -65,15 +65,15 @@ class RunSpec:
         """Failure domains of the run: groups of workers that fail together."""
         return FailureDomains(self.setup.failure_domains)
 
-    def build_rules(self, prepared: Callable[[Schedule], PreparedSchedule]) -> RunRules:
+    def build_rules(self, first: PreparedSchedule) -> RunRules:
         """Return the settings and functions (`RunRules`) that the coordinator's decisions use and that stay the same
         during the run.
 
-        The function `prepared` turns a schedule into the form in which an order sends it.
+        The argument `first` is the schedule of this run, with the forms in which orders send it.
         """
         setup, resilience = self.setup, self.resilience
         return RunRules(
-            first=self.schedule, prepared=prepared,
+            first=first,
             iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
             settles=None if resilience.settling is None else MoveCost(self.layer_bytes, setup.fetch_bytes_per_second),
             mtbf_seconds=None if resilience.settling is None else resilience.settling.mtbf_seconds,

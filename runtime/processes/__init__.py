@@ -13,4 +13,5 @@
     process_title          process names as shown by ps, top and nvidia-smi
     stop_signals           SIGTERM and Ctrl-C
     launch_environment     environment variables set by torchrun, srun or mpirun
+    torchrun_store         finds node 0 by the store of torchrun's agent
 """

@@ -3,10 +3,10 @@
 import resource
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.placement import Placement
+from slipstream.schedules.crossings import crossings_by_worker
 from slipstream.schedules.graph import pipeline_groups
 from slipstream.schedules.schedule import Schedule
-from slipstream.schedules.worker_programs import crossings_by_worker
 
 LAUNCHER_DESCRIPTORS = 256
 """Number of files, pipes and libraries that a launcher opens, whatever the number of workers."""

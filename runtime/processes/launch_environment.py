@@ -6,20 +6,12 @@ are as many processes as workers. The node's process outlives its workers, and c
 
 import os
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import DistError, DistStoreError
+from slipstream.runtime.protocol.rendezvous import Rendezvous
 
-from slipstream.runtime.errors import first_line
-from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store
-
-PROGRESS_SECONDS = 30.0
-"""Interval between the lines that a waiting node prints."""
 DEFAULT_PORT = 29500
 """Default port of torch, used only if MASTER_PORT is not set."""
 
@@ -127,49 +119,10 @@ def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
     return None if rank else replace(here, node=node, nodes=here.nodes // ranks, local=local)
 
 
-def announce_node_0(here: LaunchInfo, opened: Rendezvous) -> None:
-    """Put `opened`, the address at which node 0 listens, into torchrun's store, if there is one. Raises
-    RendezvousError."""
-    if here.agent:
-        assert here.master is not None
-        try:
-            connect_store(here.master).set(_store_key(here), str(opened))
-        except DistError as error:
-            raise RendezvousError(f"torchrun at {here.master} is gone: {first_line(error)}") from None
-
-
-def find_node_0(here: LaunchInfo, timeout_seconds: float,
-                waiting: Callable[[str], None] = lambda _: None) -> Rendezvous:
-    """Return the address where node 0 listens, waiting until it is known. Raises RendezvousError. `waiting` is called
-    with a line of text repeatedly while this waits."""
-    assert here.master is not None
-    if not here.agent:
-        return here.master
-    deadline = time.monotonic() + timeout_seconds
-    store = connect_store(here.master, timedelta(seconds=timeout_seconds))
-    try:
-        while not store.check([_store_key(here)]):
-            waiting(f"waiting for node 0's address in torchrun's store at {here.master}")
-            left = deadline - time.monotonic()
-            with suppress(DistStoreError):
-                store.wait([_store_key(here)], timedelta(seconds=max(0.001, min(left, PROGRESS_SECONDS))))
-            if left <= 0:
-                raise RendezvousError(f"node 0 has not put its address into torchrun's store at {here.master} in "
-                                      f"{timeout_seconds:.0f} s")
-        return Rendezvous.parse(store.get(_store_key(here)).decode())
-    except (DistError, ValueError) as error:
-        raise RendezvousError(f"cannot read node 0's address from torchrun's store at {here.master}: "
-                              f"{first_line(error)}") from None
-
-
 def choose_listen_address(here: LaunchInfo) -> Rendezvous | None:
     """Return the address at which node 0 listens: the one set for this process, but with a free port if torchrun's
     agent uses that port. Returns None if there is a single node, which listens on loopback."""
     return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
-
-
-def _store_key(here: LaunchInfo) -> str:
-    return f"slipstream/{here.attempt}"
 
 
 def _read_local_size(environment: Mapping[str, str], name: str) -> int:

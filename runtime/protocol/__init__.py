@@ -8,7 +8,9 @@
     to_node_agent        messages from the coordinator to node agents
     setup                settings that a worker needs before its first order
     failure_injection    failures on purpose
-    rendezvous           addresses, and torch's key-value store
+    form_codec           forms of tensors in JSON
+    rendezvous           addresses at which node 0 listens
+    store                torch's key-value store
     network_interfaces   network interfaces by which workers reach each other
     node_reports         reports of a node's workers, sent together by its agent
 

@@ -1,4 +1,4 @@
-"""Inject failures on purpose, for tests and rehearsals.
+"""Failures on purpose, for tests and rehearsals.
 
 A worker kills or stops itself, or raises, at a given place, or takes longer for its ops from an iteration on.
 
@@ -11,14 +11,10 @@ step of an iteration whose state it is to send; `loaded` at the target, when it 
 target, when it has received all, in place of an iteration with the order's number.
 """
 
-import os
-import signal
-from collections.abc import Callable, Iterable
-from random import Random
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
-import torch
 
 from slipstream.schedules.schedule import Worker
 
@@ -58,62 +54,3 @@ def find_slowdown_factor(slowdowns: Iterable[Slowdown], iteration: int) -> float
     or 1."""
     begun = [slowdown for slowdown in slowdowns if slowdown.iteration <= iteration]
     return max(begun, key=lambda slowdown: slowdown.iteration).factor if begun else 1.0
-
-
-class InjectedError(RuntimeError):
-    """Error that a worker raises for an injection whose action is an exception."""
-
-
-class Injector:
-    """Failures to inject into one worker that have not happened yet.
-
-    Parameters
-    ----------
-    injections
-        Failures of this worker, each with its index among all failures of the run.
-    announce
-        Function that reports a failure to the coordinator; called just before it, with its index. It must return only
-        when the report is certain to arrive.
-    """
-
-    def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
-        self._announce = announce
-        self._mine: dict[tuple[int, Place], tuple[int, Action]] = {}
-        self.replace_injections(injections)
-        self.cut: Callable[[], None] = lambda: None
-        """Function that breaks the worker's connections; to be set by their owner."""
-        self.flip: Callable[[str, Random], object] = lambda *_: None
-        """Function that flips a random bit of the worker's state of the named kind; to be set by its owner."""
-
-    def replace_injections(self, injections: Iterable[tuple[int, Injection]]) -> None:
-        """Replace all pending failures of this worker, because a new node 0 may have others to inject."""
-        self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
-
-    def fail_if_due(self, iteration: int, place: Place) -> None:
-        """Fail in the way that an injection asks for, if one is due at this place of an iteration: an op, by its number
-        in the program, or a point that has a name (`Place`).
-
-        Raises InjectedError and torch.OutOfMemoryError; other failures kill, stop or end this process, break its
-        connections, or flip a bit.
-        """
-        if not self._mine:
-            return
-        due = self._mine.pop((iteration, place), None)
-        if due is None:
-            return
-        index, action = due
-        self._announce(index)
-        if action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif action == "exit":
-            os._exit(3)
-        elif action == "cut":
-            self.cut()
-        elif action.startswith("flip "):
-            self.flip(action.removeprefix("flip "), Random(index))
-        elif action == "memory":
-            raise torch.OutOfMemoryError("injected")
-        else:
-            raise InjectedError(f"injected in iteration {iteration} at {place}")

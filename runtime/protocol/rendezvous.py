@@ -1,18 +1,14 @@
-"""Open and reach the coordinator's address and torch's key-value store, which holds process groups' addresses."""
+"""Rendezvous: the address at which node 0 listens."""
 
 import errno
 import os
 import socket
-from datetime import timedelta
 
 import msgspec
-from torch.distributed import DistError
 
 from slipstream.runtime.errors import describe_reason
-from slipstream.runtime.torch_private import TCPStore
 
 LOOPBACK = "127.0.0.1"
-CONNECT_TIMEOUT = timedelta(seconds=60)
 BACKLOG = 4096
 """Number of connections that may wait to be accepted: all workers connect at once."""
 
@@ -62,23 +58,3 @@ def _listen_at_first_address(wanted: Rendezvous) -> socket.socket:
         except OSError as error:
             first = first or error
     raise first or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-
-
-def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
-    """Open torch's key-value store, by default on a free port of loopback, and return it with its address. Raises
-    RendezvousError."""
-    listener, opened = open_listener(rendezvous)
-    try:
-        return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT,
-                        master_listen_fd=listener.detach()), opened
-    except DistError as error:
-        raise RendezvousError(f"cannot listen at {opened}: {describe_reason(error)}") from None
-
-
-def connect_store(rendezvous: Rendezvous, timeout: timedelta = CONNECT_TIMEOUT) -> TCPStore:
-    """Connect to a key-value store, waiting for it to open. Raises RendezvousError."""
-    try:
-        return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except DistError as error:
-        raise RendezvousError(f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
-                              f"{describe_reason(error)}") from None

@@ -3,9 +3,7 @@
 from typing import Literal
 
 import msgspec
-import torch
 
-from slipstream.runtime.model.layer_values import Form, TensorForm, TupleForm
 from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.protocol.rendezvous import Rendezvous
@@ -21,25 +19,13 @@ VERIFY_EVERY = 50
 
 
 class FormSpec(msgspec.Struct, frozen=True, array_like=True):
-    """JSON form of a `runtime.model.layer_values.Form`: the shapes and dtypes of a value that is passed between
-    layers."""
+    """JSON form of a `runtime.model.layer_values.Form` (`form_codec`): the shapes and dtypes of a value that is passed
+    between layers."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
     """Shape and dtype of each tensor of the value."""
     fields: tuple[str, ...] | None = None
     """Field names of a tuple. None: the form is a single tensor."""
-
-    @classmethod
-    def from_form(cls, form: Form) -> "FormSpec":
-        """Return a form, the shapes and dtypes of a value, in its JSON form."""
-        tensors = (form,) if isinstance(form, TensorForm) else form.tensors
-        return cls(tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors),
-                   None if isinstance(form, TensorForm) else form.fields)
-
-    def to_form(self) -> Form:
-        """Return the `Form` that this JSON form describes."""
-        tensors = tuple(TensorForm(shape, _parse_dtype(dtype)) for shape, dtype in self.tensors)
-        return tensors[0] if self.fields is None else TupleForm(tensors, self.fields)
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -71,7 +57,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Address of torch's key-value store, where process groups find each other."""
     cuts: tuple[int, ...]
     """First layer of the model in each layer of the schedules, and then the number of the model's layers
-    (`runtime.replay.placement.Placement`)."""
+    (`runtime.placement.Placement`)."""
     columns: tuple[tuple[int, ...], ...]
     """Layers of the model that the stages of each column hold."""
     forms: tuple[FormSpec, ...]
@@ -101,9 +87,3 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Digest of the first samples that node 0 has read, by the name that it has in the run's identity."""
     fused_layers: tuple[int, ...] = ()
     """Layers whose backward must not be divided into I and W: their gradients would not be autograd's own."""
-
-
-def _parse_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

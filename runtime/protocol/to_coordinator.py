@@ -7,9 +7,8 @@ import msgspec
 from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.to_worker import StepFactor
-from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
-from slipstream.schedules.measured_trace import MeasuredOp
+from slipstream.schedules.measured_trace import MeasuredOp, OpTime
 from slipstream.schedules.schedule import Worker
 
 

@@ -11,7 +11,7 @@ from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.worker_programs import WorkerShare
+from slipstream.schedules.shares import WorkerShare
 
 
 class StepFactor(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +43,7 @@ MAX_STORED_CONTENTS = 64
 
 
 class ScheduleContent(msgspec.Struct, frozen=True, tag=True):
-    """Data of a schedule that a worker needs and has not received yet (`schedules.worker_programs`). It is sent before
+    """Data of a schedule that a worker needs and has not received yet (`schedules.shares`). It is sent before
     the `AssignedShare` that refers to it by its digest."""
 
     digest: str

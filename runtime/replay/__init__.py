@@ -1,6 +1,8 @@
 """Run schedules: run ops in program order, and pass tensors between workers.
 
     executor       runs one worker's program, op by op
+    seams          what the executor is given, as interfaces: layers, their state, optimizer steps
+    own_loop       replay in a user's own loop: no coordinator, job file or run folder
     evaluation     computes the loss of validation data with the forwards of the schedule
     exchange       passes the result of an op to the next op, on the same worker or another
     session        one worker's communication in a generation: sends, receives, sums, aborts, commit points
@@ -16,7 +18,6 @@
     group_store    key-value store in which the members of a process group leave their addresses
     membership     members of a generation, and the processes of each
     part_exchange  sums of gradients, and parameters, if optimizer state is sharded
-    placement      which layers of the model belong to the layers of schedules, and which workers hold them
     dealt_samples  assigns samples to the micro-batches of a schedule by their costs
     recorder       records when each op ran
     stuck_calls    finds a thread that is stuck in a process group

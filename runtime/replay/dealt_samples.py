@@ -19,7 +19,7 @@ from slipstream.runtime.model.data.data import Data, has_costs, has_lengths
 from slipstream.runtime.model.data.loss_weights import count_loss_tokens
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.model.seeds import derive_seed
-from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.placement import Placement
 from slipstream.schedules.dealing import (
     Coefficients,
     CostError,
@@ -130,26 +130,27 @@ class _DealtIteration(NamedTuple):
 
 class DealtSamples:
     """Samples of a schedule's micro-batches, dealt by their costs (relative times of F, I and W). Without costs, each
-    micro-batch is its own sample.
+    micro-batch is its own sample, and only the grid of the schedule is needed.
 
     A thread of this object deals an iteration while the one before runs. A wait for that thread calls the function
     `require` repeatedly, which raises an error to end the wait. The wait can take many seconds if each process must
     first compile the code that deals.
     """
 
-    def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement,
-                 require: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, schedule: Schedule | None, grid: Grid, data: Data, training: TrainingConfig,
+                 placement: Placement, require: Callable[[], None] = lambda: None) -> None:
         self._training = training
         self._require = require
-        self._names = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
+        self._names = [(pipeline, index) for pipeline, count in enumerate(grid.microbatches)
                        for index in range(count)]
-        self._first = list(accumulate(schedule.grid.microbatches, initial=0))
+        self._first = list(accumulate(grid.microbatches, initial=0))
         self._schedule = schedule
         self._next_dealing: tuple[int, Future[_DealtIteration]] | None = None
         self._current: tuple[int, _DealtIteration] | None = None
-        self._costs = find_cost_function(data, training, layers_of_stages(schedule.grid, placement))
+        self._costs = find_cost_function(data, training, layers_of_stages(grid, placement))
         self._pool = ThreadPoolExecutor(1, "dealing") if self._costs is not None else None
-        self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
+        assert self._pool is None or schedule is not None, "samples are dealt by the whole schedule"
+        self._dealer = None if self._pool is None or schedule is None else self._pool.submit(Dealer, schedule)
 
     def __call__(self, name: Microbatch) -> Microbatch:
         """Return the sample that a micro-batch of the schedule gets in its iteration, after waiting until samples are
@@ -173,6 +174,7 @@ class DealtSamples:
         The result is 1 if the op is expected to take no time.
         """
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
+        assert self._schedule is not None
         sample = self._sample_number(Microbatch(iteration, op.pipeline, op.microbatch))
         costs, times = self._get_dealt_iteration(iteration).by_slice[sample, op.slice], self._schedule.times
         kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)

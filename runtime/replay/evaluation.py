@@ -18,6 +18,7 @@ from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.schedules.check import check
 from slipstream.schedules.forwards import schedule_forwards
+from slipstream.schedules.program import WorkerProgram, build_program
 from slipstream.schedules.schedule import Schedule
 
 
@@ -51,7 +52,7 @@ class Evaluation:
     Parameters
     ----------
     exchange
-        Function that creates an `Exchange` for a schedule and its iterations.
+        Function that creates an `Exchange` for a program and its iterations.
     before_op
         Function that is called before each op; an error that it raises ends the evaluation.
     iterations
@@ -61,18 +62,19 @@ class Evaluation:
     """
 
     def __init__(self, schedule: Schedule, *, session: GenerationSession, slices: WorkerSlices, steps: StepController,
-                 exchange: Callable[[Schedule, range], Exchange], feed: Feed, before_op: BeforeOp,
+                 exchange: Callable[[WorkerProgram, range], Exchange], feed: Feed, before_op: BeforeOp,
                  iterations: int, mode: EvaluationMode) -> None:
         forwards = schedule_forwards(schedule)
         violations = check(forwards, forwards=True)
         assert not violations, violations[0]
+        program = build_program(forwards, session.worker)
         self._iterations = iterations
         self._done = 0
         self._mode = mode
         self._slices = slices
-        self._exchange, self._recorder = exchange(forwards, range(0)), Recorder(session.device)
+        self._exchange, self._recorder = exchange(program, range(0)), Recorder(session.device)
         self._executor = Executor(
-            forwards, slices=slices, steps=steps, session=session, exchange=self._exchange,
+            program, slices=slices, steps=steps, session=session, exchange=self._exchange,
             feed=lambda one: feed(Microbatch(one.iteration % iterations, one.pipeline, one.index)),
             recorder=self._recorder, before_op=before_op)
 

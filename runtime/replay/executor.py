@@ -1,22 +1,20 @@
-"""Executor: run one worker's program, op by op, in its order. It makes no decisions."""
+"""Executor: run one worker's program, instruction by instruction. It makes no decisions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
-from slipstream.runtime.model.computing.slices import SliceRunner, WorkerSlices
-from slipstream.runtime.model.data.data import Microbatch
 from slipstream.runtime.model.layer_values import Value
-from slipstream.runtime.model.layers.calling import Batch
-from slipstream.runtime.model.state.held_layers import HeldLayers
-from slipstream.runtime.model.state.steps import StepController, StepState
-from slipstream.runtime.replay.exchange import Exchange, TensorName
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.seams import Batch, Runner, Slices, State, Steps
 from slipstream.runtime.replay.session import GenerationSession
-from slipstream.schedules.graph import with_early_reductions
-from slipstream.schedules.precedence import consumers_with_rules, op_key, producers_with_rules
-from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule
+from slipstream.schedules.program import Instruction, TransferKind, ValueName, WorkerProgram
+from slipstream.schedules.schedule import Op, OpKind
 
 Feed = Callable[[Microbatch], Batch]
 """Function that returns a micro-batch: tokens and targets, each [B, T], and its other tensors, on the device that
@@ -29,45 +27,47 @@ An error that it raises ends the iteration.
 
 
 class _ProgramStep(NamedTuple):
-    """An op of a worker's program, with the function that runs it and that function's arguments."""
+    """An instruction of a worker's program, with the function that runs it and what that function needs."""
 
-    op: Op
+    instruction: Instruction
     handler: "Callable[[Executor, _ProgramStep], None]"
-    runner: SliceRunner | None
-    """Runner of the op's slice; None for A and O."""
-    input_name: TensorName | None
-    """Name of the tensor that another op passes to this one; None if the op needs none."""
-    output_name: TensorName | None
-    """Name of the tensor that this op passes to another one; None if no op needs it."""
+    op: Op | None
+    """The op as records name it; None for a transfer."""
+    place: int
+    """Number of ops, or of transfers, before this one in the program."""
+    runner: Runner | None
+    """Runner of the instruction's slice; None for A and O."""
+    input_name: ValueName | None
+    """Name of the value that the instruction takes."""
+    output_name: ValueName | None
+    """Name of the value that the instruction makes."""
 
 
 class Executor:
     """Runner of one live worker's program: its ops on its slices, its sums of gradients, and its optimizer steps.
 
-    A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
+    A program of forwards alone keeps no micro-batch for a backward.
 
     The function `sample_of` returns the sample that a micro-batch of the schedule runs: its data, seeds and weights are
     the sample's, while tensors between workers bear the name of the micro-batch.
 
-    The function `before_exchange` is called before each input, output, reduction and step. An error that it raises ends
-    the iteration.
+    The function `before_exchange` is called before each input, transfer, reduction and step. An error that it raises
+    ends the iteration.
 
     The function `before_step` is called with an iteration before its optimizer step, when all sums of gradients have
     arrived. By then all workers have passed on a result of this iteration, so no worker undoes the step before.
     """
 
-    def __init__(self, schedule: Schedule, *, slices: WorkerSlices, steps: StepController, session: GenerationSession,
-                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = lambda *_: None,
+    def __init__(self, program: WorkerProgram, *, slices: Slices, steps: Steps,
+                 session: GenerationSession, exchange: Exchange, feed: Feed, recorder: Recorder,
+                 before_op: BeforeOp = lambda *_: None,
                  before_exchange: Callable[[], None] = lambda: None,
                  before_step: Callable[[int], None] = lambda _: None,
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
-        ops = schedule.ops(session.worker)
-        if schedule.has_overlap:
-            ops = with_early_reductions(schedule, ops)
-        self._program = [_build_step(schedule, op, slices) for op in ops]
-        self._split = schedule.backward == "split"
-        self._reduces_in_background = _computes_after_reducing(self._program)
-        self._trains = any(step.op.kind is not OpKind.F for step in self._program)
+        self._program = _build_steps(program, slices)
+        self._split = program.backward == "split"
+        self._reduces_in_background = program.computes_after_reducing
+        self._trains = any(op.kind is not OpKind.F for op in program.ops)
         self._slices, self._holding = slices, slices.holding
         self._steps = steps
         self._session = session
@@ -114,18 +114,21 @@ class Executor:
 
         See `runtime.model.state.steps`.
         """
-        for place, step in enumerate(self._program):
+        for step in self._program:
+            if step.op is None:
+                step.handler(self, step)
+                continue
             kind = step.op.kind
-            self._before_op(self._iteration, place, kind)
+            self._before_op(self._iteration, step.place, kind)
             if kind is OpKind.F:
                 self._steps.validate_if_arrived()
             elif kind is not OpKind.O:
                 self._steps.validate()
-            elif self._steps.state is StepState.VOID:
+            elif self._steps.is_void:
                 self._before_exchange()
                 self.regather_parameters()
                 return False
-            (Executor._pass_zeros if self._steps.state is StepState.VOID else step.handler)(self, step)
+            (Executor._pass_zeros if self._steps.is_void else step.handler)(self, step)
         return True
 
     def regather_parameters(self) -> None:
@@ -149,19 +152,26 @@ class Executor:
         self._slices.discard_iteration()
 
     def _pass_zeros(self, step: _ProgramStep) -> None:
-        """Take the input of an op in a discarded run of the program, and pass on zeros as its output, without
+        """Take the input of an op in a discarded run of the program, and make zeros as its output, without
         computing."""
         self._take_input(step)
         if step.output_name is not None:
-            self._before_exchange()
-            self._exchange.put_zeros(self._round_number, step.output_name)
+            self._exchange.put_zeros(step.output_name)
+
+    def _start_receive(self, step: _ProgramStep) -> None:
+        self._before_exchange()
+        self._exchange.start_receive(self._round_number, step.place)
+
+    def _start_send(self, step: _ProgramStep) -> None:
+        self._before_exchange()
+        self._exchange.start_send(self._round_number, step.place)
 
     def _run_forward(self, step: _ProgramStep) -> None:
-        runner, microbatch = self._runner_of(step), self._sample_of_op(step.op)
+        runner, microbatch = self._runner_of(step), self._sample_of_step(step)
         # Read while the activation is in transfer.
         batch = self._feed(microbatch) if runner.reads_batch and not runner.first else None
         value = self._take_input(step)
-        with self._recorder.record_op(step.op):
+        with self._record_op(step):
             if value is None:
                 batch = self._feed(microbatch)
                 value = batch[0]
@@ -173,16 +183,16 @@ class Executor:
 
     def _run_backward(self, step: _ProgramStep) -> None:
         """Run an I or a B."""
-        runner, microbatch = self._runner_of(step), self._sample_of_op(step.op)
-        run = runner.backward if step.op.kind is OpKind.B else runner.backward_input
+        runner, microbatch = self._runner_of(step), self._sample_of_step(step)
+        run = runner.backward if step.instruction.kind is OpKind.B else runner.backward_input
         gradient = self._take_input(step)
-        with self._recorder.record_op(step.op):
+        with self._record_op(step):
             result = run(microbatch, gradient)
         self._put_output(step, result)
 
     def _run_backward_weight(self, step: _ProgramStep) -> None:
-        with self._recorder.record_op(step.op):
-            self._runner_of(step).backward_weight(self._sample_of_op(step.op))
+        with self._record_op(step):
+            self._runner_of(step).backward_weight(self._sample_of_step(step))
 
     def _run_all_reduce(self, step: _ProgramStep) -> None:
         self._before_exchange()
@@ -197,10 +207,10 @@ class Executor:
         Reductions run in the order of the program, on whichever thread, so workers never wait for each other in a
         circle.
         """
-        slice = step.op.slice
+        slice = step.instruction.slice
         assert slice is not None
         layers = self._slices.layers[slice]
-        with self._recorder.record_op(step.op):
+        with self._record_op(step):
             whole = self._holding.gradients_to_sum(layers)
             if (cut := self._holding.sharded_partition(layers)) is not None:
                 gradients, *whole = whole
@@ -218,7 +228,7 @@ class Executor:
         self._before_step(self._iteration)
         with self._session.waiting_for_device():  # reading the loss does
             self._loss = self._slices.take_loss()
-        with self._recorder.record_op(step.op):
+        with self._record_op(step):
             for name in self._holding.shared_gradients:
                 self._session.sum_over_sharers(name, self._holding.gradients_to_sum(name))
             with self._session.waiting_for_device():  # reading the squares of gradients does
@@ -234,26 +244,30 @@ class Executor:
             finish()
         self._holding.start_copy_steps()
 
-    def _runner_of(self, step: _ProgramStep) -> SliceRunner:
+    def _runner_of(self, step: _ProgramStep) -> Runner:
         assert step.runner is not None
         return step.runner
 
-    def _sample_of_op(self, op: Op) -> Microbatch:
-        assert op.pipeline is not None and op.microbatch is not None
-        return self._sample_of(Microbatch(self._iteration, op.pipeline, op.microbatch))
+    def _record_op(self, step: _ProgramStep) -> AbstractContextManager[None]:
+        assert step.op is not None
+        return self._recorder.record_op(step.op)
+
+    def _sample_of_step(self, step: _ProgramStep) -> Microbatch:
+        pipeline, microbatch = step.instruction.pipeline, step.instruction.microbatch
+        assert pipeline is not None and microbatch is not None
+        return self._sample_of(Microbatch(self._iteration, pipeline, microbatch))
 
     def _take_input(self, step: _ProgramStep) -> Value | None:
         """Return the input of an op, when it has arrived; None if the op has no input."""
         if step.input_name is None:
             return None
         self._before_exchange()
-        return self._exchange.take_input(self._round_number, step.input_name)
+        return self._exchange.take_input(step.input_name)
 
     def _put_output(self, step: _ProgramStep, value: Value | None) -> None:
         if step.output_name is not None:
             assert value is not None
-            self._before_exchange()
-            self._exchange.put_output(self._round_number, step.output_name, value)
+            self._exchange.put_output(step.output_name, value)
 
     @property
     def _round_number(self) -> int:
@@ -261,34 +275,35 @@ class Executor:
         return self._iteration + self._void_rounds
 
 
-def _build_step(schedule: Schedule, op: Op, slices: WorkerSlices) -> _ProgramStep:
-    """Return an op of a worker's program with the function that runs it, and with its input and output along the route
-    of its micro-batch."""
-    if op.slice is None or op.pipeline is None or op.microbatch is None:
-        return _ProgramStep(op, _HANDLERS[op.kind], None, None, None)
-    key, path = op_key(op), schedule.route_of(op.pipeline, op.microbatch)
-    takes = next((TensorName(rule.tensor, *key[1:]) for _, rule in producers_with_rules(key, path) if rule.tensor),
-                 None)
-    gives = next((TensorName(rule.tensor, *other[1:]) for other, rule in consumers_with_rules(key, path)
-                  if rule.tensor), None)
-    return _ProgramStep(op, _HANDLERS[op.kind], slices.runners[op.slice], takes, gives)
+def _build_steps(program: WorkerProgram, slices: Slices) -> list[_ProgramStep]:
+    """Return the instructions of a program, each with the function that runs it."""
+    places = Counter[type]()
+    steps = []
+    for one in program.instructions:
+        kind = one.kind
+        op = None if isinstance(kind, TransferKind) else Op(
+            kind, one.slice, one.pipeline, one.microbatch, program.worker, 0, 0)
+        runner = None if one.slice is None or kind is OpKind.A else slices.runners[one.slice]
+        steps.append(_ProgramStep(one, _HANDLERS[kind], op, places[type(kind)], runner, program.input_of(one),
+                                  program.output_of(one)))
+        places[type(kind)] += 1
+    return steps
 
 
-def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
-    """Return whether a program has compute after its first A, so that reductions can run during compute."""
-    kinds = [step.op.kind for step in program]
-    return OpKind.A in kinds and any(kind in COMPUTE_KINDS for kind in kinds[kinds.index(OpKind.A):])
-
-
-def _mark_gathered(holding: HeldLayers, steps: StepController, iteration: int) -> None:
+def _mark_gathered(holding: State, steps: Steps, iteration: int) -> None:
     """Mark the gathered parameters as those after `iteration`, unless the validation of its optimizer step has shown
     that the step was guessed wrong."""
-    if steps.state is StepState.FINAL:
+    if steps.is_final:
         holding.mark_gathered(iteration)
 
 
-_HANDLERS: Mapping[OpKind, Callable[[Executor, _ProgramStep], None]] = {
+_HANDLERS: Mapping[OpKind | TransferKind, Callable[[Executor, _ProgramStep], None]] = {
     OpKind.F: Executor._run_forward, OpKind.B: Executor._run_backward, OpKind.I: Executor._run_backward,
-    OpKind.W: Executor._run_backward_weight, OpKind.A: Executor._run_all_reduce, OpKind.O: Executor._run_optimizer}
-"""Handlers of the kinds of ops, not bound to an executor: otherwise it would refer to itself, and would keep tensors
-and connections of an ended generation until Python's garbage collector runs."""
+    OpKind.W: Executor._run_backward_weight, OpKind.A: Executor._run_all_reduce, OpKind.O: Executor._run_optimizer,
+    TransferKind.RECV_F: Executor._start_receive, TransferKind.RECV_B: Executor._start_receive,
+    TransferKind.SEND_F: Executor._start_send, TransferKind.SEND_B: Executor._start_send}
+"""Handlers of the kinds of instructions, not bound to an executor.
+
+Otherwise it would refer to itself, and would keep tensors and connections of an ended generation until Python's garbage
+collector runs.
+"""

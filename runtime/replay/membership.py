@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
+
+GradientKey = LayerRange | str
+"""Key of gradients that are summed: a range of layers, or `LAYER.NAME` of a parameter that layers share.
+
+That is the name in the first of these layers.
+"""
 
 
 def worker_of_process(process: str) -> Worker:

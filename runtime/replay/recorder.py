@@ -7,27 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
-import msgspec
 import torch
 
-from slipstream.schedules.measured_trace import MeasuredOp
+from slipstream.schedules.measured_trace import MeasuredOp, OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind
 
 Stamp = float | torch.cuda.Event
-
-
-class OpTime(msgspec.Struct, frozen=True, array_like=True):
-    """Median seconds that the ops of one kind on one slice took in an iteration."""
-
-    kind: OpKind
-    slice: int
-    number: int
-    """Number of ops that were measured."""
-    seconds: float
-    """Median of the ops' durations in seconds, each divided by the relative cost of its sample (`Recorder.costs`)."""
-    misfit: float | None = None
-    """Root mean square of (duration / median - 1), which shows how far costs are from measured times; None if no costs
-    are known."""
 
 
 class Recorder:

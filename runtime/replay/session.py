@@ -20,7 +20,7 @@ from torch.distributed import Work
 from slipstream.runtime.background_queue import BackgroundQueue
 from slipstream.runtime.model.layers.worker_group import GroupConnection
 from slipstream.runtime.replay.group_cache import GenerationGroups, GroupCache, GroupSpec
-from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.membership import GradientKey, Membership
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.sum_tree import SumTree
@@ -36,11 +36,6 @@ from slipstream.schedules.layers import LayerRange, layers_text
 from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
-GradientKey = LayerRange | str
-"""Key of gradients that are summed: a range of layers, or `LAYER.NAME` of a parameter that layers share.
-
-That is the name in the first of these layers.
-"""
 BYTES_TAG = 2**24
 """Tag of transfers of bytes, above the tags of any schedule's transfers."""
 BUCKET_BYTES = 2**20

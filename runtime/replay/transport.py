@@ -4,7 +4,7 @@ import os
 import socket
 from typing import Literal
 
-from slipstream.runtime.config import ConfigError
+from slipstream.runtime.config_errors import ConfigError
 
 Transport = Literal["gloo", "nccl"]
 

@@ -21,7 +21,8 @@ from slipstream.runtime.model.layers.worker_group import enter_group
 from slipstream.runtime.model.state.held_layers import build_holding, build_on_meta, gradient_dtype
 from slipstream.runtime.model.state.parts import build_partition
 from slipstream.runtime.protocol.network_interfaces import configure_interface
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.store import connect_store
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange

@@ -7,7 +7,8 @@ import torch
 
 from slipstream.runtime.processes.child_processes import ChildError, ChildProcesses
 from slipstream.runtime.protocol.network_interfaces import configure_interface
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession

@@ -5,7 +5,8 @@ from collections.abc import Collection
 
 from slipstream.runtime.protocol.to_coordinator import WorkerStatus
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.program import WorkerProgram
+from slipstream.schedules.schedule import Worker
 
 WAITING_PREFIX = "waits"
 """First word of the description of an activity that waits for other workers."""
@@ -29,13 +30,13 @@ class Activity:
         """
         self._doing = what, time.monotonic(), tuple(awaited)
 
-    def build_status(self, worker: Worker, schedule: Schedule, thread: int | None) -> WorkerStatus:
+    def build_status(self, worker: Worker, program: WorkerProgram, thread: int | None) -> WorkerStatus:
         """Return the activity as a message. If the computing thread, whose identifier is `thread` (None: there is
         none), is in a call into a process group, the message names that call, and gives the time since it began."""
         doing, since, awaited = self._doing
         if not isinstance(doing, str):
             iteration, place = doing
-            doing = f"iteration {iteration}, {schedule.ops(worker)[place]}"
+            doing = f"iteration {iteration}, {program.ops[place]}"
         call = None if thread is None else OPEN_CALLS.call_of_thread(thread)
         if call is not None:
             doing, since, awaited = f"{doing}: {call.what}", call.began, call.awaited

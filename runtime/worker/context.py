@@ -13,25 +13,25 @@ from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
-from slipstream.runtime.protocol.failure_injection import Injector
 from slipstream.runtime.protocol.node_reports import ReportSender
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_worker import ToWorker, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
 from slipstream.runtime.replay.group_cache import GroupCache
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.injector import Injector
 from slipstream.runtime.worker.layer_receiver import LayerReceiver
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.schedules.program import WorkerProgram
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.worker_programs import WorkerSchedule
 
 WorkerLink = CoordinatorLink[ToWorker, WorkerSetup]
 
@@ -86,11 +86,11 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """Objects for carrying out one order to train on this worker: its schedule, connections and samples."""
+    """Objects for carrying out one order to train on this worker: its program, connections and samples."""
 
     context: WorkerContext
     order: Train
-    schedule: WorkerSchedule
+    program: WorkerProgram
     whole: Schedule | None
     """Whole schedule with all workers, if data are dealt or evaluated by it."""
     session: GenerationSession

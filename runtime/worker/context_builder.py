@@ -22,20 +22,22 @@ from slipstream.runtime.model.layers.worker_group import enter_group
 from slipstream.runtime.model.run_identity import build_run_identity
 from slipstream.runtime.model.state.held_layers import build_holding, build_layer
 from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.processes.worker_start import WorkerSpec
-from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.form_codec import decode_form
 from slipstream.runtime.protocol.network_interfaces import configure_interface
 from slipstream.runtime.protocol.node_reports import ReportSender
-from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.store import connect_store
 from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from slipstream.runtime.protocol.to_worker import Leave
 from slipstream.runtime.replay.dealt_samples import digest_data
 from slipstream.runtime.replay.group_cache import GroupCache
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext, WorkerLink
 from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.injector import Injector
 from slipstream.runtime.worker.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
@@ -73,7 +75,7 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
         links=GroupCache(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=corpus, validation=validation, identity=identity,
-        forms=[one.to_form() for one in setup.forms], layer_store=layer_store, injector=injector,
+        forms=list(map(decode_form, setup.forms)), layer_store=layer_store, injector=injector,
         memory=DeviceMemory(spec.worker, device),
         checkpointer=checkpointer,
         layer_receiver=LayerReceiver(

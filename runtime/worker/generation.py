@@ -28,8 +28,8 @@ from slipstream.runtime.worker.device_memory import trim_host_memory
 from slipstream.runtime.worker.iteration_reports import IterationReports
 from slipstream.runtime.worker.layer_transition import take_layers
 from slipstream.runtime.worker.training_loop import TrainingLoop
+from slipstream.schedules.program import WorkerProgram
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.worker_programs import WorkerSchedule
 
 STUCK_SECONDS = 1.0
 """Time after which a call is stuck: once connections are cut, calls return in milliseconds, or never."""
@@ -48,18 +48,18 @@ class GenerationRunner:
     `end_order`, `handle_acknowledgement` and `abandon_if_stuck`, which return at once.
     """
 
-    def __init__(self, context: WorkerContext, order: Train, schedule: WorkerSchedule, whole: Schedule | None) -> None:
+    def __init__(self, context: WorkerContext, order: Train, program: WorkerProgram, whole: Schedule | None) -> None:
         self._context = context
         self._order = order
-        self._schedule = schedule
+        self._program = program
         self._session = GenerationSession(
-            Membership(order.order, {worker: rank for rank, worker in enumerate(schedule.members)}, context.worker,
+            Membership(order.order, {worker: rank for rank, worker in enumerate(program.members)}, context.worker,
                        context.group),
             links=context.links, device=context.device, store=context.store, spared=context.list_lasting_sockets)
         self._activity = Activity()
-        self._part = OrderContext(context=context, order=order, schedule=schedule, whole=whole, session=self._session,
+        self._part = OrderContext(context=context, order=order, program=program, whole=whole, session=self._session,
                                   activity=self._activity,
-                                  samples=DealtSamples(whole or schedule, context.corpus, context.config.training,
+                                  samples=DealtSamples(whole, program.grid, context.corpus, context.config.training,
                                                        context.placement, self._session.raise_if_ended))
         self._part.samples.start_dealing(order.first_iteration)  # computes the samples while the workers connect
         self._reports = IterationReports(self._part)
@@ -102,7 +102,7 @@ class GenerationRunner:
         watched = self._training is not None and needs_gradient_norm(self._context.config.training)
         pending = watched and reached >= begins and (validated is None or validated.iteration < reached)
         losses = self._training.steps.losses if self._training is not None else ()
-        return RecoveryReport(self.order_number, self._schedule.failed, reached,
+        return RecoveryReport(self.order_number, self._program.failed, reached,
                               self._context.layer_store.list_held_state(), validated, pending,
                               max(begins - 1, self._context.layer_store.holding.last_final),
                               {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
@@ -141,7 +141,7 @@ class GenerationRunner:
         """Return the present activity of this generation, as a message for the coordinator."""
         if self.paused:
             return WorkerStatus(self._context.worker, "waits for the next order", 0.0, waits=True)
-        return self._activity.build_status(self._context.worker, self._schedule,
+        return self._activity.build_status(self._context.worker, self._program,
                                            None if self._thread is None else self._thread.ident)
 
     def run(self) -> None:
@@ -212,6 +212,6 @@ class GenerationRunner:
 
     def _connect_members(self) -> None:
         context, training = self._context, self._context.config.training
-        self._session.connect(context.placement.sharers_of_sums(self._schedule, context.worker, context.sharing),
-                              pairs={(one.source, one.target) for one in self._schedule.crossings},
+        self._session.connect(context.sharing.find_sharers(context.placement, self._program),
+                              pairs=self._program.connections,
                               sums=needs_gradient_norm(training), bytes_too=training.shard_optimizer)

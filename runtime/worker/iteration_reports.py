@@ -64,7 +64,7 @@ class IterationReports:
                                      None if evaluation is None else finite_or_none(evaluation), checksums, samples,
                                      self._part.samples.digest_deal(iteration))
         context.reporter.send(self._open)
-        if context.worker == self._part.schedule.members[0] and needs_gradient_norm(context.config.training):
+        if context.worker == self._part.program.members[0] and needs_gradient_norm(context.config.training):
             steps.when_validated(lambda: self._send_validated(steps))
 
     def wait_until_acknowledged(self) -> None:

@@ -27,7 +27,7 @@ def take_layers(part: OrderContext) -> None:
     elif order.first_iteration == context.setup.first_iteration:
         if context.config.training.shard_optimizer:  # it may keep other parts of layers that it holds
             store.drop_all()
-        store.restore_layers(context.placement.held_layers(part.schedule, part.worker) - store.holding.modules.keys(),
+        store.restore_layers(context.placement.model_layers(part.program.holds) - store.holding.modules.keys(),
                              order.first_iteration)
     part.activity.set_activity(f"{WAITING_PREFIX} for layers to move", sorted(
         {move.source for move in order.moves if move.target == part.worker}
@@ -35,7 +35,7 @@ def take_layers(part: OrderContext) -> None:
     store.add_received(move_layers(context, order, part.session.raise_if_ended, order.fetch))
     if order.moves or order.fetch:
         part.session.wait_for_all()
-    cuts = build_partitions(context.placement.reductions_of(part.schedule, part.worker), dict(order.cut_for),
+    cuts = build_partitions(context.placement.reductions_of(part.program), dict(order.cut_for),
                             store.count_elements,
                             context.setup.failure_domains, sharded=context.config.training.shard_optimizer)
     store.keep_parts(cuts, part.worker, order.first_iteration - 1)

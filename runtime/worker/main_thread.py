@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.runtime.processes.worker_start import WorkerSpec
-from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.store import connect_store
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_HELD,
     Heartbeat,
@@ -46,7 +47,7 @@ from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_so
 from slipstream.runtime.worker.order_threads import OrderThreads
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.worker_programs import assemble_worker_schedule
+from slipstream.schedules.shares import assemble_program
 
 HEARTBEATS_PER_TIMEOUT = 5
 POLL_SECONDS = 0.02
@@ -224,9 +225,9 @@ class MainThread:
             case Train():
                 self._finish_order, self._down, self._doubted = None, message.failed, False
                 if self._assigned is not None and self._assigned.order == message.order:
-                    part = assemble_worker_schedule(message.failed, self._assigned.share, self._contents)
+                    program = assemble_program(message.failed, self._assigned.share, self._contents)
                     whole = decode(bytes(message.schedule)) if message.has_schedule else None
-                    self._generation = next_one = GenerationRunner(self._context, message, part, whole)
+                    self._generation = next_one = GenerationRunner(self._context, message, program, whole)
                     self._threads.start_training(self._context, message, next_one, generation)
                 else:
                     self._context.layer_receiver.drop_fetches(message.order)

@@ -24,6 +24,7 @@ from slipstream.runtime.model.layers.calling import Batch, move_batch
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.model.state.steps import StepController, StepState
+from slipstream.runtime.protocol.form_codec import decode_form
 from slipstream.runtime.protocol.to_coordinator import Checksum, Note, SampleDigest, TrainingStarted
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
@@ -33,7 +34,8 @@ from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.iteration_reports import IterationReports, OrderStoppedError
 from slipstream.runtime.worker.layer_sender import ROOM_SECONDS
 from slipstream.runtime.worker.slowed_recorder import create_recorder
-from slipstream.schedules.schedule import OpKind, Schedule, Worker
+from slipstream.schedules.program import WorkerProgram
+from slipstream.schedules.schedule import OpKind, Worker
 
 
 class TrainingLoop:
@@ -41,12 +43,12 @@ class TrainingLoop:
     executor, which calls it back: both are freed as soon as the order is over."""
 
     def __init__(self, part: OrderContext, reports: IterationReports) -> None:
-        context, schedule = part.context, part.schedule
+        context, program = part.context, part.program
         training = context.config.training
         self._part = part
         self._session = part.session
         self._reports = reports
-        self._form = None if context.setup.data is None else context.setup.data.to_form()
+        self._form = None if context.setup.data is None else decode_form(context.setup.data)
         self._has_masked = False
         """True if a micro-batch has been read in which no token counts."""
         self.evaluation_mode = EvaluationMode()
@@ -57,11 +59,11 @@ class TrainingLoop:
         self._samples: set[SampleDigest] | None = None
         """Digests of the samples that this worker has read in the iteration; None if they are not
         compared."""
-        self._writers = context.placement.choose_writers(schedule, part.worker)
+        self._writers = context.placement.choose_writers(program)
         self.steps = StepController(
             context.layer_store.holding, training, layers=context.model.layers,
             share=part.session.start_sum_over_all if needs_gradient_norm(training) else None,
-            staggered=schedule.optimizer == "staggered", stepped=partial(_queue_step, context))
+            staggered=program.optimizer == "staggered", stepped=partial(_queue_step, context))
 
     def run(self) -> None:
         """Run the order's iterations until the last one, or until all members stop before the next one. Raises
@@ -71,16 +73,16 @@ class TrainingLoop:
         recorder = create_recorder(setup.slowdowns, context.device, context.group)
         if part.samples.is_dealing:
             recorder.costs = part.samples.relative_duration
-        exchange = self._build_exchange(part.schedule, self._until_evaluation(first))
+        exchange = self._build_exchange(part.program, self._until_evaluation(first))
         weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
-        slices = WorkerSlices(context.layer_store.holding, context.placement.slice_layers(part.schedule, part.worker),
+        slices = WorkerSlices(context.layer_store.holding, context.placement.slice_layers(part.program),
                               context.model, loss_scale=weights, config=context.config,
                               fused=setup.fused_layers)
         self._holds.add(slices)
         if self._session.ordered:
             self._rehearse_ops(slices, first)
         executor = Executor(
-            part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
+            part.program, slices=slices, steps=steps, session=self._session, exchange=exchange,
             feed=partial(self._read_batch, context.corpus), recorder=recorder, before_op=self._before_op,
             before_exchange=self._reports.wait_until_acknowledged, before_step=self._before_step,
             sample_of=part.samples)
@@ -116,7 +118,7 @@ class TrainingLoop:
         busy. Start the order's first checksums for the same reason."""
         part, context = self._part, self._part.context
         for number, runner in slices.runners.items():
-            first, end = part.schedule.layers_of(number)
+            first, end = part.program.layers_of(number)
             context.rehearsal.run(runner, context.forms[first], context.forms[end],
                                   partial(self._read_batch, context.corpus), Microbatch(iteration, 0, 0))
         slices.discard_iteration()
@@ -135,9 +137,9 @@ class TrainingLoop:
         every, end = context.config.training.evaluate_every, context.setup.iterations
         return range(first, end if every is None else min(end, (first // every + 1) * every))
 
-    def _build_exchange(self, schedule: Schedule, iterations: range) -> Exchange:
+    def _build_exchange(self, program: WorkerProgram, iterations: range) -> Exchange:
         context = self._part.context
-        exchange = Exchange(schedule, self._session, context.forms, iterations)
+        exchange = Exchange(program, self._session, context.forms, iterations)
         self._holds.add(exchange)
         return exchange
 

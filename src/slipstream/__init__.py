@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.planner.model.problem import NoPlanError as NoPlanError
     from slipstream.planner.options import PlanOptions as PlanOptions
     from slipstream.planner.plan import Plan as Plan
+    from slipstream.runtime.replay.own_loop import replay as replay
     from slipstream.runtime.run_options import Resilience as Resilience
     from slipstream.runtime.run_options import RunOptions as RunOptions
     from slipstream.runtime.run_result import RunResult as RunResult
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FailurePlanner", "Job", "JobError", "NoPlanError", "Plan", "PlanOptions", "Resilience", "RunOptions", "RunResult", "Schedule",
-    "ScheduleError", "Table", "Worker", "check", "load", "plan", "read", "simulate", "train", "write",
+    "ScheduleError", "Table", "Worker", "check", "load", "plan", "read", "replay", "simulate", "train", "write",
 ]
 
 _HOMES = {
@@ -43,6 +44,7 @@ _HOMES = {
     "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.run_options",
     "RunOptions": "runtime.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
     "ScheduleError": "schedules.codec", "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
+    "replay": "runtime.replay.own_loop",
 }
 """Public names that are defined elsewhere, and the module of each."""
 

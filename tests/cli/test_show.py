@@ -112,6 +112,21 @@ def test_a_broken_rule_is_named(tmp_path):
     assert "breaks rules (period" in done.stderr
 
 
+def test_program_of_a_worker(tmp_path):
+    write(by_hand(HEALTHY), tmp_path / "s.json")
+    printed = run(tmp_path / "s.json", "--program", "0.1").output.splitlines()
+    assert printed[:2] == ["1RECV_F0.0 from 0.0 #0", "1F0.0"] and printed[-1] == "O"
+    assert json.loads(run(tmp_path / "s.json", "--program", "0.1", "--json").output)["program"] == printed
+
+
+@pytest.mark.parametrize(("name", "said"), [("7.0", "has no program for this worker; expected one of 0.0,"),
+                                            ("x", "'x' is not a worker")])
+def test_a_program_that_is_not_there(tmp_path, name, said):
+    write(by_hand(HEALTHY), tmp_path / "s.json")
+    asked = run(tmp_path / "s.json", "--program", name)
+    assert asked.exit_code == 2 and said in " ".join(asked.output.split())
+
+
 def test_measured_in_the_terminal(tmp_path):
     schedule = by_hand(BROKEN)
     write(schedule, tmp_path / "plan.json")

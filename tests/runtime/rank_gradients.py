@@ -19,7 +19,8 @@ from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.model.tensor_codec import write_tensors
 from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.store import connect_store, host_store
 
 CPU = torch.device("cpu")
 NAME = Microbatch(0, 0, 0)

@@ -12,11 +12,11 @@ from slipstream.runtime.model.data.data import load_data
 from slipstream.runtime.model.data.loss_weights import LossWeights
 from slipstream.runtime.model.data.token_data import BadSampleError
 from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.placement import place_layers
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Slowdown
 from slipstream.runtime.replay.dealt_samples import DealtSamples, check_costs, digest_costs
 from slipstream.runtime.replay.group_cache import GenerationEndedError
-from slipstream.runtime.replay.placement import place_layers
 from slipstream.runtime.run_record import read_run
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -38,7 +38,8 @@ def uneven(job=WIDE, **training):
 
 
 def dealt_samples(schedule, config, data=None):
-    return DealtSamples(schedule, data or Uneven(config), config.training, place_layers(schedule.grid, 4))
+    return DealtSamples(schedule, schedule.grid, data or Uneven(config), config.training,
+                        place_layers(schedule.grid, 4))
 
 
 @pytest.mark.parametrize("failed", [[], ["1.0"]])
@@ -85,7 +86,8 @@ def test_an_iteration_that_is_being_dealt_is_not_waited_for_once_the_order_has_e
     def over():
         raise GenerationEndedError("the order is over")
 
-    dealt = DealtSamples(schedule, Slow(config), config.training, place_layers(schedule.grid, 4), require=over)
+    dealt = DealtSamples(schedule, schedule.grid, Slow(config), config.training,
+                         place_layers(schedule.grid, 4), require=over)
     try:
         with pytest.raises(GenerationEndedError):
             dealt(Microbatch(0, 0, 0))
@@ -189,7 +191,7 @@ def test_packed_documents_are_dealt_by_their_lengths(documents, training, fork_s
     config = uneven(**documents, **training)
     schedule = schedule_for(WIDE)
     data = load_data(config, WIDE.microbatches)
-    dealt = DealtSamples(schedule, data, config.training, place_layers(schedule.grid, 4))
+    dealt = DealtSamples(schedule, schedule.grid, data, config.training, place_layers(schedule.grid, 4))
     names = [Microbatch(1, pipeline, index) for pipeline in range(3) for index in range(4)]
     assert sorted(map(dealt, names)) == names != list(map(dealt, names))
     dealt.close()

@@ -15,7 +15,8 @@ from slipstream.runtime.node_agent import _connect_to_coordinator
 from slipstream.runtime.protocol import to_coordinator, to_worker
 from slipstream.runtime.protocol.channel import Channel, FrameParser, encode_frame
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
-from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.protocol.to_node_agent import NodeTaken
 from slipstream.runtime.worker import context_builder, main
 from slipstream.schedules.schedule import Worker

@@ -15,13 +15,14 @@ from slipstream.runtime.model.data.data import load_data, load_validation_data
 from slipstream.runtime.model.layers.layered_model import build_model
 from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.model.state.steps import StepController
-from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.schedules.program import build_program
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
@@ -75,7 +76,8 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
     evaluation = Evaluation(
         schedule, session=session, steps=StepController(holding, config.training, layers=model.layers, share=None,
                                                          staggered=False),
-        slices=WorkerSlices(holding, placement.slice_layers(schedule, worker), model, loss_scale=0.5, config=config),
+        slices=WorkerSlices(holding, placement.slice_layers(build_program(schedule, worker)), model,
+                            loss_scale=0.5, config=config),
         exchange=lambda one, iterations: Exchange(one, session, find_forms(model, config), iterations),
         feed=lambda one: load_data(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,
         mode=mode)

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
-from slipstream.runtime.replay.placement import PlacementError
+from slipstream.runtime.placement import PlacementError
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for

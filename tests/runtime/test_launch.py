@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import Resilience, RunError, RunOptions, run
 from slipstream.runtime.node_agent import join_run
+from slipstream.runtime.placement import PlacementError
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
-from slipstream.runtime.replay.placement import PlacementError
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.run_folder import FolderError
 from slipstream.schedules.codec import read
 from slipstream.schedules.measured_trace import read_measured_trace

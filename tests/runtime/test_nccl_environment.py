@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed import DebugLevel, distributed_c10d
 
-from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.torch_private import BLOCKING_VARIABLE, NCCL_ENVIRONMENT, create_nccl_group
 
 

@@ -26,8 +26,8 @@ from slipstream.runtime.protocol.to_coordinator import (
     WorkerFailed,
     WorkerStatus,
 )
-from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import Worker
 
 MAX_ITERATIONS_AHEAD = 8

@@ -12,7 +12,7 @@ Nothing here waits, opens a connection, or reads a clock. Only `journal` reads a
     schedule_requests    requests for schedules, and their answers
     schedule_choice      chooses which schedule to request
     part_moves           computes which parts of layers move between which workers
-    lost_workers         reasons why workers are lost
+    lost_workers         losses of workers, and their reasons
     empty_orders         finds the worker at fault for orders in which nothing is committed
 
     copy_comparison      compares the copies of equal state by their checksums

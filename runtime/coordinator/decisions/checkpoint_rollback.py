@@ -66,13 +66,14 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
     if find_newest_checkpoint(readable, everyone, possible) is None:
         raise RunError(nothing)
     try:
-        schedule = find_restored_schedule(step, everyone)
+        prepared = find_restored_schedule(step, everyone)
     except PlannerFailedError:
         raise
     except NoScheduleError as error:
         raise RunError(", and ".join(filter(None, (why, str(error))))) from None
-    if schedule is None:
+    if prepared is None:
         return
+    schedule = prepared.schedule
     target = find_newest_checkpoint(readable, schedule.seat_of, possible)  # idle workers read nothing for others
     if target is None:
         raise RunError(nothing)
@@ -87,7 +88,7 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
     moves = partition.plan_moves(
         schedule, {reader: partition.build_restored_state(layers, iteration) for reader, layers in reads.items()},
         iteration - 1)
-    orders.send_train_order(step, schedule, moves, restore=reads)
+    orders.send_train_order(step, prepared, moves, restore=reads)
 
 
 def find_newest_checkpoint(readable: Mapping[Worker, Collection[int]], workers: Collection[Worker], iterations: range

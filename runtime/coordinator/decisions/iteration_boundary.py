@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.decisions.layer_fetches import LayerFetch
 from slipstream.runtime.coordinator.decisions.run_state import TrainingPhase, TransitionBuilder
 from slipstream.runtime.coordinator.decisions.schedule_choice import find_joining_schedule, find_settled_schedule
+from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
 from slipstream.runtime.errors import RunError
-from slipstream.schedules.schedule import NoScheduleError, Schedule
+from slipstream.schedules.schedule import NoScheduleError
 
 
 def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
@@ -36,12 +37,12 @@ def _plan_for_speeds(step: TransitionBuilder) -> None:
     step.update_state(slow=state.slow.request_decision(state.current, state.log.next_iteration, step))
 
 
-def _begin_fetch(step: TransitionBuilder, schedule: Schedule, *, settles: bool = False) -> bool:
+def _begin_fetch(step: TransitionBuilder, prepared: PreparedSchedule, *, settles: bool = False) -> bool:
     """Start to fetch what workers lack for a schedule while training continues; return whether a fetch, or a change
     that needs none, is pending now. Set `settles` to True if the members stay the same and only their layers change."""
     state = step.state
-    join = LayerFetch(schedule=schedule, order=state.order, began=state.log.next_iteration, settles=settles,
-                      moves=step.plan_fetches(schedule), speeds=state.slow.planned_speeds)
+    join = LayerFetch(prepared=prepared, order=state.order, began=state.log.next_iteration, settles=settles,
+                      moves=step.plan_fetches(prepared.schedule), speeds=state.slow.planned_speeds)
     step.update_state(joins=state.joins.begin_fetch(join, state.find_source_addresses(join.moves), state.live, step))
     return step.state.joins.join is not None
 
@@ -57,15 +58,15 @@ def _plan_join(step: TransitionBuilder) -> bool:
     if not (state.joins.can_begin(step.at) or state.joins.is_preemptible) or not (waiting := state.waiting_workers):
         return False
     try:
-        schedule = find_joining_schedule(step, state.available_workers)
+        prepared = find_joining_schedule(step, state.available_workers)
     except (NoScheduleError, RunError):
         return False
-    if schedule is None or not waiting & schedule.seat_of.keys():
-        return schedule is None
+    if prepared is None or not waiting & prepared.schedule.seat_of.keys():
+        return prepared is None
     if state.joins.is_preemptible:
         step.update_state(joins=state.joins.cancel_fetch("a worker wants to join", state.live, step))
     if step.state.joins.can_begin(step.at):
-        _begin_fetch(step, schedule)
+        _begin_fetch(step, prepared)
     return False
 
 
@@ -73,9 +74,9 @@ def _plan_repartition(step: TransitionBuilder) -> None:
     """Start a fetch of the parts that members need so that no partition includes lost members any more. Until it is
     complete, some parts of the optimizer state exist in one copy only."""
     state = step.state
-    if state.cut_for and state.joins.can_begin(step.at) and not _begin_fetch(step, state.current, settles=True):
+    if state.cut_for and state.joins.can_begin(step.at) and not _begin_fetch(step, state.prepared, settles=True):
         # without `settles`, failed fetches become an order whose parts move while all wait
-        _begin_fetch(step, state.current)
+        _begin_fetch(step, state.prepared)
 
 
 def _plan_settling(step: TransitionBuilder) -> None:
@@ -90,20 +91,20 @@ def _plan_settling(step: TransitionBuilder) -> None:
     if settler is None or settler.closed == present or state.slow.is_deciding or not state.joins.can_begin(step.at):
         return
     try:
-        schedule = find_settled_schedule(step)
+        prepared = find_settled_schedule(step)
     except (NoScheduleError, RunError):
         step.update_state(settler=replace(settler, closed=present))
         return
     assert isinstance(state.phase, TrainingPhase)
     old = state.log.median_period_after(max(state.phase.began, state.slow.since))
-    if schedule is None or old is None:  # only the ratio of planned periods is used, so a measured one is needed
+    if prepared is None or old is None:  # only the ratio of planned periods is used, so a measured one is needed
         return
-    held = state.find_held_layers(step.rules.placement)
+    schedule, held = prepared.schedule, state.find_held_layers(step.rules.placement)
     moves = {(move.target, move.layer): move for move in step.plan_fetches(schedule)
              if move.layer not in held.get(move.target, ())}.values()
     new = old * schedule.seconds(schedule.period_ticks) / state.slow.planned_period_of(state.current)
     if not settler.decide_move(old, new, moves, pause=state.recovery.last_recovery_seconds, to=step) \
-            or not _begin_fetch(step, schedule, settles=True):
+            or not _begin_fetch(step, prepared, settles=True):
         step.update_state(settler=replace(settler, closed=present))
 
 

@@ -11,10 +11,11 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.effects import EffectCollector
+from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
 from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed, Noted
 from slipstream.runtime.protocol.to_coordinator import FetchFailed
 from slipstream.runtime.protocol.to_worker import Addresses, Fetch, LayerMove
-from slipstream.schedules.schedule import Schedule, Speeds, Worker
+from slipstream.schedules.schedule import Speeds, Worker
 
 FETCH_RETRY_SECONDS = 0.5
 """Time from a failed fetch to the next one."""
@@ -28,7 +29,8 @@ MAX_FETCH_FAILURES = 3
 class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
     """Planned change of members or layers, made when all members have stopped before the same iteration."""
 
-    schedule: Schedule
+    prepared: PreparedSchedule
+    """Schedule that begins with the change."""
     order: int
     """Number of the order during which the change is prepared."""
     fetch: int = 0
@@ -118,7 +120,7 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
     def without_workers(self, workers: Set[Worker], told: Collection[Worker], to: EffectCollector) -> "FetchState":
         """Return the state after workers are lost. If the schedule of the pending change has any of them, the change is
         cancelled, and all connected workers (`told`) learn it."""
-        gone = sorted(workers & self.join.schedule.seat_of.keys()) if self.join is not None else []
+        gone = sorted(workers & self.join.prepared.schedule.seat_of.keys()) if self.join is not None else []
         return self.cancel_fetch(f"worker {gone[0]} is gone", told, to) if gone else self
 
     def with_order(self, to: EffectCollector) -> "FetchState":

@@ -1,25 +1,25 @@
 """Next order: chooses what follows when all remaining members have paused."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import checkpoint_rollback, lost_workers, orders
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
-from slipstream.runtime.coordinator.decisions.lost_workers import WorkerLoss
 from slipstream.runtime.coordinator.decisions.part_moves import NO_PREVIOUS_OWNERS
 from slipstream.runtime.coordinator.decisions.run_state import (
     FinishingPhase,
     GatheringPhase,
     TrainingPhase,
     TransitionBuilder,
+    WorkerLoss,
 )
 from slipstream.runtime.coordinator.decisions.schedule_choice import find_immediate_schedule, find_initial_schedule
-from slipstream.runtime.coordinator.decisions.schedule_requests import PlannerFailedError
+from slipstream.runtime.coordinator.decisions.schedule_requests import PlannerFailedError, PreparedSchedule
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.events import Failed, NodeLost, Noted
+from slipstream.runtime.events import Noted
 from slipstream.runtime.protocol.to_worker import LayerMove, Leave
-from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
+from slipstream.schedules.schedule import NoScheduleError, Worker
 
 
 def issue_next_order(step: TransitionBuilder) -> None:
@@ -92,27 +92,6 @@ def give_up_unreachable(step: TransitionBuilder) -> bool:
     return culprit is not None
 
 
-def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
-    """Record the losses of members, which happened at `since` (`time.monotonic`); `reasons` has each member with the
-    reason as text. Members that share a machine and are lost together count as one failure."""
-    for worker, reason in reasons:
-        state, together = step.state, step.rules.domains.workers_failing_with(worker)
-        if state.settler is not None and not any(other in together for other in state.recovery.dead_workers):
-            step.update_state(settler=replace(state.settler, failures=state.settler.failures + 1))
-        step.update_state(recovery=state.recovery.with_loss(worker, reason, since))
-        step.add_effect(Failed(worker=worker, reason=reason))
-
-
-def record_node_losses(step: TransitionBuilder, lost: Iterable[Worker]) -> None:
-    """Record the loss of each failure domain, such as a node, of which some worker is in `lost` and none is connected
-    now."""
-    domains = step.rules.domains
-    for node, workers in {domains.domain_of(worker): domains.workers_failing_with(worker) for worker in lost}.items():
-        if node is not None and len(workers) > 1 and not any(worker in step.state.live for worker in workers):
-            step.update_state(recovery=step.state.recovery.with_node_loss(node))
-            step.add_effect(NodeLost(node=node, workers=workers))
-
-
 def release_after_save(step: TransitionBuilder) -> bool:
     """Let the members leave that were told to end and whose layers the last order has saved; return whether there were
     any.
@@ -131,16 +110,17 @@ def release_after_save(step: TransitionBuilder) -> bool:
 def _issue_train_order(step: TransitionBuilder, untouched: bool) -> None:
     state, partition = step.state, step.rules.partition
     join = None if untouched else state.joins.completed_fetch
-    schedule = join.schedule if join is not None else _find_speed_schedule(step) or _find_next_schedule(step, untouched)
-    if schedule is None:
+    prepared = join.prepared if join is not None else _find_speed_schedule(step) or _find_next_schedule(step, untouched)
+    if prepared is None:
         return
+    schedule = prepared.schedule
     moves, stay = tuple[LayerMove, ...](), NO_PREVIOUS_OWNERS
     if not untouched:
         if join is None:
             stay = partition.find_preserved_ranges(schedule, state.current, state.cut_for, state.paused)
         moves = partition.plan_moves(schedule, state.paused, state.log.next_iteration - 1,
                                      () if join is None else join.moves, cut_for=stay)
-    orders.send_train_order(step, schedule, moves, join, cut_for=stay)
+    orders.send_train_order(step, prepared, moves, join, cut_for=stay)
 
 
 def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
@@ -183,19 +163,19 @@ def _release_leaving(step: TransitionBuilder) -> None:
     step.send(leaving, Leave())
     step.update_state(lost=lost)
     step.remove_workers(leaving)
-    record_losses(step, reasons.items(), step.at)
+    lost_workers.record_losses(step, reasons.items(), step.at)
 
 
-def _find_speed_schedule(step: TransitionBuilder) -> Schedule | None:
+def _find_speed_schedule(step: TransitionBuilder) -> PreparedSchedule | None:
     """Return the schedule chosen for the measured speeds; None if there is none or members have changed since."""
     decision = step.state.slow.decision
-    if decision is None or decision.schedule is None or \
-            step.state.members != {*decision.schedule.seat_of, *decision.left_out}:
+    if decision is None or decision.prepared is None:
         return None
-    return decision.schedule
+    planned_for = {*decision.prepared.schedule.seat_of, *decision.left_out}
+    return decision.prepared if step.state.members == planned_for else None
 
 
-def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> Schedule | None:
+def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> PreparedSchedule | None:
     """Find the schedule of an order that no fetch of layers has prepared, and return it; None while it is being
     planned.
 
@@ -218,5 +198,5 @@ def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> Schedule | 
         raise RunError(", and ".join(filter(None, (lost_workers.describe_losses(state.lost), str(error))))) from None
 
 
-def _find_schedule_for(step: TransitionBuilder, live: Collection[Worker], untouched: bool) -> Schedule | None:
+def _find_schedule_for(step: TransitionBuilder, live: Collection[Worker], untouched: bool) -> PreparedSchedule | None:
     return find_initial_schedule(step, live) if untouched else find_immediate_schedule(step, live)

@@ -1,6 +1,5 @@
 """Orders: messages that make workers train, stop, finish or leave, and the matching changes of the state."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -17,6 +16,7 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     TrainingPhase,
     TransitionBuilder,
 )
+from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
 from slipstream.runtime.events import HandedOver, Joined, Noted, OrderGiven
 from slipstream.runtime.model.state.parts import OriginalMembers
 from slipstream.runtime.protocol.to_worker import (
@@ -31,11 +31,10 @@ from slipstream.runtime.protocol.to_worker import (
     Train,
 )
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
-from slipstream.schedules.worker_programs import DividedSchedule
+from slipstream.schedules.shares import DividedSchedule
 
-DIGEST_CHARACTERS = 16
 
-def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[LayerMove, ...],
+def send_train_order(step: TransitionBuilder, prepared: PreparedSchedule, moves: tuple[LayerMove, ...],
                      join: LayerFetch | None = None, *, restore: Mapping[Worker, tuple[int, ...]] | None = None,
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> None:
     """Send all available workers the order to train by a schedule from the first iteration that is not committed.
@@ -45,23 +44,22 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
     checkpoint of the first iteration; None: nothing is read. `cut_for` maps ranges of layers that keep an earlier
     partition to the members for which it was made.
     """
-    before = step.state
-    _open_order(step, schedule, join, cut_for, restores=restore is not None)
-    text, parts = step.rules.prepared(schedule)
+    before, schedule, parts = step.state, prepared.schedule, prepared.parts
+    _open_order(step, prepared, join, cut_for, restores=restore is not None)
     _send_shares(step, parts)
     step.send(sorted(before.available_workers), Train(
         order=step.state.order, first_iteration=before.log.next_iteration, moves=moves,
         fetch=0 if join is None else join.fetch, factor=step.state.log.last_factor,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.find_source_addresses(moves), failed=parts.failed,
-        schedule=msgspec.Raw(text) if step.rules.whole_schedules else JSON_NULL,
+        schedule=msgspec.Raw(prepared.text) if step.rules.whole_schedules else JSON_NULL,
         restore=None if restore is None else tuple(restore.items())))
     if join is not None:
         step.add_effect(HandedOver(fetch=join.fetch, order=step.state.order))
     for worker in sorted(step.state.members - before.members) if before.order else ():
         step.add_effect(Joined(worker=worker))
     step.add_effect(OrderGiven(
-        order=step.state.order, schedule=compute_schedule_digest(text), live=len(step.state.members),
+        order=step.state.order, schedule=prepared.digest, live=len(step.state.members),
         planned_period=round(schedule.seconds(schedule.period_ticks), 9),
         phase="settled" if step.state.settled else "whole" if _is_whole(schedule) else "at once"))
 
@@ -81,26 +79,27 @@ def _has_settled(step: TransitionBuilder, schedule: Schedule, join: LayerFetch |
         return False
     stays = before.settled and before.members == frozenset(schedule.seat_of)
     if _is_whole(schedule):
-        return schedule != step.rules.first and (stays or (join is not None and join.settles))
+        return schedule != step.rules.first.schedule and (stays or (join is not None and join.settles))
     first = before.order == 0 or isinstance(before.phase, RejoiningPhase)
     return stays or join is not None or restores or first
 
 
-def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers, *,
-                restores: bool) -> None:
+def _open_order(step: TransitionBuilder, prepared: PreparedSchedule, join: LayerFetch | None,
+                cut_for: OriginalMembers, *, restores: bool) -> None:
     """Change the state to that at the start of a new order to train. For the arguments see `send_train_order`.
 
     Set `restores` to True if members read layers from a checkpoint.
     """
-    before, members = step.state, frozenset(schedule.seat_of)
+    before, schedule = step.state, prepared.schedule
+    members = frozenset(schedule.seat_of)
     order, first = before.order + 1, before.log.next_iteration
     nobody_started = isinstance(before.phase, TrainingPhase) and before.phase.ended and not before.phase.started
     slow = before.slow.with_order(order, schedule, first, step)
     settler = step.state.settler
-    if settler is not None and join is not None and schedule is not before.current:  # else only optimizer state moves
+    if settler is not None and join is not None and prepared is not before.prepared:  # else only optimizer state moves
         settler = replace(settler, closed=(order, join.speeds))
     step.update_state(
-        current=schedule, members=members, order=order,
+        prepared=prepared, members=members, order=order,
         settled=_has_settled(step, schedule, join, restores=restores), paused=PersistentMap(), cut_for=cut_for,
         answers={}, vain=before.vain + 1 if nobody_started else 0, newcomers=members - before.members,
         phase=TrainingPhase(began=first, stop_before=before.data_end, restores=restores,
@@ -111,11 +110,6 @@ def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | 
             meanwhile=first - join.began if join is not None and join.fetch else 0),
         joins=before.joins.with_order(step), settler=settler, log=before.log.with_order(order, members),
         checkpoints=before.checkpoints.with_order(step.at), slow=slow)
-
-
-def compute_schedule_digest(schedule: bytes) -> str:
-    """Return the digest by which events name a schedule, given as the contents of its file."""
-    return hashlib.sha256(schedule).hexdigest()[:DIGEST_CHARACTERS]
 
 
 def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:

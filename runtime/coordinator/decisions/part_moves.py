@@ -24,9 +24,9 @@ from slipstream.runtime.model.state.parts import (
     parts_of_worker,
     subtract,
 )
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, HeldState
 from slipstream.runtime.protocol.to_worker import LayerMove
-from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
 from slipstream.schedules.schedule import Schedule, Worker
 

@@ -1,9 +1,9 @@
 """State of a run: all that decisions depend on. It is immutable; `TransitionBuilder` builds the next one for each
 event."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -15,7 +15,6 @@ from slipstream.runtime.coordinator.decisions.empty_orders import EmptyOrders
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, Journal
 from slipstream.runtime.coordinator.decisions.layer_fetches import FetchState
-from slipstream.runtime.coordinator.decisions.lost_workers import WorkerLoss
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.decisions.recovery_clock import RecoveryClock
@@ -25,9 +24,9 @@ from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, S
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
 from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.model.state.parts import OriginalMembers
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import Finished, HeldState, IterationReport
 from slipstream.runtime.protocol.to_worker import Addresses, LayerMove
-from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -37,13 +36,11 @@ class RunRules:
     """Settings and functions of a run, such as its first schedule and its checkpoint policy, that never change during
     it."""
 
-    first: Schedule
+    first: PreparedSchedule
     """Schedule with which the run begins, for the workers that are started with it."""
     iterations: range
     partition: PartitionPlanner
     """Planner that divides the state of each layer among its holders and finds the moves that this requires."""
-    prepared: Callable[[Schedule], PreparedSchedule]
-    """Pure function that turns a schedule into the form that orders send; it caches its last results."""
     settles: MoveCost | None = None
     """Cost of moving layers to a better schedule; None if layers stay where they are."""
     mtbf_seconds: float | None = None
@@ -64,6 +61,14 @@ class RunRules:
     def placement(self) -> Placement:
         """Mapping between the schedules' stages, their columns, and the layers of the model."""
         return self.partition.placement
+
+
+class WorkerLoss(NamedTuple):
+    """Loss of one worker: its reason, and the layers lost with it."""
+
+    reason: str
+    layers: frozenset[int] = frozenset()
+    """Layers that the worker held in addition to those of its column's stages."""
 
 
 class ConnectedWorker(msgspec.Struct, frozen=True):
@@ -121,7 +126,7 @@ class EndedPhase(msgspec.Struct, frozen=True):
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run at one moment: the current order, the workers that exist, and what is known about them."""
 
-    current: Schedule
+    prepared: PreparedSchedule
     """Schedule of the current order; before the first order, the schedule that the first order will use."""
     members: frozenset[Worker]
     """Live members of the current order; before the first order, the workers that it waits for."""
@@ -173,10 +178,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     to one."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
     """Iterations of the checkpoints that each asked worker can read."""
-    answers: Mapping[ScheduleRequest, Schedule | Exception] = {}
+    answers: Mapping[ScheduleRequest, PreparedSchedule | Exception] = {}
     """Answers to the schedule requests made since the current order was given."""
     empty: EmptyOrders = EmptyOrders()
     """Consecutive orders in which nothing was committed, and the workers that are at fault."""
+
+    @property
+    def current(self) -> Schedule:
+        """Schedule of the current order; before the first order, the schedule that the first order will use."""
+        return self.prepared.schedule
 
     @property
     def grid(self) -> Grid:
@@ -232,9 +242,9 @@ def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: R
     if last is not None:  # else no checkpoint is ever due if node 0 dies often
         timer = timer.with_checkpoint(last.checkpoint, last.took, last.time)
     return RunState(
-        current=rules.first, members=frozenset(() if rejoining is not None else rules.first.seat_of),
+        prepared=rules.first, members=frozenset(() if rejoining is not None else rules.first.schedule.seat_of),
         phase=rejoining or GatheringPhase(), log=log,
-        slow=build_slow_workers(rules.first, plans=rules.plans_for_speeds, known=journal.speeds),
+        slow=build_slow_workers(rules.first.schedule, plans=rules.plans_for_speeds, known=journal.speeds),
         settler=None if rules.settles is None else SettlingPolicy(
             cost=rules.settles, mtbf=rules.mtbf_seconds, failures=journal.failures,
             began=at if journal.began is None else journal.began),

@@ -8,20 +8,24 @@ schedule does not fit the job.
 from collections.abc import Callable, Collection, Mapping
 
 from slipstream.runtime.coordinator.decisions.run_state import TransitionBuilder
-from slipstream.runtime.coordinator.decisions.schedule_requests import PlannerFailedError, ScheduleRequest
-from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule, Worker
+from slipstream.runtime.coordinator.decisions.schedule_requests import (
+    PlannerFailedError,
+    PreparedSchedule,
+    ScheduleRequest,
+)
+from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Worker
 
-ScheduleAttempt = Callable[[], Schedule | None]
+ScheduleAttempt = Callable[[], PreparedSchedule | None]
 """Function that returns a schedule, or None while it is being planned; it raises NoScheduleError if there is none."""
 
 
-def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
+def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
     """Return the schedule for these workers before the first step, when each worker can build every layer; None while
     it is being planned."""
     return _try_in_order(_attempt_whole_stages(step, live), _attempt_from_checkpoint(step, live))
 
 
-def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
+def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
     """Return the schedule with which these workers, all of which have paused, can continue soonest; None while it is
     being planned.
 
@@ -37,26 +41,26 @@ def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -
     return _try_in_order(*ways, lambda: _request_settled(step, held))
 
 
-def find_joining_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
+def find_joining_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
     """Return the schedule for these members and joining workers, for which layers are fetched during training; None
     while it is being planned."""
     held = _convert_held_layers(step, live, step.state.find_held_layers(step.rules.placement))
     return _choose_by_layer_policy(step, live, lambda: _request_settled(step, held))
 
 
-def find_restored_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
+def find_restored_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
     """Return the schedule for which these workers read all layers from a checkpoint; None while it is being planned."""
     return _choose_by_layer_policy(step, live, _attempt_from_checkpoint(step, live))
 
 
-def find_settled_schedule(step: TransitionBuilder) -> Schedule | None:
+def find_settled_schedule(step: TransitionBuilder) -> PreparedSchedule | None:
     """Return the best schedule for the current members, whatever layers move for it; None while it is being planned."""
     return _request_settled(step, _convert_held_layers(step, step.state.members,
                                                        step.state.find_held_layers(step.rules.placement)))
 
 
 def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
-                            moved: ScheduleAttempt) -> Schedule | None:
+                            moved: ScheduleAttempt) -> PreparedSchedule | None:
     """Return the schedule in which each worker holds the stages of its column, or the one that the function `moved`
     finds; None while it is being planned.
 
@@ -83,7 +87,7 @@ def _attempt_from_checkpoint(step: TransitionBuilder, live: Collection[Worker]) 
     return lambda: _request_schedule(step, live, from_checkpoint=True)
 
 
-def _request_settled(step: TransitionBuilder, held: HeldLayers) -> Schedule | None:
+def _request_settled(step: TransitionBuilder, held: HeldLayers) -> PreparedSchedule | None:
     live = [worker for worker, _ in held]
     return step.rules.first if _is_first_schedule_for(step, live) \
         else _request_schedule(step, live, held=held, settled=True)
@@ -91,11 +95,11 @@ def _request_settled(step: TransitionBuilder, held: HeldLayers) -> Schedule | No
 
 def _is_first_schedule_for(step: TransitionBuilder, live: Collection[Worker]) -> bool:
     """Return whether the run's first schedule is for exactly these workers at their present speeds."""
-    return step.state.slow.planned_speeds is None and step.rules.first.seat_of.keys() == set(live)
+    return step.state.slow.planned_speeds is None and step.rules.first.schedule.seat_of.keys() == set(live)
 
 
 def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held: HeldLayers | None = None,
-                      settled: bool = False, from_checkpoint: bool = False) -> Schedule | None:
+                      settled: bool = False, from_checkpoint: bool = False) -> PreparedSchedule | None:
     """Return the answer to a request for a schedule for `live` workers; if there is none yet, make the request and
     return None.
 
@@ -111,7 +115,7 @@ def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held
     return answer
 
 
-def _try_in_order(*ways: ScheduleAttempt) -> Schedule | None:
+def _try_in_order(*ways: ScheduleAttempt) -> PreparedSchedule | None:
     """Call the functions until one does not raise NoScheduleError, and return its result: a schedule, or None while
     that is being planned. If all raise, raise an error with all messages."""
     errors = list[NoScheduleError]()

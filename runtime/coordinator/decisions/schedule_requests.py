@@ -1,11 +1,16 @@
 """Requests for schedules. Planning takes seconds, so training continues and the answer arrives as an event."""
 
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 from slipstream.runtime.events import Phase
+from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule, Speeds, Worker
-from slipstream.schedules.worker_programs import DividedSchedule
+from slipstream.schedules.shares import DividedSchedule
+
+DIGEST_CHARACTERS = 16
+"""Length of the digest by which events name a schedule."""
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
 """Function that returns the schedule in which the given workers are down and the others have the given speeds; it is
@@ -33,13 +38,29 @@ class ScheduleRequest(NamedTuple):
 
 
 class PreparedSchedule(NamedTuple):
-    """Schedule in the form in which an order sends it: as a file's contents, and divided into what each worker must
-    know."""
+    """Schedule with the forms in which orders send it.
 
+    They take long to compute, so they are made where the schedule is found, before the event that brings it.
+    """
+
+    schedule: Schedule
     text: bytes
     """Contents of the schedule's JSON file."""
+    digest: str
+    """Digest of the text, by which events name the schedule."""
     parts: DividedSchedule
     """Share of the schedule that each worker receives."""
+
+
+def prepare_schedule(schedule: Schedule, parts: DividedSchedule) -> PreparedSchedule:
+    """Return a schedule with the forms in which orders send it, of which `parts` is one."""
+    text = encode(schedule)
+    return PreparedSchedule(schedule, text, compute_schedule_digest(text), parts)
+
+
+def compute_schedule_digest(text: bytes) -> str:
+    """Return the digest by which events name a schedule, given as the contents of its file."""
+    return hashlib.sha256(text).hexdigest()[:DIGEST_CHARACTERS]
 
 
 class PlannerFailedError(NoScheduleError):
@@ -50,4 +71,4 @@ class ScheduleAnswer(NamedTuple):
     """Event: the schedule that was requested, or the error if there is none (NoScheduleError, RunError)."""
 
     question: ScheduleRequest
-    answer: Schedule | Exception
+    answer: PreparedSchedule | Exception

@@ -27,7 +27,7 @@ from slipstream.runtime.coordinator.decisions.speed_planning import (
     SpeedRequest,
     round_factor,
 )
-from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Schedule, Speeds, Worker
 
 WARM_UP_ITERATIONS = 1

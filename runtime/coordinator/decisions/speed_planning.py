@@ -8,7 +8,7 @@ workers. A change of schedule takes place between two iterations.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import SchedulerAtSpeeds
+from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule, SchedulerAtSpeeds
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Speeds, Worker
 from slipstream.schedules.timing import period_at as period_at
 
@@ -35,6 +35,8 @@ class SpeedDecision(NamedTuple):
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
     """Period of the schedule that includes the workers that are left out, in seconds at these speeds."""
+    prepared: PreparedSchedule | None = None
+    """The field `schedule` with the forms in which orders send it, once they are made."""
     reason: str | None = None
     """Reason why no schedule could be planned for these speeds; None if one was planned."""
 

@@ -19,7 +19,7 @@ from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
 from slipstream.runtime.coordinator.decisions.empty_orders import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.layer_fetches import MAX_FETCH_FAILURES
-from slipstream.runtime.coordinator.decisions.lost_workers import WorkerLoss
+from slipstream.runtime.coordinator.decisions.lost_workers import record_losses, record_node_losses
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.decisions.run_state import (
     ConnectedWorker,
@@ -29,6 +29,7 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     RunState,
     TrainingPhase,
     TransitionBuilder,
+    WorkerLoss,
 )
 from slipstream.runtime.coordinator.decisions.sample_comparison import SampleDifference
 from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer
@@ -484,8 +485,8 @@ def _handle_loss(step: TransitionBuilder, event: WorkerLost) -> None:
     if not was_member:
         step.add_effect(Noted(text=f"{event.reason}, before it took part"))
         return
-    next_order.record_losses(step, [(worker, event.reason)], event.since)
-    next_order.record_node_losses(step, [worker])
+    record_losses(step, [(worker, event.reason)], event.since)
+    record_node_losses(step, [worker])
     orders.send_end_order(step)
     if isinstance(step.state.phase, FinishingPhase):
         step.update_state(phase=replace(step.state.phase, outdated=True))
@@ -520,5 +521,5 @@ def _adopt_found_workers(step: TransitionBuilder, phase: RejoiningPhase) -> None
     reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in result.missing]
     step.update_state(lost=PersistentMap([*state.lost.items(),
                                           *((worker, WorkerLoss(reason)) for worker, reason in reasons)]))
-    next_order.record_losses(step, reasons, step.at)
-    next_order.record_node_losses(step, result.missing)
+    record_losses(step, reasons, step.at)
+    record_node_losses(step, result.missing)

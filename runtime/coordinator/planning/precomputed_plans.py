@@ -16,9 +16,9 @@ from slipstream.runtime.coordinator.planning.background import BackgroundRunner
 from slipstream.runtime.coordinator.planning.schedule_finder import ScheduleDivider, Scheduler
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
+from slipstream.schedules.shares import DividedSchedule
 from slipstream.schedules.tables.pattern import Pattern, columns_by_pipeline, dead_column, pattern_of, pipeline_classes
 from slipstream.schedules.tables.relabel import preload_solver, relabel_schedule, renumber_pipelines
-from slipstream.schedules.worker_programs import DividedSchedule
 
 MAX_PRECOMPUTED = 64
 """Number of failures that are planned for in advance, and of plans that are kept: 1 MB each for 4,096 workers."""

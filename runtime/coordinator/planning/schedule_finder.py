@@ -13,6 +13,7 @@ from slipstream.runtime.coordinator.decisions.schedule_requests import (
     ScheduleAnswer,
     SchedulerAtSpeeds,
     ScheduleRequest,
+    prepare_schedule,
 )
 from slipstream.runtime.coordinator.decisions.speed_planning import (
     SpeedAnswer,
@@ -23,10 +24,9 @@ from slipstream.runtime.coordinator.decisions.speed_planning import (
 from slipstream.runtime.coordinator.planning.background import BackgroundRunner, run_in_thread
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import Event, PlanAnswered, PlanAsked
-from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Grid, HeldLayers, Schedule, Speeds, Worker
 from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
-from slipstream.schedules.worker_programs import DividedSchedule, EquivalentSchedule, divide_schedule
+from slipstream.schedules.shares import DividedSchedule, EquivalentSchedule, divide_schedule
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """Function that returns the schedule in which the given workers are down, for the job of the first schedule.
@@ -75,13 +75,9 @@ STUCK_REQUEST_SECONDS = 20.0
 """Seconds of planning after which a request no longer counts towards `MAX_CONCURRENT_REQUESTS`."""
 
 
-MAX_PREPARED = 8
-"""Number of prepared schedules that are kept: those of the current order, of its join, and of pending decisions."""
-
-
 class ScheduleDivider(Protocol):
     """Interface of functions that divide a schedule into what each worker must know of it (its share), like
-    `schedules.worker_programs.divide_schedule`."""
+    `schedules.shares.divide_schedule`."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
         """Return what each worker must know of a schedule (its share), such as its program.
@@ -97,8 +93,8 @@ if there is none."""
 
 
 class ScheduleService:
-    """Service that answers requests for schedules in the background. It stores only recent schedules, in the form in
-    which orders send them.
+    """Service that answers requests for schedules in the background. They come in the forms in which
+    orders send them.
 
     Parameters
     ----------
@@ -125,32 +121,15 @@ class ScheduleService:
         self._divided = divided
         self._background = background
         self._known = known
-        self._prepared: dict[int, tuple[Schedule, PreparedSchedule]] = {}
-        """Recent schedules in prepared form, by the `id` of the schedule. The schedule is kept, too, so that its `id`
-        stays unique."""
         self._finders = finders
         self._found = found
         self._tell = tell
         self._asked: dict[ScheduleRequest, float] = {}
         """Requests that are being answered, each with the time of `time.monotonic` at which it was made."""
 
-    def get_prepared(self, schedule: Schedule) -> PreparedSchedule:
-        """Return a schedule in the form in which an order sends it, from the store if this service has found or
-        prepared it lately."""
-        _, prepared = self._prepared.get(id(schedule)) or (None, self._prepare_schedule(schedule))
-        self._store_prepared(schedule, prepared)
-        return prepared
-
-    def _store_prepared(self, schedule: Schedule, prepared: PreparedSchedule) -> None:
-        """Store the form of a schedule in which orders send it (`prepared`) as the most recent one, and drop the oldest
-        if there are too many."""
-        self._prepared.pop(id(schedule), None)
-        self._prepared[id(schedule)] = schedule, prepared
-        while len(self._prepared) > MAX_PREPARED:
-            del self._prepared[next(iter(self._prepared))]
-
-    def _prepare_schedule(self, schedule: Schedule) -> PreparedSchedule:
-        return PreparedSchedule(encode(schedule), self._divided(schedule))
+    def prepare_schedule(self, schedule: Schedule) -> PreparedSchedule:
+        """Return a schedule with the forms in which orders send it. This takes long for many workers."""
+        return prepare_schedule(schedule, self._divided(schedule))
 
     def request_schedule(self, question: ScheduleRequest) -> None:
         """Start to find the requested schedule in the background. Does nothing if this request, or too many others, are
@@ -168,13 +147,11 @@ class ScheduleService:
         self._tell(PlanAsked(down=question.down, phase=question.phase))
         precomputed = self._known(question.down) if question == ScheduleRequest(question.down) else None
         if precomputed is not None:
-            schedule, parts = precomputed
-            self._handle_answer(question, (schedule, PreparedSchedule(encode(schedule), parts)))
+            self._handle_answer(question, prepare_schedule(*precomputed))
             return
 
-        def work() -> tuple[Schedule, PreparedSchedule]:
-            schedule = without_idle_workers(self._require_fitting(question.down, find()))
-            return schedule, self._prepare_schedule(schedule)
+        def work() -> PreparedSchedule:
+            return self.prepare_schedule(without_idle_workers(self._require_fitting(question.down, find())))
 
         self._background(work, partial(self._handle_answer, question), awaited=not question.settled)
 
@@ -182,19 +159,12 @@ class ScheduleService:
         """Start to decide, in the background, which schedule to run at the measured speeds of workers."""
         plan = self._choose_speed_planner(question)
 
-        def work() -> tuple[SpeedDecision, PreparedSchedule | None]:
+        def work() -> SpeedDecision:
             decision = answer_request(question, plan)
             other = decision.schedule
-            return decision, None if other is None else self._prepare_schedule(other)
+            return decision if other is None else decision._replace(prepared=self.prepare_schedule(other))
 
-        def decided(found: tuple[SpeedDecision, PreparedSchedule | None] | BaseException) -> None:
-            if not isinstance(found, BaseException):
-                decision, prepared = found
-                if decision.schedule is not None and prepared is not None:
-                    self._store_prepared(decision.schedule, prepared)
-            self._found(SpeedAnswer(question, found if isinstance(found, BaseException) else decision))
-
-        self._background(work, decided, awaited=False)
+        self._background(work, lambda found: self._found(SpeedAnswer(question, found)), awaited=False)
 
     def _choose_speed_planner(self, question: SpeedRequest) -> SchedulerAtSpeeds:
         """Return the planner for given speeds that leaves all layers with their present holders; if the run has no
@@ -236,16 +206,14 @@ class ScheduleService:
             raise NoScheduleError
         return partial(scheduler, question.down)
 
-    def _handle_answer(self, question: ScheduleRequest, found: tuple[Schedule, PreparedSchedule]
-                       | BaseException) -> None:
-        answer: Schedule | Exception
+    def _handle_answer(self, question: ScheduleRequest, found: PreparedSchedule | BaseException) -> None:
+        answer: PreparedSchedule | Exception
         if isinstance(found, NoScheduleError | RunError):
             answer = found
         elif isinstance(found, BaseException):
             answer = PlannerFailedError(f"the planner failed: {type(found).__name__}: {first_line(found)}")
         else:
-            answer, prepared = found
-            self._store_prepared(answer, prepared)
+            answer = found
         took = time.monotonic() - self._asked.pop(question)
         self._tell(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),
                                         error=str(answer) if isinstance(answer, Exception) else None))

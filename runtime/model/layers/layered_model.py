@@ -101,25 +101,6 @@ def _check_model(name: str, model: LayeredModel) -> LayeredModel:
     return model
 
 
-def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Divide layers into half-open ranges, one a stage, whose lengths differ by at most one, longer in the middle.
-
-    The first and the last layer of a model (embedding, head) usually differ from the others, so the stages that hold
-    them are the last to get an extra layer. Raises ConfigError if there are more stages than layers.
-    """
-    if not 1 <= stages <= layers:
-        raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
-    short, extra = divmod(layers, stages)
-    first = (stages - extra + 1) // 2
-    ranges = []
-    start = 0
-    for stage in range(stages):
-        end = start + short + (first <= stage < first + extra)
-        ranges.append((start, end))
-        start = end
-    return ranges
-
-
 def parameter_dtype(config: TrainingConfig) -> torch.dtype:
     """Return the dtype of parameters.
 

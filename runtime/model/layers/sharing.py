@@ -5,12 +5,16 @@ holds several, they are one tensor. Gradients are summed over all workers that h
 Optimizers are elementwise, so all copies stay equal bit for bit. Files and digests use the first name of a group.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from slipstream.runtime.config import ConfigError
+from slipstream.runtime.config_errors import ConfigError
+from slipstream.runtime.placement import Placement
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.program import WorkerProgram
+from slipstream.schedules.schedule import Worker
 
 
 class LayerParameter(NamedTuple):
@@ -57,6 +61,16 @@ class Sharing:
             places = [place for place in group if place.layer in layers]
             if places:
                 yield group[0], places
+
+    def find_sharers(self, placement: Placement, program: WorkerProgram) -> dict[LayerRange | str, Sequence[Worker]]:
+        """Return, for each sum of gradients that a worker takes part in, all workers that take part.
+
+        Keys are ranges of layers (`Placement.reductions_of`), and the first of each group of shared parameters.
+        """
+        sharers: dict[LayerRange | str, Sequence[Worker]] = {}
+        for layers, workers in placement.reductions_of(program).items():
+            sharers[layers] = workers
+        return sharers | {str(self.groups[number][0]): members for number, members in program.ties}
 
     def tie_parameters(self, layers: Mapping[int, nn.Module]) -> None:
         """Tie the parameters that these layers share, in place: all of a group become the tensor of the first of these

@@ -157,6 +157,16 @@ class StepController:
         if self.state is StepState.CORRECTED:
             self.state = StepState.VOID
 
+    @property
+    def is_final(self) -> bool:
+        """True if the last step is made or skipped for good."""
+        return self.state is StepState.FINAL
+
+    @property
+    def is_void(self) -> bool:
+        """True if the last step was guessed wrong, so that what workers compute is void."""
+        return self.state is StepState.VOID
+
     def leave_void_state(self) -> None:
         """Set the state from VOID (what workers compute is based on a wrong guess) to FINAL. To be called when all
         workers have gathered the parameters of the corrected step."""

@@ -32,7 +32,7 @@ from tests.runtime.test_going_back import on_the_spot
 WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
 FIRST = schedule_for(WIDE)
 ANSWERING = ScheduleService(FIRST.grid, SchedulePlanners(on_the_spot(WIDE), None, Planning(WIDE)), lambda _: None)
-RULES = RunRules(first=FIRST, iterations=range(ITERATIONS), partition=PARTITION, prepared=ANSWERING.get_prepared,
+RULES = RunRules(first=ANSWERING.prepare_schedule(FIRST), iterations=range(ITERATIONS), partition=PARTITION,
                  automatic_checkpoints=True)
 ACT_SECONDS = 0.05
 """From one thing that happens to the next."""
@@ -41,7 +41,7 @@ ACT_SECONDS = 0.05
 @functools.cache
 def planned(question):
     try:
-        return without_idle_workers(ANSWERING._choose_planner(question)())
+        return ANSWERING.prepare_schedule(without_idle_workers(ANSWERING._choose_planner(question)()))
     except NoScheduleError as error:
         return error
     except LookupError as error:  # half of a stage's layers had been moved to each of two workers

@@ -1,10 +1,9 @@
 """What tests drive transitions with."""
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
-from slipstream.schedules.codec import encode
-from slipstream.schedules.worker_programs import divide_schedule
+from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule, prepare_schedule
+from slipstream.schedules.shares import divide_schedule
 
 
-def prepared(schedule):
+def prepared(schedule) -> PreparedSchedule:
     """A schedule as it is given in an order."""
-    return PreparedSchedule(encode(schedule), divide_schedule(schedule))
+    return prepare_schedule(schedule, divide_schedule(schedule))

@@ -2,9 +2,9 @@
 
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.model.state.parts import ElementCounts
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import HeldState
 from slipstream.runtime.protocol.to_worker import LayerMove
-from slipstream.runtime.replay.placement import Placement
 
 
 def partition(cuts):

@@ -83,10 +83,9 @@ class ScriptedWorld(World):
         pipelines = groupby(self.first.grid.workers(), key=lambda worker: worker.pipeline)
         machines = [tuple(workers) for _, workers in pipelines]
         return RunRules(
-            first=self.first,
+            first=self.service.prepare_schedule(self.first),
             iterations=range(int(options.get("iterations", 100))),
             partition=partition(list(cuts)),
-            prepared=self.service.get_prepared,
             automatic_checkpoints="saves" in options,
             settles=MoveCost([1000] * sum(layers), 1e6) if "settles" in options else None,
             plans_for_speeds="speeds" in options,

@@ -5,6 +5,7 @@ from slipstream.runtime.coordinator.decisions.layer_fetches import FetchState, L
 from slipstream.runtime.events import FetchBegun, FetchProgressed
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.coordinator.driving import prepared
 from tests.runtime.coordinator.holding import move
 from tests.runtime.running import schedule_for
 
@@ -13,7 +14,7 @@ ALL = (ONE, OTHER, SOURCE)
 
 
 def join(**options):
-    return LayerFetch(schedule=schedule_for(grid(2, 2, 2)), began=5,
+    return LayerFetch(prepared=prepared(schedule_for(grid(2, 2, 2))), began=5,
                       **{"order": 1, "moves": (move(ONE, SOURCE, 0),), **options})
 
 

@@ -76,8 +76,8 @@ def test_a_machine_fails_once(journal):
 def test_it_goes_on_as_the_one_before_would_have(journal):
     found = journal(BEGINS, Slowed(worker=ONE, factor=1.98), Failed(worker=FOURTH, reason="x"),
                     CheckpointWritten(checkpoint=3, took=0.5), CheckpointWritten(checkpoint=6, took=1.5))
-    rules = RunRules(first=schedule_for(grid(2, 2, 2)), iterations=range(100), partition=partition([0, 2, 4]),
-                     prepared=prepared, plans_for_speeds=True, settles=MoveCost([1] * 4, None),
+    rules = RunRules(first=prepared(schedule_for(grid(2, 2, 2))), iterations=range(100),
+                     partition=partition([0, 2, 4]), plans_for_speeds=True, settles=MoveCost([1] * 4, None),
                      automatic_checkpoints=True)
     at = time.monotonic()
     state = build_initial_state(rules, CommitLog(), at, RejoiningPhase(

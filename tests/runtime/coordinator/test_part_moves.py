@@ -16,7 +16,7 @@ from slipstream.runtime.model.state.parts import (
     parts_of_worker,
     subtract,
 )
-from slipstream.runtime.replay.placement import place_layers
+from slipstream.runtime.placement import place_layers
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.relabel import relabel_schedule
 from tests.jobs import grid

@@ -5,7 +5,7 @@ from slipstream.runtime.coordinator.planning.precomputed_plans import FailurePre
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import NoScheduleError, Worker
-from slipstream.schedules.worker_programs import divide_schedule
+from slipstream.schedules.shares import divide_schedule
 from tests.general import layers_moved
 from tests.jobs import grid
 from tests.runtime.running import schedule_for

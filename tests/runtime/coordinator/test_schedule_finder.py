@@ -82,7 +82,7 @@ def test_plans_that_hang_do_not_hold_up_the_one_that_is_needed(monkeypatch):
         for question in (JOIN, DEATH):
             one.service.request_schedule(question)
         clock.now += schedule_finder.STUCK_REQUEST_SECONDS + 1
-        assert (await one.answer(LATER)).failed == LATER.down and one.answers.keys() == {LATER}
+        assert (await one.answer(LATER)).schedule.failed == LATER.down and one.answers.keys() == {LATER}
         release.set()
 
     asyncio.run(script())

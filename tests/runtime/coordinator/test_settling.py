@@ -17,9 +17,9 @@ from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleEr
 from slipstream.runtime.events import Event, FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, IterationReport, Paused, Ready
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
-from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode
+from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Seat, Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.holding import holding, partition
@@ -49,7 +49,7 @@ class World:
                                          self.found.append, background=lambda work, done,
                                          **_: done(capture_result(work)))
         self.rules = RunRules(
-            first=first, iterations=range(10_000), partition=PARTITION, prepared=self.answering.get_prepared,
+            first=self.answering.prepare_schedule(first), iterations=range(10_000), partition=PARTITION,
             settles=MoveCost([1000] * 8, 1e6), mtbf_seconds=mtbf, plans_for_speeds=True)
         self.state = build_initial_state(self.rules, CommitLog(), 0.0)
         self.acknowledged: dict[Worker, Acknowledged] = {}

@@ -6,7 +6,7 @@ from slipstream.runtime.coordinator.decisions.effects import EffectCollector
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, build_slow_workers
 from slipstream.runtime.coordinator.decisions.speed_planning import SpeedAnswer, SpeedRequest, answer_request
 from slipstream.runtime.protocol.to_coordinator import IterationReport
-from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for

@@ -11,7 +11,6 @@ from slipstream.runtime.model.layers.layered_model import build_model, parameter
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.state.held_layers import build_holding, build_layer
 from slipstream.runtime.model.state.received_part import SteppedPart
-from slipstream.runtime.protocol.failure_injection import Injector
 from slipstream.runtime.protocol.node_reports import ReportSender
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
@@ -28,6 +27,7 @@ from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.injector import Injector
 from slipstream.runtime.worker.layer_messages import LayerRequest, UpToDate
 from slipstream.runtime.worker.layer_receiver import LayerReceiver, ReceiverCallbacks, _Transfer
 from slipstream.runtime.worker.layer_sender import LayerSender

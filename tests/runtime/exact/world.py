@@ -53,7 +53,7 @@ def setting(config):
     modules = build_holding(model, range(model.layers), training).modules
     partition = PartitionPlanner([count_elements(one) for one in modules.values()], PLACEMENT, (),
                                  training.shard_optimizer)
-    rules = RunRules(first=FIRST, iterations=range(ITERATIONS), prepared=ANSWERING.get_prepared,
+    rules = RunRules(first=ANSWERING.prepare_schedule(FIRST), iterations=range(ITERATIONS),
                      settles=MoveCost([1] * model.layers, None), mtbf_seconds=1e6, automatic_checkpoints=False,
                      partition=partition)
     oracle = judge(config, WIDE.microbatches, ITERATIONS)

@@ -5,12 +5,12 @@ import resource
 import pytest
 
 from slipstream.runtime.config import ConfigError
+from slipstream.runtime.placement import place_layers
 from slipstream.runtime.processes.file_descriptors import (
     count_communicator_ends,
     count_node_0_descriptors,
     raise_descriptor_limit,
 )
-from slipstream.runtime.replay.placement import place_layers
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

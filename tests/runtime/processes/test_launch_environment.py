@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from slipstream.runtime.placement import assign_workers_to_nodes
 from slipstream.runtime.processes.launch_environment import (
     GpuShare,
     LaunchInfo,
@@ -15,7 +16,6 @@ from slipstream.runtime.processes.launch_environment import (
     read_launch_info,
 )
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.replay.placement import assign_workers_to_nodes
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import command_environment, judge_of_text, losses_in, tiny_text
 

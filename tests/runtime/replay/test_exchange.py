@@ -6,9 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from slipstream.runtime.replay.exchange import Exchange, TensorName
-from slipstream.schedules.precedence import consumers_with_rules, op_key, producers_with_rules
-from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
+from slipstream.runtime.replay.exchange import Exchange
+from slipstream.schedules.program import RECEIVES, TransferKind, build_program
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
@@ -58,30 +58,35 @@ def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
     from slipstream.runtime.model.layer_values import TensorForm
 
     microbatches = 12
-    schedule = schedule_for(grid(1, 3, microbatches), backward=backward)
+    program = build_program(schedule_for(grid(1, 3, microbatches), backward=backward), Worker(0, stage))
     one = Alone(Worker(0, stage))
-    exchange = Exchange(schedule, one, [TensorForm((1,), torch.float64)] * 4, range(3))
+    exchange = Exchange(program, one, [TensorForm((1,), torch.float64)] * 4, range(3))
     most, sent = 0, 0
     for iteration in range(3):
-        for op in schedule.ops(one.worker):
-            if op.kind not in COMPUTE_KINDS:
-                continue
-            key = op_key(op)
-            path = schedule.route_of(op.pipeline, op.microbatch)
-            for _, rule in producers_with_rules(key, path):
-                if rule.tensor:
-                    exchange.take_input(iteration, TensorName(rule.tensor, *key[1:]))
-            for other, rule in consumers_with_rules(key, path):
-                if rule.tensor:
-                    exchange.put_output(iteration, TensorName(rule.tensor, *other[1:]),
-                                        torch.zeros(1, dtype=torch.float64))
-                    sent += 1
+        transfers = 0
+        for instruction in program.instructions:
+            if instruction.kind in RECEIVES:
+                exchange.start_receive(iteration, transfers)
+            elif isinstance(instruction.kind, TransferKind):
+                exchange.start_send(iteration, transfers)
+                sent += 1
+            else:
+                pass_on(exchange, program, instruction)
+            transfers += isinstance(instruction.kind, TransferKind)
             most = max(most, one.held())
         exchange.end_iteration()
     assert sent == 3 * microbatches * (1 if stage in (0, 2) else 2)
     assert most <= 5
     exchange.flush()
     assert one.held() == 0
+
+
+def pass_on(exchange, program, op):
+    """What an op takes, and what it makes."""
+    if takes := program.input_of(op):
+        exchange.take_input(takes)
+    if makes := program.output_of(op):
+        exchange.put_output(makes, torch.zeros(1, dtype=torch.float64))
 
 
 def test_who_is_left_behind_keeps_nothing_that_is_under_way():
@@ -91,11 +96,12 @@ def test_who_is_left_behind_keeps_nothing_that_is_under_way():
         def send(self, payload, target, tag):
             return payload
 
-    schedule = schedule_for(grid(1, 2, 2))
-    exchange = Exchange(schedule, Keeping(Worker(0, 0)), [TensorForm((1,), torch.float64)] * 3, range(1))
+    program = build_program(schedule_for(grid(1, 2, 2)), Worker(0, 0))
+    exchange = Exchange(program, Keeping(Worker(0, 0)), [TensorForm((1,), torch.float64)] * 3, range(1))
     sent = torch.zeros(1, dtype=torch.float64)
     kept = weakref.ref(sent)
-    exchange.put_output(0, TensorName("activation", 1, 0, 0), sent)
+    exchange.put_output(program.output_of(program.ops[0]), sent)
+    exchange.start_send(0, 0)
     del sent
     assert kept() is not None
     exchange.free_microbatches()

@@ -17,22 +17,23 @@ from slipstream.runtime.model.layers.layered_model import build_model, parameter
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.model.state.steps import StepController
-from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.replay.exchange import MAX_POSTED_RECEIVES, Exchange, TensorName
-from slipstream.runtime.replay.executor import BeforeOp, Executor
-from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
-from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import (
+from slipstream.runtime.placement import (
     Placement,
     PlacementError,
     assign_workers_to_nodes,
     place_layers,
     with_end_layers,
 )
+from slipstream.runtime.protocol.store import host_store
+from slipstream.runtime.replay.exchange import MAX_POSTED_RECEIVES, Exchange
+from slipstream.runtime.replay.executor import BeforeOp, Executor
+from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
+from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.precedence import op_key, producer_keys
+from slipstream.schedules.program import RECEIVES, TransferKind, build_program
 from slipstream.schedules.schedule import OpKind, Schedule, Worker
 from tests import patience
 from tests.generate import schedules
@@ -53,18 +54,19 @@ class Lone:
                                          store=self.store)
         model = build_model(config.model, config.training.seed, parameter_dtype(config.training), CPU)
         placement = place_layers(schedule.grid, model.layers)
-        self.session.connect(placement.sharers_of_sums(schedule, worker, sharing_of(model)))
+        program = build_program(schedule, worker)
+        self.session.connect(sharing_of(model).find_sharers(placement, program))
         self.holding = holding = build_holding(model, placement.held_layers(schedule, worker), config.training)
-        holding.set_reduced_ranges(placement.reductions_of(schedule, worker))
-        self.slices = WorkerSlices(holding, placement.slice_layers(schedule, worker), model,
+        holding.set_reduced_ranges(placement.reductions_of(program))
+        self.slices = WorkerSlices(holding, placement.slice_layers(program), model,
                                    loss_scale=1 / schedule.grid.microbatches[0], config=config)
         self.recorder = Recorder(CPU, 0.0)
         self.executor = Executor(
-            schedule, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
+            program, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
             before_step=before_step,
             steps=StepController(holding, config.training, layers=model.layers, share=None,
                                  staggered=True),
-            exchange=Exchange(schedule, self.session, [find_forms(model, config)[cut] for cut in placement.cuts],
+            exchange=Exchange(program, self.session, [find_forms(model, config)[cut] for cut in placement.cuts],
                               range(iterations)),
             feed=partial(load_data(config).batch, batch=1, context=16))
 
@@ -197,7 +199,8 @@ def test_an_executor_is_gone_with_its_last_reference():
     schedule = schedule_for(grid(1, 1, 3))
     one = SimpleNamespace(worker=Worker(0, 0), one_process=True)
     slices = SimpleNamespace(runners={0: None}, holding=None)
-    executor = Executor(schedule, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
+    program = build_program(schedule, Worker(0, 0))
+    executor = Executor(program, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
     gc.disable()
     try:
@@ -240,27 +243,28 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
     log: list[tuple[Worker, str, Worker, int]] = []
     passed = [TensorForm((1,), torch.float32)] * (schedule.grid.layer_count + 1)
     wire = Wire(worker, log, ordered=ordered)
-    exchange = Exchange(schedule, wire, passed, range(iterations))  # type: ignore[arg-type]
+    program = build_program(schedule, worker)
+    exchange = Exchange(program, wire, passed, range(iterations))  # type: ignore[arg-type]
     for iteration in range(iterations):
-        for op in schedule.ops(worker):
-            if op.kind in (OpKind.F, OpKind.I, OpKind.B):
-                path = list(schedule.route_of(op.pipeline, op.microbatch))
-                forth, back = [None, *path], [*path[1:], None]
-                before, after = forth[path.index(op.slice)], back[path.index(op.slice)]
-                if op.kind is OpKind.F:
-                    pass_on(exchange, iteration, op, "activation", before is not None, after)
-                else:
-                    pass_on(exchange, iteration, op, "gradient", after is not None, before)
+        run_once(exchange, program, iteration)
         exchange.end_iteration()
     exchange.flush()
     return log
 
 
-def pass_on(exchange, iteration, op, kind, takes, gives):
-    if takes:
-        exchange.take_input(iteration, TensorName(kind, op.slice, op.pipeline, op.microbatch))
-    if gives is not None:
-        exchange.put_output(iteration, TensorName(kind, gives, op.pipeline, op.microbatch), torch.zeros(1))
+def run_once(exchange, program, iteration) -> None:
+    """What an executor asks for, without computing."""
+    transfers = 0
+    for instruction in program.instructions:
+        if isinstance(instruction.kind, TransferKind):
+            start = exchange.start_receive if instruction.kind in RECEIVES else exchange.start_send
+            start(iteration, transfers)
+            transfers += 1
+            continue
+        if takes := program.input_of(instruction):
+            exchange.take_input(takes)
+        if makes := program.output_of(instruction):
+            exchange.put_output(makes, torch.zeros(1))
 
 
 @settings(max_examples=40)
@@ -303,8 +307,11 @@ def test_receives_are_posted_ahead_but_not_without_bound(ordered):
     schedule = schedule_for(grid(1, 2, 12))
     passed = [TensorForm((1,), torch.float32)] * 3
     wire = Wire(worker, log, ordered=ordered)
-    exchange = Exchange(schedule, wire, passed, range(1))  # type: ignore[arg-type]
-    exchange.take_input(0, TensorName("activation", 1, 0, 0))
+    program = build_program(schedule, worker)
+    exchange = Exchange(program, wire, passed, range(1))  # type: ignore[arg-type]
+    assert str(program.instructions[0]).startswith("1RECV_F0.0")
+    exchange.start_receive(0, 0)
+    exchange.take_input(program.output_of(program.instructions[0]))
     assert 1 <= len(log) <= 1 + MAX_POSTED_RECEIVES
     assert ordered or len(log) == MAX_POSTED_RECEIVES, "others are posted before the next wait"
 
@@ -335,9 +342,11 @@ def test_what_is_held_is_what_is_run_and_reduced(schedule):
     held = placement.held_layers_by_worker(schedule)
     for worker, layers in held.items():
         assert placement.held_layers(schedule, worker) == layers
-        for start, end in placement.slice_layers(schedule, worker).values():
+        program = build_program(schedule, worker)
+        assert placement.model_layers(program.holds) == layers
+        for start, end in placement.slice_layers(program).values():
             assert layers.issuperset(range(start, end))
-        reduced = placement.reductions_of(schedule, worker)
+        reduced = placement.reductions_of(program)
         assert sorted(layers) == [layer for start, end in reduced for layer in range(start, end)]
         for (start, end), sharers in reduced.items():
             assert sharers == sorted(other for other in held if held[other].issuperset(range(start, end)))
@@ -346,16 +355,18 @@ def test_what_is_held_is_what_is_run_and_reduced(schedule):
 def test_those_who_reduce_a_stage_are_the_live_workers_that_hold_it():
     schedule = schedule_for(grid(3, 2, 2), ["1.1"])
     placement = place_layers(schedule.grid, 4)
-    assert placement.reductions_of(schedule, Worker(1, 0)) == {(0, 2): [Worker(0, 0), Worker(1, 0), Worker(2, 0)]}
-    assert placement.reductions_of(schedule, Worker(2, 1)) == {(2, 4): [Worker(0, 1), Worker(2, 1)]}
+    one, other = (placement.reductions_of(build_program(schedule, worker)) for worker in (Worker(1, 0), Worker(2, 1)))
+    assert one == {(0, 2): [Worker(0, 0), Worker(1, 0), Worker(2, 0)]}
+    assert other == {(2, 4): [Worker(0, 1), Worker(2, 1)]}
 
 
 @settings(max_examples=40)
 @given(schedules())
 def test_each_layer_is_saved_by_one_of_its_holders_and_they_take_turns(schedule):
     placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
-    held, ranges = placement.held_layers_by_worker(schedule), placement.all_reductions(schedule)
-    by_worker = {worker: placement.choose_writers(schedule, worker) for worker in held}
+    programs = [build_program(schedule, seat.worker) for seat in schedule.seats]
+    ranges = {layers: workers for program in programs for layers, workers in placement.reductions_of(program).items()}
+    by_worker = {program.worker: placement.choose_writers(program) for program in programs}
     for (start, end), sharers in ranges.items():
         saved = [by_worker[sharers[0]][layer] for layer in range(start, end)]
         assert all(by_worker[one][layer] == saved[layer - start] for one in sharers for layer in range(start, end))

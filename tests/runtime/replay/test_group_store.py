@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore
 
-from slipstream.runtime.protocol.rendezvous import connect_store, host_store
+from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.group_store import GroupStore, delete_old_orders, order_key_prefix
 from slipstream.runtime.replay.membership import Membership

@@ -21,16 +21,17 @@ from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
 from slipstream.runtime.model.state.part_state import count_elements
 from slipstream.runtime.model.state.parts import build_partitions
 from slipstream.runtime.model.state.steps import StepController
-from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.check import check
+from slipstream.schedules.program import build_program
 from slipstream.schedules.schedule import Schedule, Worker
 from tests import patience
 from tests.general import floating_layer, general_schedules, layers_moved
@@ -67,20 +68,23 @@ class Team:
         ranks = {seat.worker: rank for rank, seat in enumerate(schedule.seats)}
         session = GenerationSession(Membership(self.number, ranks, worker), links=GroupCache("gloo"), device=CPU,
                                     store=self.store)
-        session.connect(placement.sharers_of_sums(schedule, worker, sharing_of(self.model)), sums=watches)
+        sharing = sharing_of(self.model)
+        tied = placement.holders_of_groups(schedule, [{one.layer for one in group} for group in sharing.groups])
+        program = build_program(schedule, worker, tied)
+        session.connect(sharing.find_sharers(placement, program), sums=watches)
         holding = build_holding(self.model, placement.held_layers(schedule, worker), training)
-        cuts = build_partitions(placement.reductions_of(schedule, worker), {},
+        cuts = build_partitions(placement.reductions_of(program), {},
                                 lambda layer: count_elements(holding.modules[layer]), (),
                                 sharded=False)
         holding.hold_layers(holding.modules, cuts, worker, [], -1)
-        slices = WorkerSlices(holding, placement.slice_layers(schedule, worker), self.model,
+        slices = WorkerSlices(holding, placement.slice_layers(program), self.model,
                               loss_scale=1 / schedule.grid.total_microbatches, config=config)
         steps = StepController(holding, training, layers=self.model.layers, share=session.start_sum_over_all if watches
                                else None,
                                staggered=schedule.optimizer == "staggered")
-        exchange = Exchange(schedule, session, [self.forms[cut] for cut in placement.cuts], range(ITERATIONS))
+        exchange = Exchange(program, session, [self.forms[cut] for cut in placement.cuts], range(ITERATIONS))
         recorder = Recorder(CPU)
-        executor = Executor(schedule, slices=slices, steps=steps, session=session, exchange=exchange,
+        executor = Executor(program, slices=slices, steps=steps, session=session, exchange=exchange,
                             feed=lambda one: self.corpus.batch(one, training.batch, config.model.context),
                             recorder=recorder)
         losses = []

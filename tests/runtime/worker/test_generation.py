@@ -13,6 +13,7 @@ from slipstream.runtime.worker import generation, iteration_reports
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.generation import GenerationRunner, StuckDeviceError
 from slipstream.runtime.worker.iteration_reports import IterationReports
+from slipstream.schedules.program import build_program
 from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import WIDE
 from tests.runtime.running import schedule_for
@@ -66,16 +67,17 @@ def test_a_report_is_not_waited_for_once_the_order_has_ended(monkeypatch):
 
 
 def test_a_worker_that_waits_says_for_whom():
-    activity, schedule = Activity(), schedule_for(WIDE)
+    activity, program = Activity(), build_program(schedule_for(WIDE), Worker(0, 0))
     activity.set_activity("waits for layers to move", [Worker(1, 0)])
-    status = activity.build_status(Worker(0, 0), schedule, None)
+    status = activity.build_status(Worker(0, 0), program, None)
     assert status.waits and status.awaited == (Worker(1, 0),)
     activity.set_activity((3, 0))
     OPEN_CALLS.enter_call("receiving from worker 0.1", [Worker(0, 1)])
     try:
-        status = activity.build_status(Worker(0, 0), schedule, threading.get_ident())
+        status = activity.build_status(Worker(0, 0), program, threading.get_ident())
     finally:
         OPEN_CALLS.leave_call()
-    assert status.waits and status.awaited == (Worker(0, 1),) and status.doing.startswith("iteration 3, ")
-    status = activity.build_status(Worker(0, 0), schedule, threading.get_ident())
+    assert status.waits and status.awaited == (Worker(0, 1),)
+    assert status.doing.startswith("iteration 3, 0F0.0: receiving")
+    status = activity.build_status(Worker(0, 0), program, threading.get_ident())
     assert not status.waits and status.awaited == ()

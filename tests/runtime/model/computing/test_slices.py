@@ -14,11 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
 from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, WorkerSlices, find_forms
 from slipstream.runtime.model.data.data import ByteText, Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype, split_layers
+from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.model.state.digest import parameter_digest
 from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
 from slipstream.runtime.model.state.part_state import count_elements
 from slipstream.runtime.model.state.parts import build_partition
+from slipstream.runtime.placement import split_layers
 from slipstream.runtime.tools.reference import reference_run
 from slipstream.schedules.schedule import Worker
 

@@ -7,9 +7,9 @@ from slipstream.runtime.model.layers.layered_model import (
     build_model,
     parameter_dtype,
     seeded_for_layer,
-    split_layers,
 )
 from slipstream.runtime.model.seeds import derive_seed, seeded
+from slipstream.runtime.placement import split_layers
 
 CPU = torch.device("cpu")
 

@@ -1,15 +1,12 @@
 """Placement: which layers of the model each worker holds under a schedule, and which workers each node has."""
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from slipstream.runtime.model.layers.layered_model import split_layers
-from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.replay.session import GradientKey
+from slipstream.runtime.config_errors import ConfigError
 from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
-from slipstream.schedules.schedule import Grid, OpKind, Schedule, Worker
-from slipstream.schedules.worker_programs import WorkerSchedule
+from slipstream.schedules.program import WorkerProgram, find_reductions
+from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 END_LAYERS = 2
 """Number of layers of a model in addition to its decoder layers: the embedding and the head."""
@@ -41,27 +38,30 @@ class Placement:
         """Return a range of a schedule's layers as a range of the model's layers."""
         return self.cuts[layers[0]], self.cuts[layers[1]]
 
-    def slice_layers(self, schedule: Schedule, worker: Worker) -> dict[int, LayerRange]:
-        """Return the model's layers of each slice in the program of a live worker, by the slice's number."""
-        program = schedule.programs[schedule.seat_of[worker].program]
-        numbers = sorted({op.slice for op in program if op.slice is not None})
-        return {number: self.model_range(schedule.layers_of(number)) for number in numbers}
+    def slice_layers(self, program: WorkerProgram) -> dict[int, LayerRange]:
+        """Return the model's layers of each slice in a worker's program, by the slice's number."""
+        numbers = sorted({op.slice for op in program.ops if op.slice is not None})
+        return {number: self.model_range(program.layers_of(number)) for number in numbers}
+
+    def model_layers(self, layers: Sequence[LayerRange]) -> frozenset[int]:
+        """Return the layers of the model that these layers of a schedule consist of."""
+        return layers_in(map(self.model_range, layers))
 
     def held_layers(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
         """Return the model's layers that a live worker must hold under a schedule."""
-        return self._model_layers(schedule.held_layers(worker))
+        return self.model_layers(schedule.held_layers(worker))
 
     def held_layers_by_worker(self, schedule: Schedule) -> dict[Worker, frozenset[int]]:
         """Return the model's layers that each live worker must hold under a schedule."""
         by_ranges: dict[tuple[LayerRange, ...], frozenset[int]] = {}
-        return {seat.worker: by_ranges.get(held) or by_ranges.setdefault(held, self._model_layers(held))
+        return {seat.worker: by_ranges.get(held) or by_ranges.setdefault(held, self.model_layers(held))
                 for seat in schedule.seats for held in [schedule.held_layers_of_seat(seat)]}
 
     def layers_in_column(self, grid: Grid, column: int) -> frozenset[int]:
         """Return the model's layers of all stages in a column of the grid."""
         held = grid.held_layers_by_column[column]
         if held not in self._in_columns:
-            self._in_columns[held] = self._model_layers(held)
+            self._in_columns[held] = self.model_layers(held)
         return self._in_columns[held]
 
     def schedule_layers(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
@@ -79,55 +79,26 @@ class Placement:
         return next(stage for stage, layers in enumerate(grid.layers_by_stage)
                     if layer in range(*self.model_range(layers)))
 
-    def all_reductions(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
+    def all_reductions(self, schedule: Schedule) -> dict[LayerRange, tuple[Worker, ...]]:
         """Return, for each range of the model's layers whose gradients are summed together, all live workers that take
         part. The ranges are in ascending order."""
-        sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
-        by_program = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
-                      for program in schedule.programs]
-        for seat in schedule.seats:
-            for layers in by_program[seat.program]:
-                sharers[layers].add(seat.worker)
-        return {self.model_range(layers): sorted(workers) for layers, workers in sorted(sharers.items())}
+        return {self.model_range(layers): workers for layers, workers in find_reductions(schedule).items()}
 
-    def reductions_of(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
+    def reductions_of(self, program: WorkerProgram) -> dict[LayerRange, list[Worker]]:
         """Return, for each range of the model's layers whose gradients a worker helps to sum, all workers that take
         part. The ranges are in ascending order, and cover all layers that the worker holds."""
-        if isinstance(schedule, WorkerSchedule):
-            return {self.model_range(layers): list(workers) for layers, workers in schedule.sums}
-        return {layers: workers for layers, workers in self.all_reductions(schedule).items() if worker in workers}
-
-    def sharers_of_sums(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[GradientKey,
-                                                                                            Sequence[Worker]]:
-        """Return, for each sum of gradients that a worker takes part in, all workers that take part.
-
-        Keys are ranges of layers (`reductions_of`), and, for each parameter that layers share according to `sharing`,
-        its `LAYER.NAME` in the first of them.
-        """
-        sharers_of: dict[GradientKey, Sequence[Worker]] = {}
-        for layers, workers in self.reductions_of(schedule, worker).items():
-            sharers_of[layers] = workers
-        layers_of_groups = [{place.layer for place in group} for group in sharing.groups]
-        ties = dict(schedule.ties) if isinstance(schedule, WorkerSchedule) else dict(
-            enumerate(self.holders_of_groups(schedule, layers_of_groups)))
-        for number, members in ties.items():
-            if worker in members:
-                sharers_of[str(sharing.groups[number][0])] = members
-        return sharers_of
+        return {self.model_range(layers): list(workers) for layers, workers in program.sums}
 
     def holders_of_groups(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
         """Return, for each group of layers that share a parameter, all live workers that hold one of these layers."""
         held = sorted(self.held_layers_by_worker(schedule).items()) if groups else []
         return [[worker for worker, layers in held if not layers.isdisjoint(group)] for group in groups]
 
-    def choose_writers(self, schedule: Schedule, worker: Worker) -> dict[int, Worker]:
+    def choose_writers(self, program: WorkerProgram) -> dict[int, Worker]:
         """Return, for each layer of a live worker, which holder saves it in checkpoints; holders take turns, layer by
         layer."""
-        return {layer: workers[layer % len(workers)] for layers, workers in self.reductions_of(schedule, worker).items()
+        return {layer: workers[layer % len(workers)] for layers, workers in self.reductions_of(program).items()
                 for layer in range(*layers)}
-
-    def _model_layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
-        return layers_in(map(self.model_range, held))
 
 
 def place_layers(grid: Grid, layers: int) -> Placement:
@@ -157,6 +128,25 @@ def place_layers(grid: Grid, layers: int) -> Placement:
         raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] and "
                              "[model] of the job file must agree")
     return Placement(range(layers + 1)) if grid.layer_count == layers else _placement_of_ranges(ranges)
+
+
+def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
+    """Divide layers into half-open ranges, one a stage, whose lengths differ by at most one, longer in the middle.
+
+    The first and the last layer of a model (embedding, head) usually differ from the others, so the stages that hold
+    them are the last to get an extra layer. Raises ConfigError if there are more stages than layers.
+    """
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
+    short, extra = divmod(layers, stages)
+    first = (stages - extra + 1) // 2
+    ranges = []
+    start = 0
+    for stage in range(stages):
+        end = start + short + (first <= stage < first + extra)
+        ranges.append((start, end))
+        start = end
+    return ranges
 
 
 def with_end_layers(counts: Sequence[int], layers: int) -> Sequence[int]:

@@ -1,0 +1,55 @@
+"""Find node 0 by the key-value store of torchrun's agent."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import DistError, DistStoreError
+
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.processes.launch_environment import LaunchInfo
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
+from slipstream.runtime.protocol.store import connect_store
+
+PROGRESS_SECONDS = 30.0
+"""Interval between the lines that a waiting node prints."""
+
+
+def announce_node_0(here: LaunchInfo, opened: Rendezvous) -> None:
+    """Put `opened`, the address at which node 0 listens, into torchrun's store, if there is one. Raises
+    RendezvousError."""
+    if here.agent:
+        assert here.master is not None
+        try:
+            connect_store(here.master).set(_store_key(here), str(opened))
+        except DistError as error:
+            raise RendezvousError(f"torchrun at {here.master} is gone: {first_line(error)}") from None
+
+
+def find_node_0(here: LaunchInfo, timeout_seconds: float,
+                waiting: Callable[[str], None] = lambda _: None) -> Rendezvous:
+    """Return the address where node 0 listens, waiting until it is known. Raises RendezvousError. `waiting` is called
+    with a line of text repeatedly while this waits."""
+    assert here.master is not None
+    if not here.agent:
+        return here.master
+    deadline = time.monotonic() + timeout_seconds
+    store = connect_store(here.master, timedelta(seconds=timeout_seconds))
+    try:
+        while not store.check([_store_key(here)]):
+            waiting(f"waiting for node 0's address in torchrun's store at {here.master}")
+            left = deadline - time.monotonic()
+            with suppress(DistStoreError):
+                store.wait([_store_key(here)], timedelta(seconds=max(0.001, min(left, PROGRESS_SECONDS))))
+            if left <= 0:
+                raise RendezvousError(f"node 0 has not put its address into torchrun's store at {here.master} in "
+                                      f"{timeout_seconds:.0f} s")
+        return Rendezvous.parse(store.get(_store_key(here)).decode())
+    except (DistError, ValueError) as error:
+        raise RendezvousError(f"cannot read node 0's address from torchrun's store at {here.master}: "
+                              f"{first_line(error)}") from None
+
+
+def _store_key(here: LaunchInfo) -> str:
+    return f"slipstream/{here.attempt}"

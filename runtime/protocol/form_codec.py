@@ -1,0 +1,25 @@
+"""Convert forms (shapes and dtypes of values) to JSON and back."""
+
+import torch
+
+from slipstream.runtime.model.layer_values import Form, TensorForm, TupleForm
+from slipstream.runtime.protocol.setup import FormSpec
+
+
+def encode_form(form: Form) -> FormSpec:
+    """Return a form, the shapes and dtypes of a value, in its JSON form."""
+    tensors = (form,) if isinstance(form, TensorForm) else form.tensors
+    return FormSpec(tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors),
+                    None if isinstance(form, TensorForm) else form.fields)
+
+
+def decode_form(spec: FormSpec) -> Form:
+    """Return the form that a JSON form describes."""
+    tensors = tuple(TensorForm(shape, _parse_dtype(dtype)) for shape, dtype in spec.tensors)
+    return tensors[0] if spec.fields is None else TupleForm(tensors, spec.fields)
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

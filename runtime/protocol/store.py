@@ -1,0 +1,31 @@
+"""Open and reach torch's key-value store, in which the members of process groups find each other."""
+
+from datetime import timedelta
+
+from torch.distributed import DistError
+
+from slipstream.runtime.errors import describe_reason
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
+from slipstream.runtime.torch_private import TCPStore
+
+CONNECT_TIMEOUT = timedelta(seconds=60)
+
+
+def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
+    """Open torch's key-value store, by default on a free port of loopback, and return it with its address. Raises
+    RendezvousError."""
+    listener, opened = open_listener(rendezvous)
+    try:
+        return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT,
+                        master_listen_fd=listener.detach()), opened
+    except DistError as error:
+        raise RendezvousError(f"cannot listen at {opened}: {describe_reason(error)}") from None
+
+
+def connect_store(rendezvous: Rendezvous, timeout: timedelta = CONNECT_TIMEOUT) -> TCPStore:
+    """Connect to a key-value store, waiting for it to open. Raises RendezvousError."""
+    try:
+        return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except DistError as error:
+        raise RendezvousError(f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
+                              f"{describe_reason(error)}") from None
