@@ -3,6 +3,7 @@
 import argparse
 
 import msgspec
+import pytest
 
 from benchmarks.curves import (
     PUBLISHED,
@@ -39,3 +40,10 @@ def test_results_are_kept_and_a_plan_is_never_below_its_bound(tmp_path):
     words = [describe(point, results[point.name])
              for point in iterate_points(Settings(memory=(1.0,), settings=(setting,)))]
     assert words[0] == "ahead" and words[1] == "behind"
+
+
+@pytest.mark.parametrize("name", ["V 16x48 1.5x", "V 16x128 1.5x"])
+def test_plans_with_half_more_memory_are_not_behind(name):
+    settings = msgspec.json.decode(PUBLISHED.read_bytes(), type=Settings)
+    point = next(point for point in iterate_points(settings) if point.name == name)
+    assert describe(point, measure(point, argparse.Namespace(steps=400_000, time_limit=10.0))) != "behind"
