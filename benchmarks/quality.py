@@ -1,7 +1,8 @@
 """Measure how close plans are to the proven bound.
 
-    python -m benchmarks.quality [--suite fault-free|generated|failures|grids|uneven|shared|moved ...] [--every N]
-                                 [--offset N] [--time-limit 10] [--method cp-sat] [--json FILE] [--compare FILE]
+    python -m benchmarks.quality [--suite fault-free|generated|failures|grids|uneven|shared|moved|placements ...]
+                                 [--every N] [--offset N] [--time-limit 10 | --steps N] [--method cp-sat]
+                                 [--json FILE] [--compare FILE]
 
 `--every N` takes each N-th instance from `--offset` on. `--json` stores the gaps, `--compare` prints the change
 against stored ones. Every plan passes the checker before it is counted. The speed of the machine matters only through
@@ -188,14 +189,32 @@ def _layered(pipelines: int, stages: int, microbatches: int, layers: int, failed
     return Instance(name, mode, job, failed, MOVED_LIMIT if mode == "move" else LIMITS[2.0], layers=mode)
 
 
+def placements() -> Iterator[Instance]:
+    """Yield each placement with zero to three failures, room for one to two times as many micro-batches as stages, and
+    four sizes."""
+    times = "forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5"
+    for order, down, factor, (pipelines, stages, microbatches) in itertools.product(
+            ("linear", "interleaved", "v", "bidirectional"), range(4), LIMITS,
+            ((3, 4, 8), (4, 4, 16), (4, 8, 16), (6, 8, 32))):
+        chunks = 2 if order in ("interleaved", "v") else 1
+        failed = [Worker(index, (stages // 2 + index) % stages) for index in range(down)]
+        chunked = f"chunks = {chunks}\n" if chunks > 1 else ""
+        job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
+                        f"[placement]\norder = '{order}'\n{chunked}[time]\n{times}\n[memory]\n"
+                        f"capacity = {int(factor * stages * chunks)}\nactivation = 1\nweight_stash = 1\n")
+        group = f"{order} {down} down"
+        yield Instance(f"{group} {pipelines}x{stages}x{microbatches} {factor:g}S", group, job, failed, LIMITS[factor])
+
+
 SUITES = {"fault-free": fault_free, "generated": generated, "failures": failures, "grids": grids, "uneven": uneven,
-          "shared": shared, "moved": moved}
+          "shared": shared, "moved": moved, "placements": placements}
 
 
-def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float, str]:
+def measure(instance: Instance, method: str, time_limit: float, steps: int | None) -> tuple[float, float, float, str]:
     """Return (gap or bubble rate, lower bound of the same, seconds, possible reason of a gap)."""
     began = time.monotonic()
-    options = PlanOptions(method=method, time_limit=time_limit, layers=instance.layers)  # type: ignore[arg-type]
+    options = PlanOptions(method=method, time_limit=time_limit, steps=steps,  # type: ignore[arg-type]
+                          layers=instance.layers)
     plan = plan_with(options, instance.job, instance.failed)
     seconds = time.monotonic() - began
     schedule = plan.schedule
@@ -213,6 +232,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--offset", type=int, default=0)
     parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--method", default="cp-sat")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compare", type=Path)
@@ -223,7 +243,7 @@ def main() -> None:
     for suite in options.suite or SUITES:
         groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for instance in itertools.islice(SUITES[suite](), options.offset, None, options.every):
-            value, bound, seconds, evidence = measure(instance, options.method, options.time_limit)
+            value, bound, seconds, evidence = measure(instance, options.method, options.time_limit, options.steps)
             results[instance.name] = value
             groups[instance.group].append((value, instance.limit))
             change = f"  {value - kept[instance.name]:+.2%}" if instance.name in kept else ""

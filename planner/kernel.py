@@ -622,11 +622,13 @@ class RoundRule(NamedTuple):
     limit: Ints
     """Most F of the lane before the worker's first I, [lane]."""
     tolerance: int
+    even: bool
     patience: float
     fill_forward: bool
     skip: bool
     cascade_forward: bool
     cascade_gradient: bool
+    pass_on: bool
     approved: Ints
     """Idle ticks that the worker may have, [worker]: those that it had in an order made before, or -1."""
 
@@ -738,15 +740,17 @@ def _delays_first(lanes: Lanes, state: Progress, lane: int, end: int) -> bool:
 
 
 @jit
-def _warm_up(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, state: Progress) -> None:
-    """Place the F that each worker runs before its first I, in the order of their starts: as many as memory allows, and
-    none that delays the first micro-batch."""
+def _warm_up(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, state: Progress, tolerance: int,
+             most: int) -> None:
+    """Place F before the first I of each worker, in the order of their starts: as many as memory allows, at most `most`
+    of a worker, and none that delays the first micro-batch by more than `tolerance`."""
     while True:
         best, start = -1, FOREVER
         for index in range(lanes.forward.shape[0] - 1, -1, -1):
             lane = lanes.forward[index]
             place, worker = state.next[lane], lanes.worker[lane]
-            if place == lanes.start[lane + 1] or place - lanes.start[lane] >= rule.limit[lane]:
+            if place == lanes.start[lane + 1] or place - lanes.start[lane] >= rule.limit[lane] \
+                    or _count_forwards(lanes, state, worker) >= most:
                 continue
             op = lanes.op[place]
             tick = _arrival(ops, state.end, op)
@@ -754,7 +758,7 @@ def _warm_up(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, st
                 continue
             tick = max(tick, state.free[worker])
             if state.used[worker] + _memory_needed(ops, memory, op) <= memory.capacity[worker] \
-                    and not _delays_first(lanes, state, lane, tick + ops.duration[op] - rule.tolerance):
+                    and not _delays_first(lanes, state, lane, tick + ops.duration[op] - tolerance):
                 best, start = lane, tick
         if best < 0:
             return
@@ -763,6 +767,15 @@ def _warm_up(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, st
             _count_idle(state, worker, start)
         _place_op(ops, memory, state, worker, lanes.op[state.next[best]], start)
         state.next[best] += 1
+
+
+@jit_borrowing
+def _count_forwards(lanes: Lanes, state: Progress, worker: int) -> int:
+    """Return how many F of a worker are placed, before its first I or B."""
+    count = 0
+    for lane in range(lanes.of_worker[worker], lanes.of_worker[worker + 1]):
+        count += state.next[lane] - lanes.start[lane]
+    return count
 
 
 @jit_borrowing
@@ -867,6 +880,17 @@ def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, s
         _place_op(ops, memory, state, worker, op, tick)
         state.next[lane] += 1
         state.chosen[worker] = -2
+        if rule.pass_on and cascade[lane] and state.next[lane] == lanes.start[lane + 1]:
+            _pass_on_cascade(lanes, state, half, cascade, worker)
+
+
+@jit_borrowing
+def _pass_on_cascade(lanes: Lanes, state: Progress, half: Ints, cascade: Ints, worker: int) -> None:
+    """Mark the worker's first lane of `half` that still has ops in `cascade`."""
+    for lane in half:
+        if lanes.worker[lane] == worker and state.next[lane] < lanes.start[lane + 1]:
+            cascade[lane] = 1
+            return
 
 
 @jit
@@ -892,7 +916,12 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
             if allowed and state.chosen[lanes.worker[lane]] < 0:
                 cascade[lane] = 1
             state.chosen[lanes.worker[lane]] = lane
-    _warm_up(ops, lanes, memory, rule, state)
+    _warm_up(ops, lanes, memory, rule, state, rule.tolerance, FOREVER)
+    if rule.even:
+        most = 0
+        for worker in range(workers):
+            most = max(most, _count_forwards(lanes, state, worker))
+        _warm_up(ops, lanes, memory, rule, state, FOREVER, most)
     stuck = 0
     while stuck < 2:
         placed = state.counters[PLACED]

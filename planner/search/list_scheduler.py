@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -297,8 +297,6 @@ def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
 
 class ListScheduler:
     """Builder of list schedules of one problem with one assignment of units to workers, by any dispatch rule."""
-
-    schedules_per_rule: ClassVar[int] = 1
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays

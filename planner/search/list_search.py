@@ -4,10 +4,11 @@ A step changes the dispatch rule, or which peers run the micro-batches of a dead
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -36,7 +37,7 @@ from slipstream.planner.search.list_scheduler import (
     scale_forward_ticks,
     scale_in_flight_limits,
 )
-from slipstream.planner.search.round_scheduler import ROUND_RULES, RoundRule, RoundScheduler, change_round_rule
+from slipstream.planner.search.round_scheduler import RoundRule, RoundScheduler, change_round_rule, iterate_round_rules
 
 Rule = DispatchRule | RoundRule
 
@@ -45,8 +46,6 @@ class Scheduler(Protocol):
     """Builder of the schedules of one problem and assignment: a `ListScheduler`, or a `RoundScheduler`."""
 
     arrays: ProblemArrays
-    schedules_per_rule: ClassVar[int]
-    """Most schedules that are made to evaluate a rule."""
 
     def __init__(self, arrays: ProblemArrays) -> None: ...
 
@@ -183,6 +182,8 @@ TRIED_RULES, TRIED_ROUNDS, TRIED_STEPS, TRIED_ASSIGNMENTS = (
 of changed assignments."""
 FIRST_RULES, FIRST_ROUNDS = 3, 4
 """Numbers of dispatch rules of the shortlist, and of rules for orders in rounds, that are tried first."""
+TIGHTNESS = 1e-4
+"""Share by which a plan that reserves no memory must be shorter to be preferred: annealing has less room in it."""
 PeriodCallback = Callable[[int], None]
 
 
@@ -213,6 +214,7 @@ class _SearchState:
         """Scheduler in rounds for the assignment that was tried last."""
         self.period: int | None = None
         self.solution: Solution | None = None
+        self._rank = math.inf
 
     def try_rule(self, scheduler: Scheduler, rule: Rule, why: str) -> _Attempt | None:
         """Make the list schedule of a dispatch rule, keep it if it is the best, and return the rule with its period.
@@ -222,25 +224,27 @@ class _SearchState:
         """
         began, before = self._clock.now(), self.period
         schedule_steps = LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit)
-        self._clock.count_steps(schedule_steps * scheduler.schedules_per_rule)
+        self._clock.count_steps(schedule_steps)
         try:
             period = scheduler.evaluate_rule(rule)
         except StuckError:
             self._budget.tally.count_uses(why)
             return None
         self._slowest = max(self._slowest, self._clock.now() - began)
-        self._keep_if_better(period, scheduler.last_solution)
+        fills = isinstance(rule, RoundRule) and not rule.reserve
+        self._keep_if_better(period, scheduler.last_solution, period * (1 + TIGHTNESS * fills))
         self._budget.tally.count_uses(why, helped=int(self.period != before))
         attempt = _Attempt(period, rule, scheduler)
         if self.current is None or period <= self.current.period:
             self.current = attempt
         return attempt
 
-    def _keep_if_better(self, period: int, solution: Callable[[], Solution]) -> None:
-        """Store a plan as the best if its period, in ticks, is shorter; the function `solution`, which builds the plan,
-        is called only then."""
-        if self.period is None or period < self.period:
-            self.solution, self.period = solution(), period
+    def _keep_if_better(self, period: int, solution: Callable[[], Solution], rank: float | None = None) -> None:
+        """Store a plan as the best if its `rank` (None: its period, in ticks) is lower; the function `solution`, which
+        builds the plan, is called only then."""
+        rank = period if rank is None else rank
+        if rank < self._rank:
+            self.solution, self.period, self._rank = solution(), period, rank
             self._tell(period)
 
     def offer_solution(self, solution: Solution) -> None:
@@ -328,7 +332,7 @@ def _iterate_rules(best: _SearchState, params: ListParams) -> Iterator[tuple[int
     """
     problem = best.problem
     shortlist = iterate_shortlist(problem, params)
-    rounds = iter(() if problem.memory is None or problem.assigned else ROUND_RULES)
+    rounds = iterate_round_rules(problem)
     yield from itertools.islice(shortlist, FIRST_RULES)
     yield from ((0, rule) for rule in itertools.islice(rounds, FIRST_ROUNDS))
     yield from shortlist

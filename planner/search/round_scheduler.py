@@ -7,9 +7,9 @@ V placement (arXiv 2405.15362), for workers with any number of stages and re-rou
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.planner.loops import kernel_loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 from slipstream.planner.model.memory import activation_memory
-from slipstream.planner.model.problem import UNLIMITED
+from slipstream.planner.model.problem import UNLIMITED, Problem
 from slipstream.planner.model.start_times import time_order
 from slipstream.planner.search.list_scheduler import StuckError, make_memory_limits
 
@@ -42,6 +42,8 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
     """F before the first I in addition, by slice; empty: none."""
     tolerance: float = 0.0
     """Time, in mean durations of an op, by which F before the first I may delay the first micro-batch."""
+    even: bool = False
+    """True if every worker runs as many F before its first I as the one that runs most, memory allowing."""
     patience: float = 0.0
     """Time, in durations of a W, that a worker waits for its next op beyond the idle time of others.
 
@@ -55,25 +57,46 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
     """True if a micro-batch may pass several workers by F in one round."""
     cascade_gradient: bool = True
     """True if a micro-batch may pass several workers by I in one round."""
+    pass_on: bool = True
+    """True if the same holds for the worker's next stage, once it has run all ops of the one where it held."""
+    reserve: bool = True
+    """True if an F starts only if its micro-batch has room at the worker's later stages, too: it never gets stuck."""
     capacity: float = 1.0
     """Share of the memory that is used: what fits in less memory is sometimes shorter."""
 
 
 _CHOICES: Mapping[str, Sequence[Any]] = {
     "share": (0.9, 1.0, 1.1, 1.25, 2.0), "spread": get_args(Spread), "more": (),
-    "tolerance": (0.0, 0.1, 0.25, 0.5, 1.0),
+    "tolerance": (0.0, 0.1, 0.25, 0.5, 1.0), "even": (True, False),
     "patience": (-9.0, -0.3, 0.0, 0.3, 0.6, 1.0), "fill_forward": (True, False), "skip": (True, False),
     "cascade_forward": (True, False), "cascade_gradient": (True, False),
-    "capacity": (1.0, 0.97, 0.94, 0.9, 0.8)}
+    "pass_on": (True, False), "reserve": (True, False), "capacity": (1.0, 0.97, 0.94, 0.9, 0.8)}
 
 
-ROUND_RULES = (
+RULES_OF_WHOLE_PIPELINES = (
+    RoundRule(reserve=False, skip=True),
+    RoundRule(reserve=False, skip=True, even=True, tolerance=0.25, patience=-9.0),
+    RoundRule(reserve=False, tolerance=0.25, patience=-9.0),
+    RoundRule(reserve=False, skip=True, tolerance=0.25, spread="less"),
+    RoundRule(reserve=False, skip=True, even=True, tolerance=0.25, pass_on=False),
+    RoundRule(reserve=False, skip=True, tolerance=0.25, fill_forward=False),
+    RoundRule(reserve=False, spread="stay"), RoundRule(skip=True, fill_forward=False))
+"""Rules for pipelines that have lost no worker. Of 128, each is the one with which the best of those before it gains
+most on 58 of the published settings of benchmarks.curves; the fifth is for settings that these leave behind."""
+RULES_OF_ANY_PIPELINE = (
     RoundRule(skip=True, spread="less"), RoundRule(skip=True, patience=-9.0),
     RoundRule(skip=True, fill_forward=False, cascade_gradient=False),
     RoundRule(tolerance=0.25, spread="stay"), RoundRule(skip=True, patience=-9.0, tolerance=0.25),
     RoundRule(skip=True), RoundRule(skip=True, tolerance=0.25), RoundRule())
-"""Rules that are tried first, the most often best ones first: the fewest of 96 whose best is the best of all on 28 of
-the published settings of `slipstream reproduce curves`."""
+"""Rules that reserve memory, the most often best ones first."""
+
+
+def iterate_round_rules(problem: Problem) -> Iterator[RoundRule]:
+    """Iterate over the rules to try; there are none if memory is unlimited, or if a layout gives the routes."""
+    if problem.memory is None or problem.assigned:
+        return
+    first, then = RULES_OF_WHOLE_PIPELINES, RULES_OF_ANY_PIPELINE
+    yield from then + first if problem.failed else first + then
 
 
 def change_round_rule(rule: RoundRule, slices: int, random: random.Random) -> RoundRule:
@@ -96,8 +119,6 @@ def _change_more(more: Sequence[int], slices: int, random: random.Random) -> tup
 class RoundScheduler:
     """Builder of orders in rounds of one problem with one assignment of units to workers."""
 
-    schedules_per_rule: ClassVar[int] = PASSES
-
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
         self._memory, _ = make_memory_limits(arrays)
@@ -110,7 +131,8 @@ class RoundScheduler:
         Raises StuckError if a worker lacks the memory to go on.
         """
         best, approved = None, np.full_like(self._lack, -1)
-        memory = self._memory._replace(capacity=(self._memory.capacity * rule.capacity).astype(np.int64))
+        capacity = (self._memory.capacity * rule.capacity).astype(np.int64)
+        memory = self._memory._replace(capacity=capacity, room=self._memory.room if rule.reserve else self._own_room)
         for _ in range(PASSES):
             idle, order = self._lack.copy(), np.zeros_like(self.arrays.ops.duration)
             done = self._kernel.order_in_rounds(self.arrays.ops, self._lanes, memory,
@@ -132,14 +154,22 @@ class RoundScheduler:
         assert self._last is not None
         return self.arrays.make_solution(*self._last)
 
+    @cached_property
+    def _own_room(self) -> Ints:
+        """What ops take of the memory, if an F reserves none for later stages, [slice, kind]."""
+        room: Ints = self._memory.room.copy()
+        room[:, self._kernel.NEEDED] = room[:, self._kernel.FORWARD]
+        return room
+
     def _make_rule(self, rule: RoundRule, approved: Ints) -> Any:
         limit = rule.share * self._usual_forwards[rule.spread] + 0.5
         if rule.more:
             limit += to_ints(rule.more)[self._slices]
         return self._kernel.RoundRule(
             limit=np.clip(limit, 1, UNLIMITED).astype(np.int64), approved=approved, patience=rule.patience,
-            tolerance=int(rule.tolerance * self.arrays.ops.duration.mean()), fill_forward=rule.fill_forward,
-            skip=rule.skip, cascade_forward=rule.cascade_forward, cascade_gradient=rule.cascade_gradient)
+            tolerance=int(rule.tolerance * self.arrays.ops.duration.mean()), even=rule.even,
+            fill_forward=rule.fill_forward, skip=rule.skip, cascade_forward=rule.cascade_forward,
+            cascade_gradient=rule.cascade_gradient, pass_on=rule.pass_on)
 
     @cached_property
     def _lack(self) -> Ints:

@@ -1,5 +1,7 @@
 """Bubble over memory: the published points, and results that an interrupted run continues from."""
 
+import pytest
+
 from benchmarks.curves import keep_results, load_results
 from slipstream.cli.pipelines.memory_curves import (
     Setting,
@@ -33,3 +35,9 @@ def test_results_are_kept_and_a_plan_is_never_below_its_bound(tmp_path):
     words = [describe(point, results[point.name])
              for point in iterate_points(Settings(memory=(1.0,), settings=(setting,)))]
     assert words[0] == "ahead" and words[1] == "behind"
+
+
+@pytest.mark.parametrize("name", ["V 16x48 1.5x", "V 16x128 1.5x"])
+def test_plans_with_half_more_memory_are_not_behind(name):
+    point = next(point for point in iterate_points(read_settings()) if point.name == name)
+    assert describe(point, measure(point, steps=400_000)) != "behind"

@@ -62,7 +62,8 @@ def test_interpreted_and_compiled_make_the_same_orders(data, job, seed):
 @pytest.mark.parametrize(("workers", "microbatches", "times", "stash", "memory", "published"), [
     (6, 12, (7.885, 7.329, 5.432, 0.885), 0.6, 1.0, 0.0801),
     (20, 60, (8.689, 9.733, 6.577, 1.044), 0.6, 1.2, 0.0441),
-    (16, 48, (14.307, 13.359, 12.617, 1.323), 0.8, 1.0, 0.0380)])
+    (16, 48, (14.307, 13.359, 12.617, 1.323), 0.8, 1.0, 0.0380),
+    (16, 48, (14.407, 14.38, 9.676, 1.61), 131072 / 303104, 1.25, 0.0306)])
 def test_v_placements_with_little_memory_are_no_longer_than_the_published_rule(
         workers, microbatches, times, stash, memory, published):
     """Bubbles of the V rule's authors' own code (arXiv 2405.15362), one chunk a direction."""

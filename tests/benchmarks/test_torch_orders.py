@@ -1,0 +1,35 @@
+"""Orders of torch's generators: the checker accepts them, and plans with the same memory are not longer."""
+
+import itertools
+
+import pytest
+
+from benchmarks.torch_orders import GENERATORS, Setting, draw_settings, measure, time_torch
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.decompose import make_whole_piece
+from slipstream.planner.model.problem import Bound
+from slipstream.schedules.check import check
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_orders_of_torch_are_schedules(generator):
+    solution, memory, period = time_torch(Setting(generator, 4, 12, 5.0, 6.0, 3.0, 0.5, 0.4))
+    problem = solution.arrays.problem
+    schedule = build_schedule(problem, [(make_whole_piece(problem), solution)], method="greedy",
+                              bound=Bound(0, problem.bound_scope))
+    assert check(schedule) == []
+    assert schedule.seconds(schedule.period_ticks) == pytest.approx(period)
+    assert 0 < memory <= 2 * 12 * 1000
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_plans_are_not_longer_than_orders_of_torch(generator):
+    bubble, result = measure(Setting(generator, 4, 16, 5.0, 6.0, 3.0, 0.5, 0.4), steps=400_000)
+    assert result.bound - 1e-9 <= result.bubble <= bubble
+
+
+def test_the_same_seed_draws_the_same_settings():
+    drawn = list(itertools.islice(draw_settings(3), 10))
+    assert drawn == list(itertools.islice(draw_settings(3), 10))
+    assert [one.generator for one in drawn] == [*GENERATORS, *GENERATORS]
+    assert all(2 * one.workers <= one.microbatches <= 8 * one.workers for one in drawn)
