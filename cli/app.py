@@ -24,7 +24,7 @@ COMMANDS = {
     "lookup": "Look up the schedule for the workers that are down, and say who plays which role.",
     "check": "Check schedules against every rule, independently of how they were made.",
     "show": "Show a schedule: a row for each worker, time from left to right; or the course of a run.",
-    "export": "Write a schedule, or the model of a checkpoint, in the format of another library.",
+    "export": "Write a schedule, a job's placement, or a checkpoint's model in the format of another library.",
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process per live worker, replaying a schedule.",
     "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",

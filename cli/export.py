@@ -61,7 +61,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
            tensor_parallel: TensorParallel = 1, out: Out = None,
            force: Force = False,  # noqa: ARG001  # read by the overwrite guard
            json: Json = False) -> None:
-    """Write a schedule, the placement of a job, or the model of a checkpoint in the format of another library.
+    """Write a schedule, a job's placement, or a checkpoint's model in the format of another library.
 
     Exits 1 with the reason when that library cannot run the schedule, for example because micro-batches are re-routed.
     """

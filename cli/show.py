@@ -81,6 +81,9 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
                 refuse(f"{option} goes with one schedule; {len(given)} are given")
     first = given[0]
     if program is not None:
+        for option, value in (("--html", html), ("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):
+            if value is not None:
+                refuse(f"--program prints a worker's program: leave out {option}")
         _show_program(first, program, json=json)
         return
     iterations = _read_measured(measured, first).iterations if measured is not None else ()

@@ -52,7 +52,7 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
         disproves_shorter,
     )
 
-    problem = _problem_in_place(schedule, _vacant_roles(schedule))
+    problem = _problem_in_place(schedule, find_vacant_roles(schedule))
     parts = [piece.problem for piece in decompose(problem)] if pieces_are_independent(problem) else [problem]
     largest = DEFAULTS.cp_sat.largest_proof
     if any(is_provable_by_search(part) and part.host_operation_count <= largest
@@ -86,7 +86,7 @@ def _with_own_roles(schedule: Schedule) -> Schedule:
         memory = msgspec.structs.replace(memory, capacity_of=unusual or msgspec.UNSET)
     return msgspec.structs.replace(
         schedule, times=msgspec.structs.replace(times, slow=slow), memory=memory,
-        failed=tuple(_vacant_roles(schedule)),
+        failed=tuple(find_vacant_roles(schedule)),
         seats=tuple(msgspec.structs.replace(seat, worker=seat.role) for seat in seats))
 
 
@@ -105,11 +105,12 @@ def _bound_without_search(schedule: Schedule) -> Bound:
         return Bound(ticks, schedule.scope)
     if schedule.scope is Scope.ROLES:
         return roles_bound(_problem_in_place(schedule, ()), schedule.failed)
-    bound = strongest_bound(_problem_in_place(schedule, _vacant_roles(schedule)))
+    bound = strongest_bound(_problem_in_place(schedule, find_vacant_roles(schedule)))
     return Bound(bound.ticks, schedule.scope, bound.counts)
 
 
-def _vacant_roles(schedule: Schedule) -> list[Worker]:
+def find_vacant_roles(schedule: Schedule) -> list[Worker]:
+    """Return the roles of a schedule that no live worker plays."""
     return [role for role in schedule.grid.workers() if role not in schedule.player_of]
 
 

@@ -25,7 +25,12 @@ from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 
 def format_gigabytes(count: float) -> str:
     """Format a number of bytes in gigabytes: to three significant digits, and without an exponent."""
-    return f"{count / 1e9:,.0f}" if count >= 1e12 else f"{count / 1e9:.3g}"
+    gigabytes = count / 1e9
+    if not gigabytes:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(float(f"{gigabytes:.3g}"))))
+    text = f"{gigabytes:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 # --- What moves, how long that takes, and when it pays ----------------------------------------------------------------

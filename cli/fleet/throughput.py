@@ -58,17 +58,19 @@ class Throughputs:
         self._announce = announce
         self.loads = Loads(self.job)
         self._rebalanced_plans = RebalancedPlans(self.job, announce, settle_seconds, dead, table)
-        self._cache: dict[Hashable, Any] = {}
+        self._plans: dict[Hashable, Any] = {}
+        self._rates: dict[Hashable, Any] = {}
         self._table = _read_table_periods(table, self.job, self._options) if table is not None else {}
         self.plans_pipelines = False
         """True if whole pipelines run this planner's schedules, and not 1F1B."""
 
     def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the cached value of `key`, any hashable value; `find` computes it the first time."""
-        if key not in self._cache:
-            self._cache[key] = find()
-        value: Value = self._cache[key]
-        return value
+        """Return the cached value of a policy's `key`, any hashable value; `find` computes it the first time."""
+        return _find_once(self._rates, key, find)
+
+    def _plan_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
+        """Return the cached value of `key`, which does not depend on `plans_pipelines`."""
+        return _find_once(self._plans, key, find)
 
     def with_planned_pipelines(self) -> Self:
         """Return a copy in which systems of others run this planner's schedules, too.
@@ -76,7 +78,7 @@ class Throughputs:
         Two systems are then compared by how they handle failures alone. Plans are shared with this object.
         """
         other = copy.copy(self)
-        other.plans_pipelines, other._cache = True, dict(self._cache)
+        other.plans_pipelines, other._rates = True, {}
         return other
 
     # --- This planner -------------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ class Throughputs:
     def planned_rate(self, down: DownByStage) -> float:
         """Return the samples per second of Slipstream's schedule with layers in place and `down` workers dead, one
         number per stage."""
-        return self.compute_once(("planned", down), lambda: self.samples / self._plan_period(down))
+        return self._plan_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
     def in_place_rate(self, down: DownByStage) -> float:
         """Return the samples per second of the best schedule with layers in place and `down` workers dead, one number
@@ -94,7 +96,7 @@ class Throughputs:
         run Slipstream's schedule or 1F1B. The result is at most the throughput with all workers alive, even if the
         search found a faster schedule for fewer workers by chance.
         """
-        return self.compute_once(("in place", down), lambda: self._compute_in_place_rate(down))
+        return self._plan_once(("in place", down), lambda: self._compute_in_place_rate(down))
 
     def _compute_in_place_rate(self, down: DownByStage) -> float:
         pipelines = self.job.pipelines - max(down)
@@ -111,7 +113,7 @@ class Throughputs:
         plan exists. The samples per second are at most those with all workers alive and at the usual speed, with layers
         moved if that is faster.
         """
-        return self.compute_once(("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow))
+        return self._plan_once(("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow))
 
     def _compute_rebalanced_answer(self, failures: int, slow: SlowWorkerCount) -> tuple[float, float]:
         plan = self._rebalanced_plans.find_best(failures, slow)
@@ -131,7 +133,7 @@ class Throughputs:
         Live workers may take over roles of dead ones (failure normalisation), so that any workers may have failed.
         Returns None if a stage would have no live worker.
         """
-        return self.compute_once(("normal form", failures), lambda: self._find_best_distribution(failures))
+        return self._plan_once(("normal form", failures), lambda: self._find_best_distribution(failures))
 
     def _find_best_distribution(self, failures: int) -> DownByStage | None:
         if failures > self.workers - self.job.stages:
@@ -242,7 +244,7 @@ class Throughputs:
             options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
             return self.samples / self._periods.round_robin_period(down, options)
 
-        return self.compute_once(("round robin", down, backward, optimizer), compute_rate)
+        return self._plan_once(("round robin", down, backward, optimizer), compute_rate)
 
     # --- Whole pipelines ----------------------------------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class Throughputs:
         evenly."""
         if pipelines < 1:
             return 0.0
-        return self.compute_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
+        return self._plan_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
     def whole_pipelines_rate(self, pipelines: int) -> float:
         """Return the samples per second of whole pipelines that share the global batch evenly.
@@ -265,7 +267,7 @@ class Throughputs:
         """Return the samples per second of this planner's schedule, layers in place, on this many whole pipelines."""
         if pipelines == self.job.pipelines:
             return self.in_place_rate((0,) * self.job.stages)
-        return self.compute_once(("planned pipelines", pipelines),
+        return self._plan_once(("planned pipelines", pipelines),
                                  lambda: self.samples / self._planned_pipelines_period(pipelines))
 
     def _planned_pipelines_period(self, pipelines: int) -> float:
@@ -326,3 +328,10 @@ def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Do
             down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
             periods[down] = min(row.period, periods.get(down, math.inf))
     return periods
+
+
+def _find_once(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Value]) -> Value:
+    if key not in found:
+        found[key] = find()
+    value: Value = found[key]
+    return value

@@ -50,6 +50,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bubble: str = ""
 
 
+_SETTINGS = msgspec.json.Decoder(Settings)
+
+
 class Point(msgspec.Struct, frozen=True):
     """One job to plan, and the bubble to compare its plan with."""
 
@@ -121,7 +124,7 @@ def describe(point: Point, result: Result) -> str:
 
 def read_settings(path: Path = PUBLISHED) -> Settings:
     """Read a file of settings, such as the published ones."""
-    return msgspec.json.decode(path.read_bytes(), type=Settings)
+    return _SETTINGS.decode(path.read_bytes())
 
 
 def build_row(point: Point, result: Result) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ class OutputKind(NamedTuple):
 
 
 SCHEDULE = OutputKind("a schedule", re.compile(rb'\{"format":"%s"' % FORMAT.encode()))
-ORDER = OutputKind("an order of ops", re.compile(rb"(?:\d+[A-Z][A-Z_0-9]*|,)+(?:\r?\n|$)"))
+ORDER = OutputKind("an order of ops", re.compile(
+    rb"[\r\n]*(?:\d+[A-Z][A-Z_0-9]*|,)+(?:\r?\n|$)|--pipeline-model-parallel-size"))
 PAGE = OutputKind("a page of Slipstream", re.compile(rb"<!doctype html>.*?<title>[^<]*Slipstream</title>", re.DOTALL))
 PICTURE = OutputKind("an SVG picture", re.compile(rb"<svg\b"))
 METRICS = OutputKind("a file of metrics", re.compile(rb"# HELP slipstream_"))

@@ -142,16 +142,17 @@ def require_possible_rehearsals(arguments: Sequence[str]) -> None:
     if job is None:
         return
     rehearsals = read_rehearsals(job, *(_values_of(option, arguments) for option in REHEARSED))
-    iterations = next(iter(_values_of("--iterations", arguments)), job.training.get("iterations"))
-    if str(iterations).isdecimal() and not {"--failed", "--failed-node", "--schedule"}.intersection(arguments):
+    iterations = [job.training.get("iterations"), *_values_of("--iterations", arguments)][-1]
+    given = {argument.partition("=")[0] for argument in arguments}
+    if str(iterations).isdecimal() and not {"--failed", "--failed-node", "--schedule"} & given:
         for line in rehearsals.find_conflicts(int(str(iterations))):
             refuse(line)
 
 
 def _values_of(option: str, arguments: Sequence[str]) -> list[str]:
     """Return the values of an option on a command line, given as `--option VALUE` or `--option=VALUE`."""
-    apart = [value for name, value in pairwise(arguments) if name == option]
-    return [*apart, *(text.partition("=")[2] for text in arguments if text.startswith(f"{option}="))]
+    return [text.partition("=")[2] if text.startswith(f"{option}=") else text
+            for name, text in pairwise(("", *arguments)) if name == option or text.startswith(f"{option}=")]
 
 
 def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:

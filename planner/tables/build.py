@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from slipstream.planner.bound_verifier import IN_PLACE, find_vacant_roles
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.exchange import unlike_workers
@@ -433,7 +434,8 @@ class EntryPlanner:
             return schedule
         job = slow_while_alive(self._given, [task.slow] if task.slow else [])
         options = msgspec.structs.replace(self._options, layers="move" if task.answer == "settled" else "fixed")
-        return with_bound_of_choices(schedule, job, options, schedule.failed)
+        vacant = find_vacant_roles(schedule) if schedule.scope in IN_PLACE else schedule.failed
+        return with_bound_of_choices(schedule, job, options, vacant)
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
         """Return a copy of the job in which the failed worker `slow` has the usual speed, and the lower bounds

@@ -25,10 +25,10 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
     """Return, by key, those entries for 0 to `most` failures for which another entry's plan is valid and shorter, each
     with that plan. An entry is the schedule that a table has for a number or pattern of failures.
 
-    In a table with them, fewer failures are never slower than more, layers moved are never slower than in place, and a
-    number of failures, for which roles move, is never slower than a pattern of as many. All finished entries of the
-    table that count are in `parts`; `patterns` has the keys of those for patterns of failures. With `slow`, the
-    improved entries are those with this slow worker among the failures.
+    In a table with them, fewer failures are never slower than more, layers moved are never slower than in place, and,
+    if workers are alike, a number of failures, for which roles move, is never slower than a pattern of as many. All
+    finished entries of the table that count are in `parts`; `patterns` has the keys of those for patterns of failures.
+    With `slow`, the improved entries are those with this slow worker among the failures.
     """
     better: dict[str, FinishedPart] = {}
 
@@ -87,7 +87,7 @@ def _fit_plan(own: FinishedPart, source: FinishedPart, job: Job) -> FinishedPart
         schedule = relabel_schedule(schedule, own.entry.failed, nodes=job.nodes)
         if schedule is None or check(schedule):
             return None
-    if not own.reason and own.entry.bound_scope is Scope.LAYERS:
+    if not own.reason and own.entry.bound_scope in (Scope.ROLES, Scope.LAYERS):
         schedule = _with_bound_of_entry(schedule, own)
     moved = compute_transition(schedule, job) if own.entry.key.startswith(settled_key("")) else None
     return make_part(own.basis, own.entry.key, schedule, moved)
@@ -134,12 +134,12 @@ def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | N
 
 
 def _with_bound_of_entry(schedule: Schedule, part: FinishedPart) -> Schedule:
-    """Return a copy of the schedule with the bound of an entry for any layers; in other ticks, it is rounded down."""
+    """Return a copy of the schedule with the bound and scope of an entry; in other ticks, it is rounded down."""
     tick = part.entry.tick_seconds(part.basis) / schedule.tick_seconds
     lower = part.entry.lower_bound_ticks
     if tick != 1:
         lower = math.floor(lower * tick * (1 - 1e-12))
-    return schedule.with_bound(min(schedule.period_ticks, lower), Scope.LAYERS)
+    return schedule.with_bound(min(schedule.period_ticks, lower), part.entry.bound_scope)
 
 
 def with_standby_worker(schedule: Schedule) -> Schedule | None:

@@ -20,7 +20,8 @@ Feed = Callable[[Microbatch], Batch]
 """Function that returns a micro-batch: tokens and targets, each [B, T], and its other tensors, on the device that
 computes."""
 BeforeOp = Callable[[int, int, OpKind], None]
-"""Function called before each op with the iteration, the op's index in the worker's program, and the kind of op.
+"""Function called before each op with the iteration, the op's index among the ops of the worker's program, and the
+kind of op.
 
 An error that it raises ends the iteration.
 """

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from hashlib import sha256
 from itertools import count
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -40,9 +41,9 @@ from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.seams import Batch
 from slipstream.runtime.replay.session import GenerationSession
-from slipstream.runtime.replay.transport import Transport
 from slipstream.runtime.torch_private import Store, TCPStore, run_backward
 from slipstream.schedules.check import check
+from slipstream.schedules.codec import encode
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.program import WorkerProgram, build_program
 from slipstream.schedules.schedule import Schedule, Worker
@@ -77,7 +78,7 @@ class ScheduleReplay:
         self.worker, self.layers = program.worker, dict(layers)
         parameters = [parameter for layer in self.layers.values() for parameter in layer.parameters()]
         self.optimizer = optimizer(parameters)
-        self._session, self._data = session, data
+        self._session, self._data, self._input = session, data, forms[0]
         self._iteration = self._runs = 0
         self._recorder = Recorder(session.device)
         self._exchange = Exchange(program, session, forms, range(0))
@@ -116,11 +117,15 @@ class ScheduleReplay:
 
     def _read(self, microbatch: Microbatch) -> Batch:
         batch = self._data(self._iteration, microbatch.pipeline, microbatch.index)
+        if form_of(batch[0].to("meta")) != self._input:
+            raise ValueError(f"the input of micro-batch {microbatch.pipeline}.{microbatch.index} of iteration "
+                             f"{self._iteration} is {tuple(batch[0].shape)}, {batch[0].dtype}; expected the same as of "
+                             "the first one")
         return tuple(tensor.to(self._session.device) for tensor in batch)
 
 
 def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: MakeOptimizer, data: ReadData,
-           device: str | torch.device = "cpu", transport: Transport = "gloo") -> ScheduleReplay:
+           device: str | torch.device = "cpu") -> ScheduleReplay:
     """Connect this process, one of torchrun's, to the others as a live worker of a schedule.
 
     The process of rank r is the r-th of `schedule.members`; there must be one for each. All processes
@@ -135,11 +140,10 @@ def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: Mak
         optimizer: Makes the optimizer of the held parameters. It is stepped as soon as their
             gradients are complete, so it may not depend on other workers' gradients.
         data: Input and target of a micro-batch, from iteration, pipeline and number.
-        device: Device of this process.
-        transport: `gloo`, which takes tensors of a GPU through host memory, or `nccl`.
+        device: Device of this process. Tensors of a GPU are sent through host memory, by gloo.
 
-    Raises ValueError if the schedule breaks rules or has another number of live workers, and
-    CommunicationError if the others cannot be reached.
+    Raises ValueError if the schedule breaks rules, has another number of live workers, or is not that
+    of the process of rank 0; and CommunicationError if the others cannot be reached.
     """
     if violations := check(schedule):
         raise ValueError(f"the schedule breaks rules: {violations[0]}; expected one that passes slipstream.check")
@@ -148,12 +152,16 @@ def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: Mak
         raise ValueError(f"{size} processes were started; the schedule has {len(schedule.members)} live workers: "
                          f"torchrun --nproc-per-node {len(schedule.members)}")
     device, program = torch.device(device), build_program(schedule, schedule.members[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     held = {layer: layers(layer).to(device) for held_range in program.holds for layer in range(*held_range)}
     forms = find_forms(layers, schedule.grid.layer_count, data(0, *_first_microbatch(schedule))[0])
     order = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) * RESTARTS + next(_REPLAYS)
+    store = _open_store(rank)
+    _require_same_schedule(schedule, store, order, rank)
     ranks = {worker: place for place, worker in enumerate(schedule.members)}
-    session = GenerationSession(Membership(order, ranks, program.worker), links=GroupCache(transport), device=device,
-                                store=_open_store(rank))
+    session = GenerationSession(Membership(order, ranks, program.worker), links=GroupCache("gloo"), device=device,
+                                store=store)
     sharers: dict[LayerRange | str, Sequence[Worker]] = dict(program.sums)
     session.connect(sharers, pairs=program.connections, sums=True)
     return ScheduleReplay(program, session, held, forms, loss=loss, optimizer=optimizer, data=data)
@@ -164,6 +172,17 @@ def _open_store(rank: int) -> Store:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
                     is_master=rank == 0 and not agent, wait_for_workers=False)
+
+
+def _require_same_schedule(schedule: Schedule, store: Store, order: int, rank: int) -> None:
+    """Raise ValueError if the process of rank 0 replays another schedule: planned twice, within some
+    seconds, a job has other plans."""
+    key, digest = f"replay {order}/schedule", sha256(encode(schedule)).hexdigest()
+    if rank == 0:
+        store.set(key, digest)
+    elif store.get(key).decode() != digest:
+        raise ValueError("this process has another schedule than the one of rank 0; expected the same: plan once, "
+                         "write it (slipstream.write), and let all processes read it")
 
 
 def _first_microbatch(schedule: Schedule) -> tuple[int, int]:

@@ -156,9 +156,14 @@ class Checkpointer:
         for number in sorted(found, reverse=True):
             with suppress(CheckpointError):  # removed meanwhile, or damaged: an earlier one will do
                 manifest = open_checkpoint(found[number], self._identity).manifest
-                if manifest.iteration == number and not isinstance(manifest.data, UnsetType):
+                if manifest.iteration == number and not isinstance(manifest.data, UnsetType) \
+                        and self._has_same_data(manifest.run):
                     return number, manifest.data
         return None
+
+    def _has_same_data(self, run: RunIdentity | None) -> bool:
+        """Return whether a checkpoint's run read the same training data as this one, as far as both are known."""
+        return run is None or self._run is None or run.data.get("training data") == self._run.data.get("training data")
 
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
         """Return the states of some layers before an iteration, by layer and tensor; empty for iteration 0, whose

@@ -41,7 +41,7 @@ class Injector:
 
     def fail_if_due(self, iteration: int, place: Place) -> None:
         """Fail in the way that an injection asks for, if one is due at this place of an iteration: an op, by its number
-        in the program, or a point that has a name (`Place`).
+        among the ops of the program, or a point that has a name (`Place`).
 
         Raises InjectedError and torch.OutOfMemoryError; other failures kill, stop or end this process, break its
         connections, or flip a bit.

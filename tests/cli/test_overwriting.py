@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import COMMANDS, app, load_command
 from slipstream.cli.shared.overwrite_guard import is_output_file
+from slipstream.planner.job.file import read_job
+from slipstream.planner.plan import plan_job
 from slipstream.schedules.codec import write
+from slipstream.schedules.schedule import Worker
 from tests.generate import HEALTHY, by_hand
 from tests.patience import SECONDS
 
@@ -27,7 +30,9 @@ def here(tmp_path, monkeypatch):
     """A folder with a job, a schedule, a table and what a run has left; and a link to each of the first two."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(JOB, "q.toml")
+    Path("layers.toml").write_text(f"{JOB.read_text()}[placement]\nlayers = [1, 1, 1, 1]\n")
     write(by_hand(HEALTHY), Path("q.json"))
+    write(plan_job(read_job(Path("q.toml")), [Worker(0, 0)], method="greedy").schedule, Path("rerouted.json"))
     Path("link.toml").symlink_to("q.toml")
     os.link("q.json", "hard.json")
     shutil.copytree(ROOT / "schedules" / "library" / "gpt-1.5b", "tb")
@@ -68,7 +73,9 @@ def test_no_command_writes_over_what_it_reads_or_over_a_part_of_something(comman
 @pytest.mark.parametrize("command", [
     "show q.json --html run/page.html", "export q.json --out order.csv", "plan q.toml --steps 0 --out new.json",
     "show q.json --html page.html --svg picture.svg --perfetto trace.json",
-    "lookup tb --failed 1.1 --out answer.json"])
+    "lookup tb --failed 1.1 --out answer.json",
+    "export rerouted.json --to torch-csv --communication --out rows.csv",
+    "export layers.toml --to megatron --decoder-layers 4 --out flags.txt"])
 def test_other_files_are_written_and_written_again(command, here):
     for _ in range(2):
         result = CliRunner().invoke(app, command.split())

@@ -119,6 +119,12 @@ def test_program_of_a_worker(tmp_path):
     assert json.loads(run(tmp_path / "s.json", "--program", "0.1", "--json").output)["program"] == printed
 
 
+def test_a_program_goes_with_no_drawing(tmp_path):
+    write(by_hand(HEALTHY), tmp_path / "s.json")
+    asked = run(tmp_path / "s.json", "--program", "0.1", "--html", tmp_path / "page.html")
+    assert asked.exit_code == 2 and "leave out --html" in asked.stderr and not (tmp_path / "page.html").exists()
+
+
 @pytest.mark.parametrize(("name", "said"), [("7.0", "has no program for this worker; expected one of 0.0,"),
                                             ("x", "'x' is not a worker")])
 def test_a_program_that_is_not_there(tmp_path, name, said):

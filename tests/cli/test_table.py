@@ -185,4 +185,5 @@ def test_rows_fit_into_a_terminal():
 
 
 def test_sizes_have_no_exponent():
-    assert [format_gigabytes(count) for count in (1.5e6, 115.2e9, 1.9e12)] == ["0.0015", "115", "1,900"]
+    assert [format_gigabytes(count) for count in (0, 5e4, 1.5e6, 115.2e9, 999.6e9, 1.9e12)] \
+        == ["0", "0.00005", "0.0015", "115", "1,000", "1,900"]

@@ -180,7 +180,7 @@ def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch, counted_
             abs(one - other) <= (0.02 if "." in text else 0.2) * other
             for one, other, text in zip(numbers, said, number.findall(claim), strict=True))]
         assert near, (claim, found)
-    assert "period 3.493 s" in printed
+    assert "period 3.42 s" in printed
 
 
 def slipstream(*arguments: str) -> str:

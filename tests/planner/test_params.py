@@ -146,7 +146,7 @@ def test_why_a_search_ends_is_told():
 
     stopped = threading.Event()
     stopped.set()
-    assert ended("cp-sat", 100_000) is SearchEnd.STEPS and ended("greedy", 1_000) is SearchEnd.STEPS
+    assert ended("cp-sat", 100_000) is SearchEnd.STEPS and ended("greedy", 100) is SearchEnd.STEPS
     assert ended("greedy", 10_000_000) is SearchEnd.STALE
     assert ended("cp-sat", 100_000, stop=stopped) is SearchEnd.INTERRUPT
     now = Clock().now()

@@ -1,12 +1,17 @@
 """For fork servers of tests to import, and nobody else: their workers use the double of NCCL and, where `HASTY` is set,
-report what they have run without a commit point."""
+report what they have run without a commit point, and die after a report only once a slow call has begun."""
 
 import os
+import time
 from functools import partial
+from pathlib import Path
 
+from slipstream.runtime.protocol.failure_injection import Place
 from slipstream.runtime.replay import group_cache, session
 from slipstream.runtime.replay.nccl import NcclBackend
-from tests.runtime.replay.double import HASTY, Double
+from slipstream.runtime.worker import injector
+from tests.patience import SECONDS
+from tests.runtime.replay.double import BEGUN, HASTY, SLOW, Double
 
 _USUAL = session.GenerationSession.reach_commit_point
 
@@ -16,5 +21,18 @@ def _commit_point(self: session.GenerationSession) -> None:
         _USUAL(self)
 
 
+_FAIL = injector.Injector.fail_if_due
+
+
+def _fail_if_due(self: injector.Injector, iteration: int, place: Place) -> None:
+    is_awaited = HASTY in os.environ and SLOW in os.environ and place == "reported"
+    if is_awaited and (iteration, place) in self._mine:
+        begun, ends = Path(f"{os.environ[SLOW].split()[-1]}{BEGUN}"), time.monotonic() + SECONDS
+        while not begun.exists() and time.monotonic() < ends:
+            time.sleep(0.01)
+    _FAIL(self, iteration, place)
+
+
+injector.Injector.fail_if_due = _fail_if_due  # type: ignore[method-assign]
 group_cache.NcclBackend = partial(NcclBackend, Double)  # type: ignore[misc, assignment]
 session.GenerationSession.reach_commit_point = _commit_point  # type: ignore[method-assign]

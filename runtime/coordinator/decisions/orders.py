@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.layer_fetches import LayerFetch
 from slipstream.runtime.coordinator.decisions.part_moves import NO_PREVIOUS_OWNERS
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
@@ -80,8 +79,7 @@ def _has_settled(step: TransitionBuilder, schedule: Schedule, join: LayerFetch |
     stays = before.settled and before.members == frozenset(schedule.seat_of)
     if _is_whole(schedule):
         return schedule != step.rules.first.schedule and (stays or (join is not None and join.settles))
-    first = before.order == 0 or isinstance(before.phase, RejoiningPhase)
-    return stays or join is not None or restores or first
+    return stays or join is not None or restores or before.order == 0
 
 
 def _open_order(step: TransitionBuilder, prepared: PreparedSchedule, join: LayerFetch | None,

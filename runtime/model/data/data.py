@@ -152,8 +152,11 @@ class _IterationAdapter:
         self._read_samples(iteration)
 
     def get_state(self, iteration: int) -> dict[str, Any] | None:
-        """Return the state of the data before an iteration; None if it is not known, or not of plain values."""
-        if not self._has_state:
+        """Return the state of the data before an iteration; None if it is not known, or not of plain values.
+
+        The data are asked only where this process has read them in order up to that iteration.
+        """
+        if not self._has_state or not self._has_read(iteration):
             return None
         try:
             with self._lock:
@@ -163,6 +166,10 @@ class _IterationAdapter:
             self._has_state = False
             return None
         return state if _is_plain(state) else None
+
+    def _has_read(self, iteration: int) -> bool:
+        """Return whether an iteration is the next one or one of those that were just read."""
+        return max(self._begun, self._next - RECENT_ITERATIONS) <= iteration <= self._next
 
     def _load_state_before(self, iteration: int) -> None:
         """Load the last saved state before an iteration that is neither the next one nor recent, unless reading on is
@@ -181,7 +188,7 @@ class _IterationAdapter:
         """Return all samples of an iteration. Raises BadSampleError if their number is not the one requested."""
         with self._lock:
             if iteration not in self._kept:
-                if not max(self._begun, self._next - RECENT_ITERATIONS) <= iteration <= self._next:
+                if not self._has_read(iteration):
                     self._load_state_before(iteration)
                 with ending_data(iteration):
                     read = self._data.samples(iteration, self._first[-1])

@@ -119,7 +119,9 @@ class TorchtitanData:
         The loader pickles its state. A pickle from a file or from another process is never loaded here, so the content
         is taken out, and pickled again by `load_state_dict`.
         """
-        state = self._data.state_dict() if iteration == self._next and not self._unread else self._states.get(iteration)
+        state = self._states.get(iteration)  # kept where the data have ended within the iteration
+        if state is None and iteration == self._next and not self._unread:
+            state = self._data.state_dict()
         return None if state is None else {
             key: {_PICKLED: pickle.loads(value)} if isinstance(value, bytes) else value  # noqa: S301, it is our own
             for key, value in state.items()}

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.figures import ablation, failures, published, scaling, worked_example
 from benchmarks.figures.failures import steady_rates
@@ -58,9 +59,17 @@ def test_systems_of_others_are_compared_with_the_same_schedules():
     assert planned.recycle_rate((1, 0)) == throughputs.in_place_rate((1, 0))
 
 
+def test_what_a_policy_has_computed_with_published_schedules_is_not_used_with_others():
+    throughputs = Throughputs(job())
+    published = throughputs.compute_once("rate of a policy", lambda: throughputs.whole_pipelines_rate(3))
+    planned = throughputs.with_planned_pipelines()
+    assert planned.compute_once("rate of a policy", lambda: planned.whole_pipelines_rate(3)) > published
+
+
 @pytest.mark.parametrize("down", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1)])
 def test_at_once_micro_batches_are_cut_where_dropping_a_replica_would_keep_more(down):
-    throughputs = Throughputs(parse_job(preset_text("llama-3-8b")))
+    given = parse_job(preset_text("llama-3-8b"))
+    throughputs = Throughputs(replace(given, network=replace(given.network, overlap=False)))
     dropped = throughputs.in_place_rate((0, 0, 0, 0)) * 7 / 8
     assert throughputs.in_place_rate(down) > dropped
     assert throughputs.in_place_rate(down) >= throughputs.with_planned_pipelines().whole_pipelines_rate(7)
@@ -103,7 +112,7 @@ def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
 
 def round_robin(throughputs, down):
     """Whether ReCycle's rule was tried."""
-    return any(key[:2] == ("round robin", down) for key in throughputs._cache)
+    return any(key[:2] == ("round robin", down) for key in throughputs._plans)
 
 
 @pytest.mark.parametrize("down", [(1, 0, 1), (0, 3, 0), (2, 1, 1)])
@@ -116,7 +125,7 @@ def test_failures_with_peers_of_their_own_are_planned_one_by_one(down, monkeypat
     assert apart.recycle_rate(down) <= apart.planned_rate(down)
     assert apart.recycle_rate(down) >= whole.recycle_rate(down) * (1 - 1e-9)
     assert apart.recycle_rate(down) < apart.one_f_one_b_rate(40) or not round_robin(apart, down)
-    assert {sum(key[1]) for key in apart._cache if key[0] == "planned"} == {0, 1, sum(down)}
+    assert {sum(key[1]) for key in apart._plans if key[0] == "planned"} == {0, 1, sum(down)}
     assert not [key for key in apart._periods._pieces if len(key[-1]) > 1]
 
 

@@ -106,7 +106,7 @@ def test_the_job_of_a_model_can_be_planned(name):
     assert sum(job.layers) == len(model.layers) and job.layer_values is not None
     costs = layer_costs(job)
     assert costs.forward[0] == 0 < costs.weights[0] and costs.forward[-1] > 0 and len(set(costs.forward)) > 2
-    assert plan_job(job, method="greedy").schedule.gap < 0.5
+    assert plan_job(job, method="greedy").schedule.gap < 1
 
 
 def test_the_head_of_a_large_vocabulary_takes_layers_from_the_last_stage():

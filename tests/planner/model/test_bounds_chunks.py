@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.curves import PUBLISHED, SAME, Settings, iterate_points
+from slipstream.cli.pipelines.memory_curves import SAME, iterate_points, read_settings
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.bounds import exact_bound, lower_bound
@@ -59,12 +59,12 @@ def test_no_bound_is_above_a_plan(case, backward, optimizer, sharing):
 
 
 @st.composite
-def large_v(draw) -> Problem:
+def large_v(draw, pipelines: int = 1) -> Problem:
     """Draw a V of any size, with times and memory of any kind."""
     stages, count = draw(st.integers(2, 12)), draw(st.integers(1, 40))
     forward, gradient, weight = (draw(st.integers(1, 20)) for _ in range(3))
     activation, stash = draw(st.integers(1, 9)), draw(st.integers(0, 9))
-    job = grid(1, stages, count, times=f"forward = {forward}\nbackward_input = {gradient}\n"
+    job = grid(pipelines, stages, count, times=f"forward = {forward}\nbackward_input = {gradient}\n"
                f"backward_weight = {weight}\ntransfer = {draw(st.integers(0, 5))}",
                more=f"[placement]\norder = 'v'\nchunks = 2\n[memory]\nactivation = {activation}\n"
                     f"weight_stash = {stash}\ncapacity = {2 * max(activation, stash)}\n")
@@ -85,7 +85,7 @@ def test_more_memory_never_raises_a_bound(problem):
     assert all(before >= after for before, after in pairwise(bounds))
 
 
-@given(large_v())
+@given(large_v(pipelines=2))
 def test_a_bound_for_all_holders_is_no_larger_than_for_own_microbatches(problem):
     shared = msgspec.structs.replace(problem, sharing=True)
     assert max(chunk_bounds(shared))[0] <= max(chunk_bounds(problem))[0]
@@ -105,8 +105,7 @@ def test_a_v_with_the_memory_of_1f1b_is_proven_optimal(stages, microbatches):
 
 def test_bounds_of_published_settings_are_near_the_published_figures():
     """All points of a V: no bound is above a published period, nor 5 % below it."""
-    settings = msgspec.json.decode(PUBLISHED.read_bytes(), type=Settings)
-    points = [point for point in iterate_points(settings) if point.placement == "V"]
+    points = [point for point in iterate_points(read_settings()) if point.placement == "V"]
     for point in points:
         problem = build_problem(point.make_job(), down=True)
         least = lower_bound(problem) * problem.tick_seconds

@@ -30,6 +30,9 @@ SLOW = "SLIPSTREAM_TESTS_SLOW"
 """In the environment: "CALL MEMBER SECONDS FILE": while that file exists, the member's device begins each such call so
 much later."""
 
+BEGUN = ".begun"
+"""Ending of the file that exists once such a call has begun."""
+
 HASTY = "SLIPSTREAM_TESTS_HASTY"
 """In the environment: that there are no commit points."""
 
@@ -230,6 +233,8 @@ class Double:
         call, member, seconds, file = os.environ.get(SLOW, "- - 0 -").split()
         names = [word for word in self._prefix.replace("/", " ").split() if ":" in word]
         is_slow = name == call and names[self._rank].partition(":")[0] == member and Path(file).exists()
+        if is_slow:
+            Path(f"{file}{BEGUN}").touch()
         return float(seconds) if is_slow else 0.0
 
     def _put(self, rank: int, tensor: Tensor) -> None:

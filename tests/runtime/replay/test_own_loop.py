@@ -1,5 +1,6 @@
 """A loop of one's own gets the numbers of one process; `tests/examples` runs it under torchrun."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -22,10 +23,12 @@ from tests.runtime.running import schedule_for
 
 WIDTH, ITERATIONS = 6, 3
 NUMBERS = count(1)
+BUILDING = threading.Lock()
+"""Held while a layer is built: the workers are threads, and the generator is the process's."""
 
 
 def build_layer(layer):
-    with torch.random.fork_rng():
+    with BUILDING, torch.random.fork_rng():
         torch.manual_seed(layer)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()).double()
 

@@ -28,7 +28,7 @@ def part_of(store, order, wait_for_all=lambda: None, fetched=()):
         injector=SimpleNamespace(fail_if_due=lambda *_: None),
         setup=SimpleNamespace(first_iteration=0, failure_domains=()),
         placement=SimpleNamespace(reductions_of=lambda *_: {(1, 3): [ONE]}), reporter=SimpleNamespace(gathered=False))
-    return SimpleNamespace(order=order, context=context, worker=ONE, schedule=None,
+    return SimpleNamespace(order=order, context=context, worker=ONE, program=None,
                            activity=SimpleNamespace(set_activity=lambda *_: None, doing=None),
                            session=SimpleNamespace(raise_if_ended=lambda: None, wait_for_all=wait_for_all))
 
