@@ -13,8 +13,9 @@ pytestmark = pytest.mark.slow
 
 LOST_STORE = """
 import subprocess, sys
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store
-code = ("from slipstream.runtime.protocol.rendezvous import host_store as host; s, at = host()\\n"
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.store import connect_store
+code = ("from slipstream.runtime.protocol.store import host_store as host; s, at = host()\\n"
         "print(at.port, flush=True); input()")
 server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 store = connect_store(Rendezvous("127.0.0.1", int(server.stdout.readline())))
