@@ -220,6 +220,7 @@ def patched():
             patch.setattr(module, "BackgroundQueue", BackgroundQueue)
         for module in (group_store, session, layer_sender, nccl):
             patch.setattr(module, "time", clock)
+        patch.setattr(layer_sender, "ROOM_SECONDS", 2.0)  # each sleep of 2 ms is a round of the world
         patch.setattr(transfers, "threading", SimpleNamespace(Event=Event))
         patch.setattr(iteration_reports, "queue", SimpleNamespace(SimpleQueue=Queue, Empty=queue.Empty))
         patch.setattr(nccl, "threading", SimpleNamespace(Thread=Thread, Event=Event))
