@@ -11,7 +11,6 @@ torch's order.
 import argparse
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from rich.table import Table
 from torch.distributed.pipelining import schedules as torchs
 
 from benchmarks.curves import keep_results, load_results
-from slipstream.cli.pipelines.memory_curves import SAME, Result
+from slipstream.cli.pipelines.memory_curves import SAME, Result, measure_job
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
@@ -30,7 +29,6 @@ from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.memory import activation_memory, memory_changes
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import time_order
-from slipstream.planner.plan import plan_job
 from slipstream.planner.search.list_scheduler import assign_hosts
 from slipstream.schedules.precedence import OpKey, producers_with_rules
 from slipstream.schedules.schedule import OpKind
@@ -168,11 +166,7 @@ def time_torch(setting: Setting) -> tuple[Solution, int, float]:
 def measure(setting: Setting, steps: int) -> tuple[float, Result]:
     """Return the bubble of torch's order, and the result of a plan with the memory that this order needs."""
     _, memory, period = time_torch(setting)
-    began = time.process_time()
-    plan = plan_job(setting.make_job(memory), steps=steps)
-    bound = plan.schedule.seconds(plan.schedule.lower_bound_ticks)
-    return 1 - setting.work / period, Result(bubble=1 - setting.work / plan.period, bound=1 - setting.work / bound,
-                                             seconds=time.process_time() - began)
+    return 1 - setting.work / period, measure_job(setting.make_job(memory), setting.work, steps=steps)
 
 
 def main() -> None:

@@ -218,13 +218,18 @@ def build_program(schedule: Schedule, worker: Worker, ties: Sequence[Sequence[Wo
         ties=tuple((number, tuple(sorted(workers))) for number, workers in enumerate(ties) if worker in workers))
 
 
+def find_reduced_ranges(schedule: Schedule) -> list[set[LayerRange]]:
+    """Return, for each program of the schedule, the ranges of layers whose gradients it reduces."""
+    return [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
+            for program in schedule.programs]
+
+
 def find_reductions(schedule: Schedule) -> dict[LayerRange, tuple[Worker, ...]]:
     """Return, for each range of layers whose gradients are summed together, all live workers that take part.
 
     The ranges are in ascending order.
     """
-    ranges = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
-              for program in schedule.programs]
+    ranges = find_reduced_ranges(schedule)
     workers: dict[LayerRange, set[Worker]] = defaultdict(set)
     for seat in schedule.seats:
         for layers in ranges[seat.program]:

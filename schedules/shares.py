@@ -17,8 +17,15 @@ import msgspec
 from slipstream.schedules.crossings import Crossing, crossings_by_worker
 from slipstream.schedules.graph import pipeline_groups
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.program import Instruction, Ties, WorkerProgram, lower_ops
-from slipstream.schedules.schedule import BackwardMode, Grid, OpKind, OptimizerMode, Schedule, Seat, Worker
+from slipstream.schedules.program import (
+    Instruction,
+    Ties,
+    WorkerProgram,
+    find_reduced_ranges,
+    find_reductions,
+    lower_ops,
+)
+from slipstream.schedules.schedule import BackwardMode, Grid, OptimizerMode, Schedule, Seat, Worker
 
 SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
 """Form in which `Sums` is stored: the workers that take part, or a column for all of its live ones.
@@ -184,19 +191,14 @@ def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
 
     The workers are given by the number of their column if they are all of its live workers, else as a tuple.
     """
-    ranges = [sorted({schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None})
-              for program in schedule.programs]
-    workers: dict[LayerRange, list[Worker]] = defaultdict(list)
-    for seat in schedule.seats:
-        for layers in ranges[seat.program]:
-            workers[layers].append(seat.worker)
     live = Counter(seat.worker.column for seat in schedule.seats)
     reducers: dict[LayerRange, tuple[Worker, ...] | int] = {}
-    for layers, holders in workers.items():
+    for layers, holders in find_reductions(schedule).items():
         columns = {worker.column for worker in holders}
         reducers[layers] = holders[0].column if len(columns) == 1 and len(holders) == live[holders[0].column] \
-            else tuple(sorted(holders))
-    return [tuple((layers, reducers[layers]) for layers in own_ranges if layers in reducers) for own_ranges in ranges]
+            else holders
+    return [tuple((layers, reducers[layers]) for layers in sorted(ranges) if layers in reducers)
+            for ranges in find_reduced_ranges(schedule)]
 
 
 _FRAME = msgspec.json.Decoder(ProgramFrame)

@@ -53,8 +53,8 @@ def export_schedule(schedule: Schedule, *, decoder_layers: int | None, out: Path
     For `decoder_layers` see `build_settings`. Raises ExportError if the plan is more than a
     placement of stages that Megatron-LM takes.
     """
-    if schedule.grid.chains == 1:
-        schedule = with_whole_stages(schedule)
+    schedule = with_whole_stages(schedule)
+    if schedule.grid.chains == 1:  # `build_settings` refuses two
         for pipeline in range(schedule.grid.pipelines):
             require_whole_pipeline(schedule, pipeline, "Megatron-LM")
     _write_settings(build_settings(schedule.grid, decoder_layers), out, json=json)

@@ -56,8 +56,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
     gradient reductions; without it, torch adds them. Raises ExportError if torch's runtime cannot run the order.
     """
-    if schedule.grid.chains == 1:
-        schedule = with_whole_stages(schedule)
+    schedule = with_whole_stages(schedule)
     require_whole_pipeline(schedule, pipeline)
     programs = programs_of(schedule, [pipeline])
     ordered_transfers = order_transfers(schedule, programs) if communication else None

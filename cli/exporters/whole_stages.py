@@ -20,8 +20,11 @@ def with_whole_stages(schedule: Schedule) -> Schedule:
     """Return a copy of the schedule in which slices of several whole stages are run stage by stage.
 
     A worker of a V may run two consecutive stages as one slice. Their ops follow each other here,
-    forwards in the order of the stages, and backwards in the reverse order.
+    forwards in the order of the stages, and backwards in the reverse order. A schedule with two
+    directions is returned as it is: its stages are held twice.
     """
+    if schedule.grid.chains > 1:
+        return schedule
     grid, stage_of = schedule.grid, {layers: stage for stage, layers in enumerate(schedule.grid.layers_by_stage)}
     stages_of: dict[int, list[int]] = {}
     for number, (first, end) in enumerate(schedule.slices, len(grid.stages)):
@@ -70,9 +73,8 @@ def require_whole_pipeline(schedule: Schedule, pipeline: int, runtime: str = "to
                               f"micro-batches; {runtime} keeps each stage on one rank: {REMEDY}")
     for seat in schedule.seats:
         if seat.role.pipeline == pipeline and schedule.has_moved_layers(seat):
-            held_text = compact_layers_text(schedule.held_layers_of_seat(seat)) or "none"
-            raise ExportError(f"worker {seat.worker} holds layers of its own choice ({held_text}), not those of its "
-                              f"stage; {runtime} keeps each stage on one rank: {REMEDY}")
+            raise ExportError(f"{_describe_moved_layers(schedule, seat)}, not those of its stage; {runtime} keeps each "
+                              f"stage on one rank: {REMEDY}")
         for op in schedule.programs[seat.program]:
             _require_own(schedule, seat, op, pipeline, runtime)
 
@@ -100,6 +102,12 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int, r
                           f"along the same stages: {_remedy(schedule)}")
 
 
+def _describe_moved_layers(schedule: Schedule, seat: Seat) -> str:
+    """Return a clause that names a worker and the layers that it holds."""
+    held_text = compact_layers_text(schedule.held_layers_of_seat(seat)) or "none"
+    return f"worker {seat.worker} holds layers of its own choice ({held_text})"
+
+
 def require_whole_stages(schedule: Schedule) -> Schedule:
     """Return the schedule with slices of several stages run stage by stage.
 
@@ -108,12 +116,9 @@ def require_whole_stages(schedule: Schedule) -> Schedule:
     """
     for seat in schedule.seats:
         if schedule.has_moved_layers(seat):
-            held_text = compact_layers_text(schedule.held_layers_of_seat(seat)) or "none"
-            raise ExportError(f"worker {seat.worker} holds layers of its own choice ({held_text}), "
-                              "not those of its stages; rows name whole stages: "
-                              f"{WITH_LAYERS_IN_PLACE}")
-    if schedule.grid.chains == 1:
-        schedule = with_whole_stages(schedule)
+            raise ExportError(f"{_describe_moved_layers(schedule, seat)}, not those of its stages; "
+                              f"rows name whole stages: {WITH_LAYERS_IN_PLACE}")
+    schedule = with_whole_stages(schedule)
     for op in schedule.all_ops():
         if op.slice is not None and op.slice >= len(schedule.grid.stages):
             remedy = WITHOUT_OVERLAP if schedule.has_overlap else WITHOUT_LAYERS

@@ -104,11 +104,15 @@ def iterate_points(settings: Settings) -> Iterator[Point]:
 
 def measure(point: Point, *, time_limit: float = 10.0, steps: int | None = None) -> Result:
     """Plan a point, and return its bubble: the share of the period in which a worker is idle."""
+    return measure_job(point.make_job(), point.work, time_limit=time_limit, steps=steps)
+
+
+def measure_job(job: Job, work: float, *, time_limit: float = 10.0, steps: int | None = None) -> Result:
+    """Plan a job whose workers each have this work in an iteration, in the job's unit of time."""
     began = time.process_time()
-    plan = plan_job(point.make_job(), time_limit=time_limit, steps=steps)
+    plan = plan_job(job, time_limit=time_limit, steps=steps)
     bound = plan.schedule.seconds(plan.schedule.lower_bound_ticks)
-    return Result(bubble=1 - point.work / plan.period, bound=1 - point.work / bound,
-                  seconds=time.process_time() - began)
+    return Result(bubble=1 - work / plan.period, bound=1 - work / bound, seconds=time.process_time() - began)
 
 
 def describe(point: Point, result: Result) -> str:
@@ -129,8 +133,8 @@ def read_settings(path: Path = PUBLISHED) -> Settings:
 
 def build_row(point: Point, result: Result) -> tuple[str, ...]:
     """Return the row of a point: name, our bubble, the published one, the bound's, how they compare, seconds."""
-    published = "" if point.published is None else f"{point.published:.2%}"
-    return (point.name, f"{result.bubble:.2%}", published, f"{result.bound:.2%}", describe(point, result),
+    published = "" if point.published is None else f"{point.published:.3%}"
+    return (point.name, f"{result.bubble:.3%}", published, f"{result.bound:.3%}", describe(point, result),
             f"{result.seconds:.1f}")
 
 

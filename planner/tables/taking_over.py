@@ -4,7 +4,8 @@ Fewer failures are then never slower than more, and layers moved never slower th
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -31,22 +32,27 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
     With `slow`, the improved entries are those with this slow worker among the failures.
     """
     better: dict[str, FinishedPart] = {}
-
-    def improve(key: str, others: Sequence[str]) -> None:
-        own = parts.get(key)
-        for other in others:
-            source = better.get(other, parts.get(other))
-            if own is None or source is None or own.reason or source.reason \
-                    or _period_seconds(source) >= _period_seconds(own):
-                continue
-            if (taken_over := _take_over_plan(own, source)) is not None:
-                better[key] = own = taken_over
-
     for failures in range(most, -1, -1):
         alike = [key for key in patterns if parts[key].failures == failures]
         for key, others in _source_keys(failures, slow):
-            improve(key, [*others, *map(settled_key, alike)] if key.startswith(settled_key("")) else [*others, *alike])
+            more = map(settled_key, alike) if key.startswith(settled_key("")) else alike
+            _improve_entry(key, (*others, *more), parts, better, _take_over_plan)
     return better
+
+
+def _improve_entry(key: str, others: Iterable[str], parts: Mapping[str, FinishedPart], better: dict[str, FinishedPart],
+                   take_over: Callable[[FinishedPart, FinishedPart], FinishedPart | None]) -> None:
+    """Let an entry take over each shorter plan of the `others`, which are its keys in `better` or else in `parts`.
+
+    The function `take_over` returns the entry with another's plan, or None if that is not valid for it.
+    """
+    own = parts.get(key)
+    for source in (better.get(other, parts.get(other)) for other in others):
+        if own is None or source is None or source.reason \
+                or (not own.reason and _period_seconds(source) >= _period_seconds(own)):
+            continue
+        if (taken_over := take_over(own, source)) is not None:
+            better[key] = own = taken_over
 
 
 def improve_patterns(parts: Mapping[str, FinishedPart], patterns: Sequence[str], job: Job) -> dict[str, FinishedPart]:
@@ -62,13 +68,7 @@ def improve_patterns(parts: Mapping[str, FinishedPart], patterns: Sequence[str],
         moved, settled, numbers = roles_key(pattern), settled_key(pattern), _keys_of_numbers(parts[pattern])
         for key, others in ((moved, (pattern, *numbers)),
                             (settled, (pattern, moved, *numbers, *map(settled_key, numbers)))):
-            own = parts.get(key)
-            for source in (better.get(other, parts.get(other)) for other in others):
-                if own is None or source is None or source.reason \
-                        or (not own.reason and _period_seconds(source) >= _period_seconds(own)):
-                    continue
-                if (fitted := _fit_plan(own, source, job)) is not None:
-                    better[key] = own = fitted
+            _improve_entry(key, others, parts, better, partial(_fit_plan, job=job))
     return better
 
 
@@ -111,10 +111,12 @@ def _period_seconds(part: FinishedPart) -> float:
 def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
     """Return a copy of the finished entry `own` with the plan of the entry `source`.
 
-    If `source` is for one failure more, one of its failed workers is alive again in the copy; return None if none of
-    them can be (`with_standby_worker`). A bound for any layers is that of `own`. Other bounds hold only for the roles
-    that are vacant in a plan: it keeps its own, or another is proven.
+    There is none if the entry has no plan of its own. If `source` is for one failure more, one of its failed workers is
+    alive again in the copy; return None if none of them can be (`with_standby_worker`). A bound for any layers is that
+    of `own`. Other bounds hold only for the roles that are vacant in a plan: it keeps its own, or another is proven.
     """
+    if own.reason:
+        return None
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if schedule.moves:  # as certain workers have failed
         return None
