@@ -1,27 +1,38 @@
-"""One worker's process of `benchmarks.plugged`: it runs plans, or trains and may be killed.
+"""One worker's process of `benchmarks.plugged`: it runs plans, is measured, or trains and may be killed.
 
-    python -m benchmarks.plugged_worker plans PORT WORKER FOLDER
-    python -m benchmarks.plugged_worker train PORT WORKER TABLE ITERATIONS
-
-It prints one JSON object a line.
+What it reports are JSON objects, one after the other.
 """
 
+import importlib
 import json
-import sys
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from slipstream.runtime.replay.transport import Transport
 from slipstream.runtime.torch_pipelining import CommunicationError, Place, ReroutedSchedule, ReroutedStage, Routes
 from slipstream.runtime.torch_private import PrefixStore, TCPStore
 from slipstream.schedules.codec import read
 from slipstream.schedules.schedule import Worker
 
 WIDTH, BATCH = 8, 2
-LEARNING_RATE = 0.01
+LEARNING_RATE = 0.001
+LAST = "last"
+"""Key of the store: how many iterations to train."""
+LONGEST_SLEEP_SECONDS = 0.04
+WARM_UP_STEPS = 5
+REPORTS: list[Connection] = []
+"""Connection to the benchmark's process."""
 
 
 def build_stage(stage: int) -> nn.Module:
@@ -37,23 +48,43 @@ def read_microbatch(iteration: int, pipeline: int, index: int) -> tuple[Tensor, 
     return value[0], value[1]
 
 
-def train_alone(stages: int, microbatches: Sequence[int], iterations: int) -> list[tuple[float, list[list[Tensor]]]]:
-    """Train in one process; return loss, and gradients by stage, of each iteration."""
+class Alone(NamedTuple):
+    """What one process gets."""
+
+    losses: list[float]
+    gradients: list[list[Tensor]]
+    """Gradients of the last iteration, by stage."""
+    parameters: list[list[float]]
+    """Sum of each parameter, by stage."""
+
+
+def train_alone(stages: int, microbatches: Sequence[int], iterations: int) -> Alone:
+    """Train in one process."""
+    torch.set_num_threads(1)
     model = nn.Sequential(*map(build_stage, range(stages)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    done = []
+    optimizer = make_optimizer([*model])
+    losses = [0.0] * iterations
     for iteration in range(iterations):
         optimizer.zero_grad()
-        total = 0.0
         for pipeline, count in enumerate(microbatches):
             for index in range(count):
                 value, target = read_microbatch(iteration, pipeline, index)
                 loss = nn.functional.mse_loss(model(value), target) / sum(microbatches)
                 loss.backward()
-                total += loss.item()
-        done.append((total, [[parameter.grad.clone() for parameter in stage.parameters()] for stage in model]))
+                losses[iteration] += loss.item()
         optimizer.step()
-    return done
+    return Alone(losses, [[one.grad for one in stage.parameters()] for stage in model],
+                 [sum_parameters(stage) for stage in model])
+
+
+def make_optimizer(modules: Iterable[nn.Module]) -> torch.optim.Optimizer:
+    """Make the optimizer of these stages."""
+    return torch.optim.AdamW([one for module in modules for one in module.parameters()], lr=LEARNING_RATE)
+
+
+def sum_parameters(module: nn.Module) -> list[float]:
+    """Return the sum of each parameter."""
+    return [parameter.sum().item() for parameter in module.parameters()]
 
 
 def make_schedule(place: Place, modules: dict[int, nn.Module]) -> ReroutedSchedule:
@@ -82,30 +113,29 @@ def run_plan(path: Path, worker: Worker, store: TCPStore) -> dict[str, object] |
     losses = run_step(made, 0)
     norm = made.grad_norm()
     total = place.commit(sum((loss.item() for loss in losses), 0.0) / routes.microbatches)
-    loss, gradients = train_alone(routes.stages, schedule.grid.microbatches, 1)[0]
+    alone = train_alone(routes.stages, schedule.grid.microbatches, 1)
     found = [parameter.grad for module in modules.values() for parameter in module.parameters()]
-    wanted = [gradient for stage in modules for gradient in gradients[stage]]
-    norm_alone = torch.cat([gradient.flatten() for stage in gradients for gradient in stage]).norm().item()
+    wanted = [gradient for stage in modules for gradient in alone.gradients[stage]]
+    norm_alone = torch.cat([gradient.flatten() for stage in alone.gradients for gradient in stage]).norm().item()
     deviation = max((one - other).abs().max().item() for one, other in zip(found, wanted, strict=True))
     place.close()
-    return {"plan": path.stem, "gradients": deviation, "loss": abs(total - loss), "norm": abs(norm - norm_alone)}
+    return {"plan": path.stem, "gradients": deviation, "loss": abs(total - alone.losses[0]),
+            "norm": abs(norm - norm_alone)}
 
 
-def train(table: Path, worker: Worker, store: TCPStore, iterations: int) -> None:
-    """Train, whoever dies, and print each loss, each pause, and how far the parameters are from one process's."""
-    routes = Routes.read(table)
-    place = Place.take(routes, worker, store=store, patience=120)
-    modules = {stage: build_stage(stage) for stage in routes.stages_of(worker)}
-    optimizer = torch.optim.AdamW([one for module in modules.values() for one in module.parameters()],
-                                  lr=LEARNING_RATE)
-    schedule = None
-    while place.committed < iterations:
+def train(table: Path, worker: Worker, store: TCPStore, transport: Transport) -> None:
+    """Train until the store has the last iteration, whoever dies; print losses, pauses and parameters."""
+    place = Place.take(Routes.read(table), worker, store=store, transport=transport)
+    modules = {stage: build_stage(stage) for stage in place.routes.stages_of(worker)}
+    optimizer, schedule, chance = make_optimizer(modules.values()), None, random.Random(str(worker))
+    while not (store.check([LAST]) and place.committed >= int(store.get(LAST))):
         optimizer.zero_grad()
         try:
             place.share_state(modules, optimizer)
             schedule = schedule or make_schedule(place, modules)
             losses = run_step(schedule, place.committed)
-            place.commit(sum((loss.item() for loss in losses), 0.0) / place.routes.microbatches)
+            time.sleep(LONGEST_SLEEP_SECONDS * chance.random())  # so that workers are killed at all points
+            place.commit(sum(loss.item() for loss in losses) / place.routes.microbatches)
             optimizer.step()
             report(committed=place.committed, loss=place.last_sum)
             if not place.has_returned:
@@ -118,29 +148,64 @@ def train(table: Path, worker: Worker, store: TCPStore, iterations: int) -> None
                 report(committed=place.committed, loss=place.last_sum, owed=True)
             report(pause=time.perf_counter() - begun, live=len(place.routes.workers), error=str(error))
         schedule = None
-    report(digest={str(stage): [parameter.sum().item() for parameter in module.parameters()]
-                   for stage, module in modules.items()})
+    report(parameters={stage: sum_parameters(module) for stage, module in modules.items()})
+    place.close()
+
+
+def measure(folder: Path, worker: Worker, store: TCPStore, steps: int) -> None:
+    """Print the host seconds of some steps of our schedule and of torch's, run in turns."""
+    schedule = read(folder / "plan.json")
+    count, stages = schedule.grid.total_microbatches, len(schedule.grid.stages)
+    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=worker.column, world_size=stages)
+    place = Place.take(Routes.read(schedule), worker, store=store)
+    ours = make_schedule(place, {worker.column: build_stage(worker.column)})
+    value = torch.zeros(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def make_stage() -> PipelineStage:
+        return PipelineStage(build_stage(worker.column), worker.column, stages, torch.device("cpu"),
+                             input_args=value, output_args=value)
+
+    rows = _PipelineScheduleRuntime([make_stage()], count, loss_fn=nn.functional.mse_loss)
+    rows._load_csv(str(folder / "order.csv"), format="compute_comms")
+    usual = Schedule1F1B(make_stage(), count, loss_fn=nn.functional.mse_loss)
+    data = [read_microbatch(0, *sample) for sample in ours.samples]
+    inputs, targets = (torch.cat(values) for values in zip(*data, strict=True))
+
+    def run_torch(runtime: Any) -> None:
+        runtime.step(*([inputs] if worker.column == 0 else []), target=targets, return_outputs=False)
+
+    runs = {"_PipelineScheduleRuntime": partial(run_torch, rows), "Schedule1F1B": partial(run_torch, usual),
+            "ReroutedSchedule": lambda: run_step(ours, 0)}
+    seconds = dict.fromkeys(runs, 0.0)
+    for turn in range(-WARM_UP_STEPS, steps):
+        for name, run in runs.items():
+            dist.barrier()
+            begun = time.process_time()
+            run()
+            seconds[name] += time.process_time() - begun if turn >= 0 else 0.0
+    report(**seconds)
     place.close()
 
 
 def report(**values: object) -> None:
-    """Print a line."""
-    print(json.dumps(values), flush=True)
+    """Tell the benchmark's process some values."""
+    REPORTS[0].send_bytes(json.dumps(values).encode())
 
 
-def main() -> None:
-    """Run what the command line says."""
+def main(reports: Connection, mode: str, port: int, worker: Worker, path: Path, steps: int) -> None:
+    """Be a worker: run plans, take some steps to be measured, or train."""
     torch.set_num_threads(1)
-    mode, port, name, path = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    REPORTS.append(reports)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    if mode == "train":
-        train(path, Worker.parse(name), store, int(sys.argv[5]))
-        return
-    for plan in sorted(path.glob("*.json")):
-        found = run_plan(plan, Worker.parse(name), store)
-        if found is not None:
-            report(**found)
-
-
-if __name__ == "__main__":
-    main()
+    if mode == "train over the double of NCCL":
+        importlib.import_module("benchmarks.chaos_double")
+        train(path, worker, store, "nccl")
+    elif mode == "train":
+        train(path, worker, store, "gloo")
+    elif mode == "steps":
+        measure(path, worker, store, steps)
+    else:
+        for plan in sorted(path.glob("*.json")):
+            found = run_plan(plan, worker, store)
+            if found is not None:
+                report(**found)

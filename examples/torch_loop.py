@@ -107,21 +107,20 @@ def rehearse() -> None:
         free.close()
         (folder / "job.toml").write_text(JOB)
         subprocess.run([sys.executable, "-m", "slipstream", "table", folder / "job.toml", "--max-failures", "1",
-                        "--exact", "--optimizer", "synchronous", "--method", "greedy", "--out", folder / "table"],
-                       check=True, capture_output=True, timeout=120)
+                        "--exact", "--optimizer", "synchronous", "--method", "greedy", "--steps", "50",
+                        "--out", folder / "table"], check=True, capture_output=True, timeout=120)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1",
                     "--master-port", str(port)]
-        with ExitStack() as started:
+        with (folder / "errors").open("w") as errors, ExitStack() as started:
             machines = [started.enter_context(subprocess.Popen(
                 [*torchrun, "--node-rank", str(rank), "--nproc-per-node", str(workers), __file__, folder / "table"],
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if rank else None, text=True))
-                for rank, workers in enumerate((8, 1))]
+                stdout=subprocess.PIPE, stderr=errors, text=True)) for rank, workers in enumerate((8, 1))]
             started.callback(lambda: [machine.terminate() for machine in machines])  # torchrun waits for the dead one
             for line in machines[0].stdout or ():
                 print(line, end="", flush=True)
                 if DONE in line:
                     return
-    raise SystemExit("the loop ended without a result")
+        raise SystemExit((folder / "errors").read_text())
 
 
 def main() -> None:

@@ -19,6 +19,7 @@
     coordinator/   decides which workers train, and by which schedule
     worker/        what runs in a worker's process
     tools/         profile, self-test, reference run
+    torch_pipelining/  plans inside torch.distributed.pipelining, in a loop of the user's own
 
 Shared helpers: background_queue, config_errors, device, errors, failure_domains, torch_private.
 """

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import (
     DebugLevel,
-    PrefixStore,
     _register_process_group,
     _unregister_all_process_groups,
     get_debug_level,
     set_debug_level,
 )
 from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._subclasses import fake_tensor

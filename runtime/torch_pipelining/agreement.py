@@ -8,16 +8,15 @@ has to end.
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import msgspec
 
-from slipstream.runtime.torch_pipelining.watch import is_dead
+from slipstream.runtime.torch_pipelining.watch import Probe, is_dead
 from slipstream.runtime.torch_private import Store
 from slipstream.schedules.schedule import Worker
 
 POLL_SECONDS = 0.005
-PROBE_SECONDS = 0.05
-"""Interval between attempts to reach processes that are missing."""
 
 
 class LeftOutError(RuntimeError):
@@ -48,6 +47,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Members by name, `WORKER:RANK`."""
     joiners: int
     """How many have asked to be members, up to now."""
+    settled: int
+    """How many of them are members or dead; a worker of several ranks may have asked with some only."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -64,6 +65,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         """Workers that have no state yet."""
         return tuple(sorted({worker_of(process) for process, voice in self.voices.items()
                              if voice.committed is None}))
+
+
+_VOICES = msgspec.json.Decoder(Voice)
+_JOINERS = msgspec.json.Decoder(Joiner)
+_DECISIONS = msgspec.json.Decoder(Decision)
 
 
 def worker_of(process: str) -> Worker:
@@ -111,8 +117,9 @@ class Agreement:
     def join(self, voice: Voice) -> Decision:
         """Ask to be a member, and wait until a generation begins with this process. Raises
         TimeoutError."""
-        number = self._store.add("joiners", 1)
+        number = self._store.add("joiner numbers", 1)
         self._store.set(f"joiner/{number}", _encode(Joiner(self._process, voice)))
+        self._store.add("joiners", 1)
         deadline = time.monotonic() + self._patience
         while True:
             self.number += 1
@@ -129,12 +136,23 @@ class Agreement:
         """Begin the next generation with those members of the one before that live, and with those
         that ask. Raises LeftOutError."""
         self.end(self.number)
-        return self._agree(voice, {process: voice.address for process, voice in before.voices.items()}, before.joiners)
+        return self._agree(voice, {process: voice.address for process, voice in before.voices.items()}, before.settled)
 
-    def _agree(self, voice: Voice, addresses: Mapping[str, str | None], joiners: int) -> Decision:
+    def _agree(self, voice: Voice, addresses: Mapping[str, str | None], settled: int) -> Decision:
         self.number += 1
         self._store.set(f"voice/{self.number}/{self._process}", _encode(voice))
-        deadline, spoken, probe = time.monotonic() + self._patience, {self._process}, 0.0
+        deadline, spoken = time.monotonic() + self._patience, {self._process}
+        with _Probes() as probes:
+            self._await_decision(addresses, spoken, probes, deadline, settled)
+        decision = self._read_decision()
+        if decision.voices.get(self._process) != voice:
+            raise LeftOutError(f"the others go on without {self._process}, which was silent for too long or has lost "
+                               "a rank; end this process, and start it again to return")
+        return decision
+
+    def _await_decision(self, addresses: Mapping[str, str | None], spoken: set[str], probes: "_Probes",
+                        deadline: float, settled: int) -> None:
+        """Wait until there is a decision; propose one when all others are dead or have spoken."""
         while not self._store.check([f"decision/{self.number}"]):
             spoken |= {other for other in addresses.keys() - spoken
                        if self._store.check([f"voice/{self.number}/{other}"])}
@@ -142,47 +160,61 @@ class Agreement:
             if time.monotonic() > deadline and self.number == 1:
                 raise TimeoutError(f"{', '.join(sorted(missing))} did not start in {self._patience:g} s; expected all "
                                    "processes, or routes without these workers")
-            if missing and time.monotonic() > probe:
-                missing = {other for other in missing if not _is_gone(addresses[other])}
-                probe = time.monotonic() + PROBE_SECONDS
-            if not missing or time.monotonic() > deadline:
-                self._propose(spoken, joiners)
+            alive = {other for other in missing if not probes.is_dead(addresses[other])}
+            if not alive or time.monotonic() > deadline:
+                self._propose(spoken, settled)
             else:
                 time.sleep(POLL_SECONDS)
-        decision = self._read_decision()
-        if decision.voices.get(self._process) != voice:
-            raise LeftOutError(f"the others go on without {self._process}, which was silent for too long or has lost "
-                               "a rank; end this process, and start it again to return")
-        return decision
 
-    def _propose(self, spoken: set[str], joiners: int) -> None:
+    def _propose(self, spoken: set[str], settled: int) -> None:
         """Propose all that have spoken, and those that have asked, as far as their workers are whole."""
-        voices = {other: msgspec.json.decode(self._store.get(f"voice/{self.number}/{other}"), type=Voice)
-                  for other in spoken}
-        count = self.count_joiners()
-        for number in range(joiners + 1, count + 1):
-            if self._store.check([f"joiner/{number}"]):
-                asking = msgspec.json.decode(self._store.get(f"joiner/{number}"), type=Joiner)
-                if not is_dead(asking.voice.address):
-                    voices.setdefault(asking.process, asking.voice)
-            else:  # it has counted itself, and not spoken yet
-                count = number - 1
-                break
-        workers = sorted({worker_of(process) for process in voices})
-        whole = {process for worker in workers
-                 if voices.keys() >= set(own := self._processes_of([worker])) for process in own}
-        decision = Decision(voices={process: voices[process] for process in sorted(whole)}, joiners=count)
+        voices = {other: _VOICES.decode(self._store.get(f"voice/{self.number}/{other}")) for other in spoken}
+        count = self.count_joiners()  # before the joiners are read, so that none is counted and not seen
+        last = self._store.add("joiner numbers", 0)
+        asking = {number: self._read_joiner(number) for number in range(settled + 1, last + 1)}
+        for joiner in filter(None, asking.values()):
+            if not is_dead(joiner.voice.address):
+                voices.setdefault(joiner.process, joiner.voice)
+        whole = sorted(process for process in voices
+                       if voices.keys() >= set(self._processes_of([worker_of(process)])))
+        open_numbers = [number for number, joiner in asking.items()
+                        if joiner is None or (joiner.process in voices and joiner.process not in whole)]
+        decision = Decision(voices={process: voices[process] for process in whole}, joiners=count,
+                            settled=min(open_numbers, default=last + 1) - 1)
         self._store.compare_set(f"decision/{self.number}", "", _encode(decision))
 
+    def _read_joiner(self, number: int) -> Joiner | None:
+        """Return who has asked; None if it has taken a number and not spoken yet."""
+        key = f"joiner/{number}"
+        return _JOINERS.decode(self._store.get(key)) if self._store.check([key]) else None
+
     def _read_decision(self) -> Decision:
-        return msgspec.json.decode(self._store.get(f"decision/{self.number}"), type=Decision)
+        return _DECISIONS.decode(self._store.get(f"decision/{self.number}"))
 
     def _processes_of(self, workers: Sequence[Worker]) -> list[str]:
         return [f"{worker}:{rank}" for worker in workers for rank in range(self._ranks)]
 
 
-def _is_gone(address: str | None) -> bool:
-    return address is not None and is_dead(address)
+class _Probes:
+    """Connections to processes that are missing, by address."""
+
+    def __init__(self) -> None:
+        self._probes: dict[str, Probe] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for probe in self._probes.values():
+            probe.close()
+
+    def is_dead(self, address: str | None) -> bool:
+        """Return whether a process is dead; one whose address is unknown is not."""
+        if address is None:
+            return False
+        if address not in self._probes:
+            self._probes[address] = Probe(address)
+        return self._probes[address].is_dead()
 
 
 def _encode(value: msgspec.Struct) -> str:

@@ -8,6 +8,8 @@ tensor stays on a rank only if the row has no transfer for it; losses are kept b
 Tensors are carried by `GenerationSession` instead of a group of torch.distributed. Written for torch 2.13.
 """
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -16,14 +18,16 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
-from torch.distributed.pipelining.stage import InferenceMode
 
-from slipstream.runtime.replay.transfers import IncomingTensor, OutgoingTensor
+from slipstream.runtime.replay.transfers import CommunicationError, IncomingTensor, OutgoingTensor
 from slipstream.runtime.torch_pipelining.place import Form, Place
 from slipstream.schedules.rows import Cell
 
 Loss = Callable[..., Tensor]
+logging.getLogger(_PipelineScheduleRuntime.__module__).addFilter(
+    lambda _: not isinstance(sys.exc_info()[1], CommunicationError))  # after a death, torch would print the whole row
 MAX_TENSORS = 64
 """Largest number of tensors between two stages."""
 
@@ -38,15 +42,22 @@ class RoutedStage(PipelineStage):
         self._leaving: list[OutgoingTensor] = []
         self.forms_before: tuple[Form, ...] | None = None
         self.forms_after: tuple[Form, ...] = ()
-        # A group of one: torch refuses a group with more ranks than stages, and nothing passes through it.
-        self._alone = group_of_one()
-        super().__init__(module, stage, place.routes.stages, device, group=self._alone)
+        self._build(module, stage, device)
 
     def set_forms(self, before: tuple[Form, ...], after: tuple[Form, ...]) -> None:
         """Set the tensors that pass before and behind the stage, by which torch infers nothing."""
         self.forms_before, self.forms_after = before, after
-        super().__init__(self.submod, self.stage_index, self.num_stages, self.device, group=self._alone,
-                         input_args=_examples(before, gradients=not self.is_first), output_args=_examples(after))
+        self._build(self.submod, self.stage_index, self.device, _examples(before, gradients=not self.is_first),
+                    _examples(after))
+
+    def _build(self, module: nn.Module, stage: int, device: torch.device, before: tuple[Tensor, ...] | None = None,
+               after: tuple[Tensor, ...] | None = None) -> None:
+        """Let torch build its stage. It refuses more ranks than stages, and nothing passes through its
+        group."""
+        stages = self.place.routes.stages
+        super().__init__(module, stage, max(stages, distributed.get_world_size()), device, input_args=before,
+                         output_args=after)
+        self.num_stages, self.group_rank, self.group_size = stages, 0, 1
 
     def start_receiving(self, letter: str, microbatch: int) -> None:
         """Start to receive an activation (F) or a gradient (B) of a micro-batch."""
@@ -157,7 +168,7 @@ class RoutedStage(PipelineStage):
         return number * MAX_TENSORS + at
 
 
-class RoutedRuntime(_PipelineScheduleRuntime):  # type: ignore[misc]
+class RoutedRuntime(_PipelineScheduleRuntime):
     """Torch's runtime with the row of one worker."""
 
     def __init__(self, stages: Sequence[RoutedStage], row: Sequence[Cell], microbatches: int, loss: Loss,
@@ -184,7 +195,7 @@ class RoutedRuntime(_PipelineScheduleRuntime):  # type: ignore[misc]
         for stage in self._by_index.values():
             stage.wait_for_sends()
 
-    def _warmup_p2p(self, stages: Sequence[RoutedStage], *_: Any) -> None:
+    def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:  # noqa: ARG002
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
@@ -226,17 +237,6 @@ def reshards_after_forward(module: nn.Module) -> bool:
     """Return whether FSDP drops the gathered parameters of any part of a module after its forward."""
     return any(group._reshard_after_forward for part in module.modules() if isinstance(part, FSDPModule)
                for group in _shard_groups(part))
-
-
-def group_of_one() -> distributed.ProcessGroup:
-    """Return a process group of this process alone, made once."""
-    own = distributed.get_rank()
-    if own not in _ALONE:
-        _ALONE[own] = distributed.new_group([own], use_local_synchronization=True)
-    return _ALONE[own]
-
-
-_ALONE: dict[int, distributed.ProcessGroup] = {}
 
 
 def _shard_groups(module: FSDPModule) -> Iterator[Any]:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Self
 
@@ -13,7 +13,7 @@ from torch import distributed, nn
 
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.replay.group_cache import GroupCache
-from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.membership import GradientKey, Membership
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.replay.transport import Transport
@@ -57,7 +57,8 @@ class Place:
         self.newcomers: tuple[Worker, ...] = ()
         self.forms: dict[int, tuple[Form, ...]] = {}
         """Tensors that pass before each stage, and behind the last, once they are known."""
-        self._links, self._session = GroupCache(transport), None
+        self._links = GroupCache(transport)
+        self._session: GenerationSession | None = None
         self._mates = None if ranks == 1 else WorkerGroup(rank, ranks)
         self._agreement = Agreement(store, f"{worker}:{rank}", ranks, patience)
         self._watch = Watch(host, self._end_if_told)
@@ -185,9 +186,11 @@ class Place:
     def read(self, key: str) -> str:
         """Wait for a value that another process publishes. Raises CommunicationError if a worker has
         died."""
-        name = f"told/{key}"
+        name, deadline = f"told/{key}", time.monotonic() + PATIENCE_SECONDS
         while not self.store.check([name]):
             self.session.raise_if_ended()
+            if time.monotonic() > deadline:
+                raise CommunicationError(f"nobody said {key!r} in {PATIENCE_SECONDS:g} s; expected all workers to step")
             time.sleep(POLL_SECONDS)
         return self.store.get(name).decode()
 
@@ -208,6 +211,9 @@ class Place:
                                            if self.ranks == 1 else self._store_of_ranks(),
                                            rank=self.rank, world_size=self.ranks)
         self._has_state = not self._agreement.has_begun()
+        if self._has_state and self.worker not in self.routes.workers:
+            raise ValueError(f"worker {self.worker} is down in the routes that the run begins with; expected one of "
+                             f"{', '.join(map(str, self.routes.workers))}")
         start = self._agreement.start(self._own_voice(), self.routes.workers) if self._has_state \
             else self._agreement.join(self._own_voice())
         try:
@@ -247,7 +253,8 @@ class Place:
 
     def _connect(self) -> None:
         session, routes = self.session, self.routes
-        sharers = {f"stage {stage}": routes.holders(stage) for stage in routes.stages_of(self.worker)}
+        sharers: dict[GradientKey, Sequence[Worker]] = {
+            f"stage {stage}": routes.holders(stage) for stage in routes.stages_of(self.worker)}
         session.connect(sharers, pairs=_find_pairs(routes, self.worker), sums=True, bytes_too=True)
         self._require_same_routes()
         session.raise_if_ended()

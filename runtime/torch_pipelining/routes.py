@@ -24,10 +24,10 @@ class NoRouteError(ValueError):
 
 
 class Sample(NamedTuple):
-    """Micro-batch of an iteration: the pipeline that reads it, and its number there."""
+    """Micro-batch of an iteration: the pipeline that reads it, and its number there, from 0."""
 
     pipeline: int
-    index: int
+    microbatch: int
 
 
 class Routes:
@@ -96,7 +96,7 @@ class Routes:
         return tuple(dict.fromkeys(number for number in forwards if number is not None))
 
     def sample_of(self, number: int) -> Sample:
-        """Return pipeline and index of a micro-batch, given its number over all pipelines."""
+        """Return pipeline and number there of a micro-batch, given its number over all pipelines."""
         firsts = prefix_sums(self._grid.microbatches)
         pipeline = max(at for at, count in enumerate(self._grid.microbatches) if count and firsts[at] <= number)
         return Sample(pipeline, number - firsts[pipeline])

@@ -21,6 +21,8 @@ from slipstream.runtime.torch_pipelining.place import Form, Place
 from slipstream.runtime.torch_pipelining.routes import Sample
 from slipstream.runtime.torch_pipelining.state import local
 
+_FORMS = msgspec.json.Decoder(list[tuple[tuple[int, ...], str, bool]])
+
 
 class ReroutedStage(RoutedStage):
     """A stage of the model on this worker, around any module.
@@ -155,7 +157,7 @@ class ReroutedSchedule:
                 forms = self._find_forms(boundary)
                 place.publish(key, msgspec.json.encode([(shape, str(dtype), grad) for shape, dtype, grad in forms]
                                                        ).decode())
-            found = msgspec.json.decode(place.read(key), type=list[tuple[tuple[int, ...], str, bool]])
+            found = _FORMS.decode(place.read(key))
             place.forms[boundary] = tuple((shape, getattr(torch, dtype.removeprefix("torch.")), grad)
                                           for shape, dtype, grad in found)
         return place.forms[boundary]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 GROUPS = "groups"
 """Name of the options of the optimizer's groups: JSON, as bytes."""
+_GROUPS = msgspec.json.Decoder(list[dict[str, Any]])
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -33,7 +34,7 @@ def pack_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 def unpack_state(data: bytes, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Set what `pack_state` has packed on another worker."""
     tensors = load(data)
-    groups = msgspec.json.decode(tensors.pop(GROUPS).numpy().tobytes(), type=list[dict[str, Any]])
+    groups = _GROUPS.decode(tensors.pop(GROUPS).numpy().tobytes())
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(options)
     parameters = dict(module.named_parameters())

@@ -16,7 +16,8 @@ from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """Longest wait for a machine that does not answer."""
-BACKLOG = 128
+BACKLOG = 1024
+"""Connections that may wait for a process that is slow: with more, it would be taken for dead."""
 
 
 class Watch:
@@ -100,13 +101,28 @@ class Watch:
             ready.close()
 
 
+class Probe:
+    """Connection to a process that is missing, by which its death is noticed."""
+
+    def __init__(self, address: str) -> None:
+        self._connection = _connect(address)
+
+    def is_dead(self) -> bool:
+        """Return whether nobody listens at the address any more."""
+        if self._connection is None:
+            return True
+        return bool(select.select([self._connection], [], [], 0)[0])  # nothing is ever sent: it has ended
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+
 def is_dead(address: str) -> bool:
     """Return whether nobody listens at an address any more."""
-    connection = _connect(address)
-    if connection is None:
-        return True
-    connection.close()
-    return False
+    with contextlib.closing(Probe(address)) as probe:
+        return probe.is_dead()
 
 
 def _connect(address: str) -> socket.socket | None:
