@@ -16,8 +16,8 @@ from slipstream.schedules.schedule import Worker
 from tests.generate import planned
 from tests.jobs import grid
 from tests.runtime.torch_pipelining.threads import (
-    SEEDING,
     build_stage,
+    draw_parameters,
     gradients_alone,
     make_schedule,
     read_microbatch,
@@ -74,9 +74,8 @@ class Pair(nn.Module):
 
     def __init__(self, stage, width=6):
         super().__init__()
-        with SEEDING:
-            torch.manual_seed(stage)
-            self.linear = nn.Linear(width, width).double()
+        self.linear = nn.Linear(width, width).double()
+        draw_parameters(self.linear, stage)
         self.unused = nn.Parameter(torch.ones(2).double())
         self.stage = stage
 

@@ -1,6 +1,5 @@
 """Workers as threads of this process, for runs in which nobody dies."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -17,14 +16,18 @@ TIMEOUT_SECONDS = 120
 T = TypeVar("T")
 
 
-SEEDING = threading.Lock()
-"""Torch's random numbers are those of the process, whatever thread draws them."""
+def draw_parameters(module: nn.Module, seed: int) -> None:
+    """Draw parameters from numbers of their own: torch's are those of the process, and threads would share them."""
+    made = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=made))
 
 
 def build_stage(stage: int) -> nn.Module:
-    with SEEDING:
-        torch.manual_seed(stage)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    draw_parameters(module, stage)
+    return module
 
 
 def read_microbatch(pipeline: int, index: int) -> tuple[Tensor, Tensor]:
