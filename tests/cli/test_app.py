@@ -47,7 +47,7 @@ def test_planning_does_not_wait_for_torch(command):
 
 
 def test_a_plan_imports_neither_simulation_nor_published_pipelines(tmp_path):
-    (tmp_path / "job.toml").write_text(tiny_text(pipelines=2))
+    (tmp_path / "job.toml").write_text(tiny_text(pipelines=2, iterations=1))
     code = "import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
            "result = CliRunner().invoke(app, ['plan', 'job.toml', '--method', 'greedy', '--json']); " \
            "others = ('slipstream.planner.simulation', 'slipstream.planner.published', 'slipstream.cli.figures'); " \
