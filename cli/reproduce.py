@@ -11,15 +11,17 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from slipstream.cli.fleet import Figure, reproduce_failure_cost
-from slipstream.cli.pipelines.memory_curves import reproduce_curves
-from slipstream.cli.pipelines.unlike_layers import LARGER, reproduce_unlike_layers
+from slipstream.cli.figures.failure_cost import reproduce_failure_cost
+from slipstream.cli.figures.figure import Figure
+from slipstream.cli.figures.memory_curves import reproduce_curves
+from slipstream.cli.figures.unlike_layers import reproduce_unlike_layers
 from slipstream.cli.shared.console import err, out, print_json, refuse
 from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import watch_interrupts
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.budget import CountCallback
+from slipstream.planner.published.unlike_layers import LARGER
 
 FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
     "failure-cost": reproduce_failure_cost, "failure-cost-exposed": partial(reproduce_failure_cost, exposed=True),

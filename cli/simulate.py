@@ -22,7 +22,26 @@ from slipstream.cli.drawing.simulation_report import (
     tokens_per_gpu_hour,
     worker_hours,
 )
-from slipstream.cli.fleet import (
+from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
+from slipstream.cli.shared.inputs import (
+    failed_workers,
+    load_table_or_refuse,
+    read_job_or_refuse,
+    require_choice,
+    require_trainable_tables,
+    require_writable,
+    write_or_refuse,
+)
+from slipstream.cli.shared.interrupts import watch_interrupts
+from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
+from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
+from slipstream.planner.budget import STEP_SECONDS, CountCallback
+from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import held_state_share
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.simulation import (
     FAILURE_MODELS,
     PLAN_SECONDS,
     POLICIES,
@@ -52,25 +71,6 @@ from slipstream.cli.fleet import (
     simulate_traces,
     with_node_failures,
 )
-from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
-from slipstream.cli.shared.inputs import (
-    failed_workers,
-    load_table_or_refuse,
-    read_job_or_refuse,
-    require_choice,
-    require_trainable_tables,
-    require_writable,
-    write_or_refuse,
-)
-from slipstream.cli.shared.interrupts import watch_interrupts
-from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
-from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
-from slipstream.planner.budget import STEP_SECONDS, CountCallback
-from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
-from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import held_state_share
-from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.options import PlanOptions
 from slipstream.planner.tables.process_pool import PoolError, run_all
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.table import Table

@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
 from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps
-from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
+from slipstream.planner.simulation import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
 """Number of equal spans of the trace over each of which throughput is averaged."""

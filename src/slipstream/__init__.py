@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from slipstream.cli.fleet import AvailabilityTrace, Comparison
+    from slipstream.planner.simulation import AvailabilityTrace, Comparison
     from slipstream.planner.failures import FailurePlanner as FailurePlanner
     from slipstream.planner.job.file import Job as Job
     from slipstream.planner.job.file import JobError as JobError
@@ -132,7 +132,7 @@ def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | Ava
 
     Args:
         job: The job, or the path of its file.
-        trace: A file in one of the formats of docs/simulation.md, or a trace from `slipstream.cli.fleet.draw_trace`.
+        trace: A file in one of the formats of docs/simulation.md, or a trace from `slipstream.planner.simulation.draw_trace`.
         policies: Names of policies; None: all.
         parameters: Number of parameters of the model, on which published costs of restarts depend.
         samples_per_microbatch: Number of samples in a micro-batch.
@@ -140,7 +140,7 @@ def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | Ava
 
     Raises NoPlanError if no schedule can run the job, KeyError for an unknown policy, and TraceFileError, in one line.
     """
-    from slipstream.cli.fleet import (
+    from slipstream.planner.simulation import (
         POLICIES,
         AvailabilityTrace,
         Throughputs,

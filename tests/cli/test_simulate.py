@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.cli.drawing.simulation_report import COLOURS, policy_colour
-from slipstream.cli.fleet import settled
-from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.simulate import DEFAULT_PARAMETERS
 from slipstream.cli.simulate import _estimate_parameters as parameters_of
 from slipstream.planner.job.file import read_job
+from slipstream.planner.simulation import settled
+from slipstream.planner.simulation.policies import POLICIES
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
