@@ -90,6 +90,8 @@ class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
     """True if one of the worker's processes has not stepped `iteration`."""
     doubted: bool = False
     """True if the order has ended because copies of the members' state differ (`EndOrder`)."""
+    trusted_from: int = 0
+    """Latest `Train.trusted_from` that the worker knows."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -90,6 +90,11 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     All members first drop all layers. They read these from the checkpoint of `first_iteration`, or build them as they
     were before the run began.
     """
+    trusted_from: int = 0
+    """Number of the last order in which the run went back because copies differed; 0: none.
+
+    What a worker holds that has followed no order since is wrong, perhaps without its knowledge.
+    """
 
     @property
     def has_schedule(self) -> bool:

@@ -78,6 +78,8 @@ class MainThread:
         """Workers that took no part in the last order for training."""
         self._doubted = False
         """True if the last order for training has ended because copies of its members' state differ."""
+        self._trusted_from = 0
+        """Latest `Train.trusted_from` that has come."""
         self._assigned: AssignedShare | None = None
         """This worker's share of the next order's schedule, as received last; None if none has come."""
         self._contents: dict[str, bytes] = {}
@@ -204,14 +206,15 @@ class MainThread:
         if generation is not None:
             known = generation.build_recovery_report()
             self._losses |= known.losses  # the next node 0 may be lost before it has written them, too
-            return msgspec.structs.replace(known, losses=self._losses, doubted=self._doubted)
+            return msgspec.structs.replace(known, losses=self._losses, doubted=self._doubted,
+                                           trusted_from=self._trusted_from)
         if self._finish_order is None:
             return RecoveryReport(0, (), self._context.setup.first_iteration - 1, NOTHING_HELD, None, pending=False,
-                                  losses=self._losses)
+                                  losses=self._losses, trusted_from=self._trusted_from)
         return RecoveryReport(
             self._finish_order.order, self._down, self._finish_order.first_iteration - 1,
             self._context.layer_store.list_held_state(), self._finish_order.factor, pending=False,
-            begun=self._finish_order.first_iteration - 1, losses=self._losses)
+            begun=self._finish_order.first_iteration - 1, losses=self._losses, trusted_from=self._trusted_from)
 
     def _handle_message(self, message: ToWorker) -> None:
         generation = self._generation
@@ -224,6 +227,10 @@ class MainThread:
                 self._assigned = message
             case Train():
                 self._finish_order, self._down, self._doubted = None, message.failed, False
+                self._trusted_from = max(self._trusted_from, message.trusted_from)
+                # Where the run goes back, losses of iterations since then may be wrong.
+                self._losses = {number: loss for number, loss in self._losses.items()
+                                if number < message.first_iteration}
                 if self._assigned is not None and self._assigned.order == message.order:
                     program = assemble_program(message.failed, self._assigned.share, self._contents)
                     whole = decode(bytes(message.schedule)) if message.has_schedule else None

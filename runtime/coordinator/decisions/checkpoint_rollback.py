@@ -80,7 +80,9 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
     iteration, readers = target
     recovery = state.recovery.with_begin(step.at).with_rollback(iteration, first - iteration,
                                                                 in_doubt=state.doubt is not None)
-    step.update_state(recovery=recovery, doubt=None, log=state.log.without_iterations_from(iteration),
+    step.update_state(recovery=recovery, doubt=None,
+                      trusted_from=state.trusted_from if state.doubt is None else state.order + 1,
+                      log=state.log.without_iterations_from(iteration),
                       asked=PersistentMap(),
                       readable=PersistentMap())
     step.add_effect(WentBack(lost=first - iteration, reason=why))

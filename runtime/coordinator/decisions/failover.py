@@ -9,6 +9,9 @@ No worker steps an iteration before the preceding one is committed. So the state
 after one of the last two iterations: the last one that any worker has stepped, if it was committed, otherwise the one
 before it. A worker may have begun the step of an iteration that it does not report. Then the preceding iteration was
 committed, whatever was written, and the worker cannot undo it (`RecoveryReport.begun`).
+
+If copies differed, and the dead coordinator had the run go back, some workers may not know that yet. Nothing that they
+hold or report counts (`Train.trusted_from`).
 """
 
 import math
@@ -53,6 +56,8 @@ class FailoverResult:
     """Members of the last order that were not found."""
     doubted: bool
     """True if the last order ended because copies of state differed, so that the run must go back."""
+    trusted_from: int
+    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
 
 
 class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +128,11 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         """Return the state from which this coordinator continues the run, found from the workers' reports and the
         training losses in the run's file."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
-        everyone, last_order = self.known.values(), self._last_order
+        last_order = self._last_order
+        trusted_from = max((known.trusted_from for known in self.known.values()), default=0)
+        trusted = {worker: known for worker, known in self.known.items()
+                   if known.order >= trusted_from and (known.order == last_order or not known.doubted)}
+        everyone = sorted(trusted.values(), key=lambda known: known.order)  # so that what is newer counts
         holders = [known for known in everyone if known.kept.layers and known.order == last_order]
         before = max((max(known.iteration - 1, known.begun) for known in holders), default=self.first - 1)
         # A file may end with lines that a rollback should have removed, if node 0 died before it removed them.
@@ -141,7 +150,9 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
                                       *(losses_of_workers.get(iteration, math.nan) for iteration in unwritten)),
                               missing=tuple(sorted(self.missing_members)) if last_order else (),
                               doubted=any(known.doubted and known.order == last_order for known in everyone),
-                              kept={worker: known.kept if _can_resume_at(known, committed) else NOTHING_HELD
+                              trusted_from=trusted_from,
+                              kept={worker: known.kept if worker in trusted and _can_resume_at(known, committed)
+                                    else NOTHING_HELD
                                     for worker, known in self.known.items() if known.order or not last_order})
 
 

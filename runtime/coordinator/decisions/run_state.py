@@ -156,6 +156,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Members of the current order that took no part in the order before."""
     doubted: int = -1
     """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
+    trusted_from: int = 0
+    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
     data_end: int | None = None
     """First iteration for which the data have no samples; None if none is known. The run ends before it."""
     repeated: int = -1

@@ -513,6 +513,7 @@ def _adopt_found_workers(step: TransitionBuilder, phase: RejoiningPhase) -> None
     why = f"node 0 was restarted and has found {len(members)} workers"
     state = step.state
     step.update_state(phase=TrainingPhase(ended=True), order=result.order, members=members,
+                      trusted_from=result.trusted_from,
                       settled=not result.missing, paused=PersistentMap(result.kept.items()),
                       log=state.log.with_losses(result.losses, result.factor),
                       recovery=state.recovery.with_cause(why, step.at))

@@ -142,29 +142,31 @@ class Told(ReceiverCallbacks):
 
 
 class Saving(Checkpointer):
-    """Keeps checkpoints in the memory of the world: one of all layers is complete."""
+    """Keeps checkpoints in the memory of the world: one of all layers is complete. A draft becomes one as in files."""
 
     def __init__(self, process, sharing) -> None:
         self.process, self._every, self._first, self._damaged = process, process.world.every, 0, set()
-        self._sharing = sharing
+        self._sharing, self._drafts = sharing, {}
 
     def save(self, iteration, copied, require=lambda: None) -> None:
         states = copied()
-        self.process.world.save(iteration, states)
         if states:
+            self._drafts[iteration] = states
             self.process.say(CheckpointSaved(self.process.worker, iteration, 0.0))
 
     def save_last(self, order, copied) -> None:
         self.save(order.first_iteration, copied)
 
     def begin_order(self, order, first_iteration) -> None:
-        pass
+        self.allow_committed(first_iteration - 1)
+        self._drafts.clear()
 
     def allow_committed(self, iteration) -> None:
-        pass
+        for committed in [draft for draft in self._drafts if draft <= iteration]:
+            self.process.world.save(committed, self._drafts.pop(committed))
 
     def publish_last(self, iteration) -> None:
-        pass
+        self.allow_committed(iteration)
 
     def drop_later(self, iteration) -> None:
         self.process.world.drop_saved(iteration)
@@ -197,7 +199,7 @@ class Main(MainThread):
     def __init__(self, process, context, channel) -> None:
         self._worker, self._channel, self._context = process.worker, channel, context
         self._threads, self._generation, self._finish_order, self._down = Threads(process), None, None, ()
-        self._assigned, self._contents, self._losses = None, {}, {}
+        self._assigned, self._contents, self._losses, self._trusted_from = None, {}, {}, 0
 
 
 class Process:

@@ -83,6 +83,8 @@ class ExactWorld(World):
         self.flips_in = None if flips is None else rng.randrange(1, LAST_FLIP)
         self.flipped = self.found = None
         """The iteration in which a bit has flipped, and what was found."""
+        self.wrong = None
+        """The worker in which it has."""
         self.rules, self.corpus, self.forms, self.oracle = setting(config)
         self.microbatches = WIDE.microbatches
         self.wires, self.store, self.disk_of, self.history = Wires(rng), Store(), {}, []
@@ -165,7 +167,7 @@ class ExactWorld(World):
         what, worker = self.flips, self.rng.choice([*self.workers])
         holding = self.workers[worker].context.layer_store.holding
         if flip_exponent(holding, self.rng) if what == "exponent" else holding.optimizer.flip_bit(what, self.rng):
-            self.flips, self.flipped = None, self.state.log.next_iteration
+            self.flips, self.flipped, self.wrong = None, self.state.log.next_iteration, worker
             self.note(f"a bit of the {what} of {worker} flips in iteration {self.flipped}")
 
     def act(self) -> None:
