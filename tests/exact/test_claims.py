@@ -39,7 +39,7 @@ WRONG_SCOPES: dict[str, str] = {}
 SEEDS = range(4)
 QUICK = EFFORT / 10
 """Deterministic time of the solver for a job in the tests of every change."""
-MANY_SEEDS = range(1000, 1040)
+MANY_SEEDS = range(1000, 1020)
 
 
 def marked(values: Iterable[object], wrong: dict[object, str]) -> list[object]:
@@ -92,6 +92,20 @@ plan_case(case, steps=steps)
 def test_claims_of_many_drawn_jobs_are_true(scope):
     wrong = {seed: found for seed in MANY_SEEDS if (found := judge(draw_case(seed, scope)).wrong)}
     assert not wrong
+
+
+def test_effort_is_shared_by_all_placements_of_a_job():
+    """The effort that is asked for is that of the job, whatever number of questions it takes."""
+    case = draw_case(1037, "any placement")
+    taken = ask(case, case.scope, None, 2 * QUICK).effort
+    assert QUICK < taken <= 2 * QUICK * 1.5
+
+
+def test_fine_ticks_take_no_more_effort():
+    """The solver does not raise its bound tick by tick where a period has millions of them."""
+    verdict = judge(draw_case(1027, "any placement"))
+    assert verdict.is_decided
+    assert verdict.answer.effort < QUICK
 
 
 def test_a_scope_is_as_short_as_the_scopes_within_it():
