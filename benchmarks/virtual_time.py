@@ -1,18 +1,19 @@
 """Play many runs in virtual time, by seeds, and require the numbers of training in one process.
 
-    python -m benchmarks.virtual_time --seeds 1000:1060 [--suite deaths|edges|flips] [--config NAME] [--case NAME]
+    python -m benchmarks.virtual_time --seeds 1000:1060 [--suite deaths|edges|flips]
+                                      [--config NAME] [--case NAME]
 
-The coordinator, the workers and their steps are the real ones; messages, files and the clock are scripted
-(`tests/runtime/exact`), so that a seed decides what happens when. Suites:
+The coordinator, the workers and their steps are the real ones. Messages, files and the clock are
+scripted (`tests/runtime/exact`), so that a seed decides what happens when. Suites:
 
 - `deaths`: workers and node 0 die at any moment, and come back.
-- `edges`: links that never work (`apart`), receivers that take nothing (`slow`), losses that are not finite
-  (`exponent`).
+- `edges`: links that never work (`apart`), receivers that take nothing (`slow`), losses that are
+  not finite (`exponent`).
 - `flips`: a bit flips in what one worker holds; node 0 dies now and then.
 
-Slow tests play a few of these seeds. The benchmark plays all that are asked, over both scripted transports, and does
-not stop at the first that is wrong: it prints a line with which that run can be repeated. The exit status is 1 if there
-is any.
+Slow tests play a few of these seeds. The benchmark plays all that are asked, over both scripted
+transports, and does not stop at the first that is wrong: it prints a line with which that run can
+be repeated. The exit status is 1 if there is any.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -72,13 +74,13 @@ def main() -> int:
     for number, option in enumerate(("suite", "config", "case")):
         parser.add_argument(f"--{option}", choices=sorted({play[number] for play in plays} - {""}))
     options = parser.parse_args()
-    asked = (options.suite, options.config, options.case)
+    asked = options.suite, options.config, options.case
     torch.set_num_threads(1)
     layer_sender.ROOM_SECONDS = test_edges.ROOM_SECONDS
     wrong = 0
-    for suite, name, case, play in plays:
-        if all(choice in (None, own) for choice, own in zip(asked, (suite, name, case), strict=True)):
-            wrong += _play_seeds(" ".join(filter(None, (suite, name, case))), play, options.seeds)
+    for *kind, play in plays:
+        if all(choice in (None, own) for choice, own in zip(asked, kind, strict=True)):
+            wrong += _play_seeds(" ".join(filter(None, kind)), play, options.seeds)
     print(f"{wrong} runs were wrong" if wrong else "all runs had the numbers of one process")
     return 1 if wrong else 0
 
@@ -87,18 +89,19 @@ def _play_seeds(kind: str, play: Play, seeds: range) -> int:
     """Play one kind of run for all seeds and both transports, and return how many were wrong."""
     began, wrong, seen = time.process_time(), 0, Counter[str]()
     with tempfile.TemporaryDirectory() as folder, patched():
-        for seed in seeds:
-            for nccl in (False, True):
-                try:
-                    world = play(seed, Path(folder), nccl)
-                except Exception as error:  # whatever it is, the other runs are played
-                    wrong += 1
-                    print(f"WRONG: {kind}, seed {seed}, {'NCCL' if nccl else 'gloo'}: {error!r}", flush=True)
-                else:
-                    seen.update(runs=1, deaths=world.deaths, restarts=world.restarts, returns=world.went_back)
-    print(f"{kind}: {seen['runs']} runs, {seen['deaths']} workers and {seen['restarts']} times node 0 died, "
-          f"{seen['returns']} times back to a checkpoint, {wrong} wrong; {time.process_time() - began:.0f} s",
-          flush=True)
+        for seed, nccl in product(seeds, (False, True)):
+            try:
+                world = play(seed, Path(folder), nccl)
+            except Exception as error:  # whatever it is, the other runs are played
+                wrong += 1
+                transport = "NCCL" if nccl else "gloo"
+                print(f"WRONG: {kind}, seed {seed}, {transport}: {error!r}", flush=True)
+            else:
+                seen.update(runs=1, deaths=world.deaths, restarts=world.restarts,
+                            returns=world.went_back)
+    print(f"{kind}: {seen['runs']} runs, {seen['deaths']} workers and {seen['restarts']} times node "
+          f"0 died, {seen['returns']} times back to a checkpoint, {wrong} wrong; "
+          f"{time.process_time() - began:.0f} s", flush=True)
     return wrong
 
 

@@ -420,7 +420,8 @@ def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping
     """Write the given layers to the draft of a checkpoint, until `is_dropped`.
 
     Next to the file of each layer, a JSON file is written, with the content of `manifest` and this layer as its only
-    one. Does nothing if the checkpoint is already complete.
+    one. The state of the data, which may be long, is in that of the first layer only. Does nothing if the checkpoint is
+    already complete.
     """
     complete = folder / f"iteration-{manifest.iteration}"
     if is_complete(complete):
@@ -434,6 +435,7 @@ def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping
         if path != draft:
             shutil.rmtree(path, ignore_errors=True)
     written: list[Path] = []
+    data = manifest.data
     try:
         for layer, state in layers.items():
             if is_dropped():
@@ -446,8 +448,9 @@ def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping
             temporary.replace(path)
             _sync_folder(draft)
             written += [path, note]
-            note_content = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *file),))
+            note_content = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *file),), data=data)
             write_atomically(note, msgspec.json.encode(note_content))
+            data = UNSET
     except BaseException:
         # Free the space on a full disk, unless another worker has just completed this checkpoint.
         for path in written:

@@ -16,8 +16,11 @@ SEEDS = range(100, 110)
 
 
 class HalfToldWorld(ExactWorld):
-    """Node 0 dies when the difference has been found, and again when some of the peers of the worker whose bit has
-    flipped have heard that the run goes back: they have dropped the right copies then."""
+    """Node 0 dies when the difference has been found, and again while the run goes back.
+
+    Some of the peers of the worker whose bit has flipped have heard that it does, and have dropped
+    the right copies.
+    """
 
     hearers = (0,)
     """These peers, by their number."""

@@ -123,6 +123,16 @@ def test_many_workers_at_once(tmp_path) -> None:
     assert len(list(tmp_path.iterdir())) == KEPT_CHECKPOINTS
 
 
+def test_the_state_of_the_data_is_written_once_by_each_worker(tmp_path) -> None:
+    """It may be long; any worker that knows it can complete the checkpoint, and so can one that does not."""
+    layers, state = {layer: {"model.weight": torch.ones(2)} for layer in range(4)}, {"buffer": [1, 2, 3]}
+    start_saving(tmp_path, 5, {layer: layers[layer] for layer in (0, 1, 3)}, IDENTITY, data=state).wait()
+    notes = [json.loads(note.read_text()) for note in sorted(tmp_path.glob(".saving-5-0/layer-*.json"))]
+    assert [note.get("data") for note in notes] == [state, None, None]
+    start_saving(tmp_path, 5, {2: layers[2]}, IDENTITY).wait()
+    assert open_latest(tmp_path).manifest.data == state
+
+
 def test_a_layer_saved_anew_replaces_the_first(tmp_path) -> None:
     """The first try ended with a failure; the iteration ran again and gave numbers that differ in the last bits."""
     start_saving(tmp_path, 10, share(states(1), 0, 1, 2), IDENTITY).wait()
