@@ -63,6 +63,7 @@ from slipstream.cli.shared.inputs import (
     write_or_refuse,
 )
 from slipstream.cli.shared.interrupts import watch_interrupts
+from slipstream.cli.shared.log_progress import LogProgress
 from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
 from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
 from slipstream.planner.budget import STEP_SECONDS, CountCallback
@@ -366,14 +367,16 @@ def _show_progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
-        task = bar.add_task("simulating", total=None)
+        task, log = bar.add_task("simulating", total=None), LogProgress("simulating", "runs")
 
         def report_progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="simulating")
+            log.show_count(done, total)
             check_interrupt()
 
         def describe(text: str) -> None:
             bar.update(task, description=text)
+            log.show_work(text)
             check_interrupt()
 
         yield report_progress, describe
