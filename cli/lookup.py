@@ -30,7 +30,7 @@ from slipstream.planner.report import layers_received
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import TableError
-from slipstream.schedules.tables.pattern import dead_column
+from slipstream.schedules.tables.pattern import dead_column, settled_key
 from slipstream.schedules.tables.table import Table, library_names
 
 PLAN_SECONDS = 10.0
@@ -59,6 +59,8 @@ class _Answer(msgspec.Struct, frozen=True):
     def kind(self) -> str:
         """Kind of this answer: layers in place (`AT_ONCE`), whole roles moved to other workers (`ROLES_MOVED`), or
         layers moved for even load (`SETTLED`)."""
+        if self.key is not None and self.key.startswith(settled_key("")):
+            return SETTLED
         if self.schedule.moves:
             return ROLES_MOVED
         return SETTLED if layers_received(self.schedule) else AT_ONCE

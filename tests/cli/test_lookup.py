@@ -91,6 +91,7 @@ def test_the_answer_at_once_to_one_failure_is_in_the_table_and_moves_no_layer(ta
         assert option or (answer["answer"], answer["moves"], answer["layers_moved"]) == ("at once", [], 0)
         assert check(read(tmp_path / "now.json")) == []
     assert answers[()]["period"] >= answers["--normalise",]["period"] >= answers["--settled",]["period"]
+    assert answers["--settled",]["answer"] == "settled", "also where whole roles have moved"
     assert any(answer["layers_moved"] for answer in answers.values()) or worker == "2.2"
 
 
