@@ -36,7 +36,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
     """Reproduce a table of the documentation: as table, JSON and picture.
 
     Computes again the results that a page of the documentation shows, and writes them as NAME.md, NAME.json and
-    NAME.png. That takes minutes on two cores, and for `curves` longer; a line or a bar tells how far it is.
+    NAME.png. That takes minutes; a bar, or lines in a log, tell how far it is.
     """
     require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")

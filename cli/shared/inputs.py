@@ -41,7 +41,8 @@ def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None)
         require_workers(named, job, "--failed")
         return tuple(sorted({*named, *of_nodes}))
     except JobError as error:
-        refuse(error)
+        is_node = any(text.startswith("node") for text in workers or ())  # as --kill and --return have it
+        refuse(f"{error}; --failed-node N is for all workers of a node" if is_node else error)
 
 
 def require_choice(option: str, value: str | None, choices: Collection[str]) -> None:
