@@ -107,7 +107,8 @@ def table(request: TableRequest) -> None:
     job, given, text = _read_placed_job(request, plan_options)
     try:
         compile_planner()
-        with open_executor_or_refuse(request.executor) as pool, _show_progress() as tell:
+        with open_executor_or_refuse(request.executor) as pool, \
+                _show_progress(is_whole=request.share is None) as tell:
             built = build_share(job, text.encode(), request.out_folder, plan_options, _to_share(request.share),
                                 max_failures=request.max_failures, exact=request.exact, by_node=request.by_node,
                                 jobs=request.jobs or os.cpu_count() or 1, progress=tell, executor=pool, given=given)
@@ -182,7 +183,8 @@ def _to_share(text: str | None) -> Share:
 
 
 @contextmanager
-def _show_progress() -> Iterator[CountCallback]:
+def _show_progress(*, is_whole: bool) -> Iterator[CountCallback]:
+    """Yield a function that shows how many entries are finished, of the table if `is_whole`, else of a share of it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
@@ -191,7 +193,7 @@ def _show_progress() -> Iterator[CountCallback]:
         def report_progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
             log.show_count(done, total)
-            if done == total:  # thousands of patterns take minutes more
+            if done == total and is_whole:  # thousands of patterns take minutes more
                 err.print(FINISHING, style="dim", soft_wrap=True)
 
         yield report_progress
