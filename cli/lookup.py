@@ -130,8 +130,9 @@ def _plan_answer(table: Table, down: tuple[Worker, ...], *, normalise: bool, set
         err.print(f"{names} down: in the table only with roles moved (--normalise); planning on the spot with layers "
                   "in place", style="yellow", soft_wrap=True)
     else:
-        err.print(f"{names} down: not in the table, which covers {coverage}; planning on the spot", style="yellow",
-                  soft_wrap=True)
+        kept = "" if normalise or settled else " with layers in place (with layers moved: --settled)"
+        err.print(f"{names} down: not in the table, which covers {coverage}; planning on the spot{kept}",
+                  style="yellow", soft_wrap=True)
     start_time = time.monotonic()
     basis, job = table.basis, _read_job(table)
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,

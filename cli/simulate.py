@@ -389,9 +389,9 @@ def _describe_grid(job: Job) -> str:
 def _describe_search(steps: int | None) -> str:
     """Return one line that says how long each plan was searched for: `steps` counted steps or, if that is None, the
     default."""
-    searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move" if steps is None else \
-        f"{steps * STEP_SECONDS:.3g} s each"
-    return (f"plans were searched for {searched}, in counted steps; with more --steps, here and in `slipstream plan`, "
+    searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move, in counted steps" \
+        if steps is None else f"{steps:,} counted steps each"
+    return (f"plans were searched for {searched}; with more --steps, here and in `slipstream plan`, "
             "better ones are found")
 
 

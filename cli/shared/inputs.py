@@ -29,7 +29,8 @@ def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
-        refuse(f"{option}: {error}")
+        is_node = option == "--failed" and any(text.startswith("node") for text in texts)  # as --kill has it
+        refuse(f"{option}: {error}" + "; all workers of node N: --failed-node N" * is_node)
 
 
 def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
@@ -41,8 +42,7 @@ def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None)
         require_workers(named, job, "--failed")
         return tuple(sorted({*named, *of_nodes}))
     except JobError as error:
-        is_node = any(text.startswith("node") for text in workers or ())  # as --kill and --return have it
-        refuse(f"{error}; --failed-node N is for all workers of a node" if is_node else error)
+        refuse(error)
 
 
 def require_choice(option: str, value: str | None, choices: Collection[str]) -> None:

@@ -110,7 +110,8 @@ def test_what_is_not_in_the_table_is_planned_on_the_spot(table, tmp_path):
     result = slipstream("lookup", table, *failed, "--out", out, "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 0 and answer["key"] is None and answer["moves"] == []
-    assert "not in the table, which covers up to 2 failures; planning on the spot" in result.stderr.replace("\n", " ")
+    assert "not in the table, which covers up to 2 failures; planning on the spot with layers in place (with " \
+        "layers moved: --settled)" in result.stderr.replace("\n", " ")
     assert check(read(out)) == [] and len(read(out).failed) == 3
 
 
