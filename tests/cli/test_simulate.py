@@ -63,7 +63,9 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert text.startswith("<!doctype html>") and "Hours lost to failures, by cause" in text
     assert text.count('<div class="wide">') == text.count('<div class="narrow">') == 2, "bars with text of one size"
     assert '<select id="theme">' in text and "dataset.theme" in text
-    assert "slipstream trains most: " in text and ", the last." in text
+    assert "slipstream trains most: " in text and ", the last. With the same schedules it is " in text
+    assert "With the same schedules it is " in result.stdout, "the first ratios also tell of the schedule"
+    assert "simulating: 13 of 13 runs" in result.stderr, "a log has no bar"
     # Nothing is fetched from anywhere.
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
 
