@@ -7,45 +7,45 @@ from typing import Literal
 import torch
 from msgspec.structs import replace
 
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint
+from slipstream.runtime.computing.forms import find_forms
+from slipstream.runtime.computing.repeatability import require_repeatable_layers
+from slipstream.runtime.computing.trial import try_layers
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.records.metrics import IterationWork
-from slipstream.runtime.device import choose_device, gpu_count
-from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
-from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.computing.trial import try_layers
-from slipstream.runtime.model.data.data import (
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
+from slipstream.runtime.data.data import (
     batch_form,
     is_users_own,
     load_data,
     load_validation_data,
 )
-from slipstream.runtime.model.data.sample_digests import check_first_samples
-from slipstream.runtime.model.layers.flops import counting_flops
-from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
-from slipstream.runtime.model.layers.repeatability import require_repeatable_layers
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
-from slipstream.runtime.model.run_identity import (
+from slipstream.runtime.data.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
+from slipstream.runtime.data.sample_digests import check_first_samples
+from slipstream.runtime.device import choose_device, gpu_count
+from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
+from slipstream.runtime.models.flops import counting_flops
+from slipstream.runtime.models.layered_model import LayeredModel, build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.placement import Placement, PlacementError, place_layers
+from slipstream.runtime.processes.launch_environment import GpuShare, compute_gpu_share
+from slipstream.runtime.protocol.form_codec import encode_form
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
+from slipstream.runtime.ranks.worker_group import simulating_rank
+from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.run_identity import (
     NO_IDENTITY,
     RunIdentity,
     Values,
     build_run_identity,
     list_differences,
 )
-from slipstream.runtime.model.state.held_layers import count_trained_elements
-from slipstream.runtime.model.state.parameter_groups import require_all_patterns_match
-from slipstream.runtime.model.state.parts import ElementCounts
-from slipstream.runtime.model.state.undoable_steps import optimizer_factory
-from slipstream.runtime.placement import Placement, PlacementError, place_layers
-from slipstream.runtime.processes.launch_environment import GpuShare, compute_gpu_share
-from slipstream.runtime.protocol.form_codec import encode_form
-from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
-from slipstream.runtime.replay.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
-from slipstream.runtime.replay.transport import Transport, choose_transport
-from slipstream.runtime.run_options import Resilience, RunOptions
+from slipstream.runtime.state.held_layers import count_trained_elements
+from slipstream.runtime.state.parameter_groups import require_all_patterns_match
+from slipstream.runtime.state.parts import ElementCounts
+from slipstream.runtime.state.undoable_steps import optimizer_factory
+from slipstream.runtime.transport import Transport, choose_transport
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -84,7 +84,7 @@ class RunFit:
     first_samples: Values = field(default_factory=dict)
     """Digest of the first samples, by the name that it has in the run's identity."""
     fused_layers: frozenset[int] = frozenset()
-    """Layers whose backward must not be divided into I and W (`runtime.model.computing.trial`)."""
+    """Layers whose backward must not be divided into I and W (`runtime.computing.trial`)."""
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:

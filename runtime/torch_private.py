@@ -95,7 +95,7 @@ def open_gloo_devices() -> list[GlooDevice]:
 def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Compile a graph with torch.compile's own backend and the given options.
 
-    For: graphs that have been changed on their way to it (`runtime.model.layers.compiling`).
+    For: graphs that have been changed on their way to it (`runtime.models.compiling`).
 
     Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to its backend.
     """

@@ -14,8 +14,8 @@ COORDINATOR_TIMEOUT_SECONDS = 60.0
 """Default time to wait for another coordinator: long enough to start a process by hand that imports torch."""
 
 
-HUGGING_FACE = "slipstream.runtime.model.layers.hugging_face.model"
-TORCHTITAN = "slipstream.runtime.model.layers.torchtitan.model"
+HUGGING_FACE = "slipstream.runtime.models.hugging_face.model"
+TORCHTITAN = "slipstream.runtime.models.torchtitan.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):

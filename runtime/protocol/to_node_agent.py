@@ -7,7 +7,7 @@ import msgspec
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.to_worker import Acknowledged
-from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.transport import Transport
 from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0

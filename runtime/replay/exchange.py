@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.runtime.model.layer_values import (
+from slipstream.runtime.replay.layer_values import (
     Form,
     Value,
     allocate_value,

@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
-from slipstream.runtime.model.layer_values import Value
-from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.replay.exchange import Exchange
-from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.layer_values import Value
+from slipstream.runtime.replay.microbatch import Microbatch
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.seams import Batch, Runner, Slices, State, Steps
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.state.part_exchange import PartExchange
 from slipstream.schedules.program import Instruction, TransferKind, ValueName, WorkerProgram
 from slipstream.schedules.schedule import Op, OpKind
 
@@ -113,7 +113,7 @@ class Executor:
         """Run all ops of the program. Return False if the optimizer step before was guessed wrong: the iteration must
         then be run again.
 
-        See `runtime.model.state.steps`.
+        See `runtime.state.steps`.
         """
         for step in self._program:
             if step.op is None:

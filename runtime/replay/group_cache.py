@@ -15,8 +15,8 @@ from slipstream.runtime.replay.nccl import NcclBackend
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationError, UnreachableError
-from slipstream.runtime.replay.transport import Transport
 from slipstream.runtime.torch_private import Group, Store
+from slipstream.runtime.transport import Transport
 
 _REUSABLE_DECODER = msgspec.json.Decoder(dict[str, tuple[int, int]])
 """Decoder of the groups that a process could reuse, by name: the order that created each, and the number of operations

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 

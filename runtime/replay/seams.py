@@ -1,6 +1,6 @@
 """What the executor is given: a worker's layers, their state, and its optimizer steps, as interfaces.
 
-`runtime.model` implements them for whole runs, `runtime.replay.own_loop` for a loop of a user's own.
+`runtime.model` implements them for whole runs, `runtime.own_loop` for a loop of a user's own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from slipstream.runtime.model.layer_values import Value
-from slipstream.runtime.model.microbatch import Microbatch
-from slipstream.runtime.model.state.parts import Span, StatePartition
+from slipstream.runtime.replay.layer_values import Value
+from slipstream.runtime.replay.microbatch import Microbatch
+from slipstream.runtime.state.parts import Span, StatePartition
 from slipstream.schedules.layers import LayerRange
 
 Batch = tuple[Tensor, ...]
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Runner(Protocol):
-    """Runner of the ops of one slice, such as `runtime.model.computing.slices.SliceRunner`."""
+    """Runner of the ops of one slice, such as `runtime.computing.slices.SliceRunner`."""
 
     @property
     def first(self) -> bool:
@@ -79,7 +79,7 @@ class State(Protocol):
 
 
 class Slices(Protocol):
-    """Runners of a worker's slices, such as `runtime.model.computing.slices.WorkerSlices`."""
+    """Runners of a worker's slices, such as `runtime.computing.slices.WorkerSlices`."""
 
     @property
     def runners(self) -> Mapping[int, Runner]:
@@ -101,7 +101,7 @@ class Slices(Protocol):
 
 
 class Steps(Protocol):
-    """Optimizer steps of a worker, such as `runtime.model.state.steps.StepController`."""
+    """Optimizer steps of a worker, such as `runtime.state.steps.StepController`."""
 
     @property
     def iteration(self) -> int:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from slipstream.runtime.background_queue import BackgroundQueue
-from slipstream.runtime.model.layers.worker_group import GroupConnection
+from slipstream.runtime.ranks.worker_group import GroupConnection
+from slipstream.runtime.replay.background_queue import BackgroundQueue
 from slipstream.runtime.replay.group_cache import GenerationGroups, GroupCache, GroupSpec
 from slipstream.runtime.replay.membership import GradientKey, Membership
 from slipstream.runtime.replay.sockets import Sockets

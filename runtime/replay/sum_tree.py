@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.runtime.background_queue import BackgroundQueue
+from slipstream.runtime.replay.background_queue import BackgroundQueue
 from slipstream.runtime.replay.group_cache import GenerationGroups, GroupSpec
 from slipstream.runtime.replay.transfers import PendingSum
 from slipstream.runtime.torch_private import Group

@@ -20,9 +20,9 @@ from slipstream.runtime.device import choose_device
 from slipstream.runtime.processes.child_processes import ChildError, ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.store import host_store
-from slipstream.runtime.replay.transport import choose_transport
 from slipstream.runtime.tools.measurer import MeasuredNetwork, Measurement, MeasuringTask
 from slipstream.runtime.tools.stage_bench import StageProfile
+from slipstream.runtime.transport import choose_transport
 
 TIMEOUT_SECONDS = 600.0
 MAX_REDUCE_GROUP = 4

@@ -5,11 +5,11 @@
     generation N     one an       computes, and waits for other workers; it may have to be abandoned when gloo
                      order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
     reductions       while it     reduces gradients while the generation computes, if the schedule has
-                     reduces      ops left to compute (`runtime.background_queue`)
+                     reduces      ops left to compute (`runtime.replay.background_queue`)
     finish           at the end   writes and digests parameters, while heartbeats continue
     steps of copies  one a step   steps the worker's copies of others' optimizer states, while it computes
-                                  (`runtime.model.state.late_steps`)
-    saving           now and      writes a checkpoint while training continues (`runtime.model.checkpoints.checkpoint`)
+                                  (`runtime.state.late_steps`)
+    saving           now and      writes a checkpoint while training continues (`runtime.checkpoints.checkpoint`)
                      then
     layer sender     one          sends state and gradients to workers that join, as fast as they can take them, while
                                   this worker trains (`layer_sender`, `layer_server`)

@@ -5,31 +5,31 @@ from dataclasses import dataclass, field
 
 import torch
 
+from slipstream.runtime.computing.rehearsal import Rehearsal
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.computing.rehearsal import Rehearsal
-from slipstream.runtime.model.data.data import Data
-from slipstream.runtime.model.layer_values import Form
-from slipstream.runtime.model.layers.layered_model import LayeredModel
-from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.model.layers.worker_group import WorkerGroup
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
+from slipstream.runtime.data.data import Data
+from slipstream.runtime.data.dealt_samples import DealtSamples
+from slipstream.runtime.models.layered_model import LayeredModel
+from slipstream.runtime.models.sharing import Sharing
+from slipstream.runtime.moving.layer_receiver import LayerReceiver
+from slipstream.runtime.moving.layer_sender import LayerSender
+from slipstream.runtime.moving.layer_store import LayerStore
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.node_reports import ReportSender
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_worker import ToWorker, Train
-from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.replay.layer_values import Form
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.sockets import Sockets
+from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.injector import Injector
-from slipstream.runtime.worker.layer_receiver import LayerReceiver
-from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.schedules.program import WorkerProgram
 from slipstream.schedules.schedule import Schedule, Worker
 

@@ -9,19 +9,20 @@ from functools import partial
 
 import torch
 
-from slipstream.runtime.model.data.data import (
+from slipstream.runtime.data.data import (
     get_data_state,
     load_data,
     load_validation_data,
     move_data_to,
     use_saved_states,
 )
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.layers.worker_group import enter_group
-from slipstream.runtime.model.run_identity import build_run_identity
-from slipstream.runtime.model.state.held_layers import build_holding, build_layer
-from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.data.dealt_samples import digest_data
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.moving.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks
+from slipstream.runtime.moving.layer_sender import LayerSender
+from slipstream.runtime.moving.layer_store import LayerStore
+from slipstream.runtime.moving.received_part import SteppedPart
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.form_codec import decode_form
@@ -31,16 +32,15 @@ from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.store import connect_store
 from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from slipstream.runtime.protocol.to_worker import Leave
-from slipstream.runtime.replay.dealt_samples import digest_data
+from slipstream.runtime.ranks.worker_group import enter_group
 from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.run_identity import build_run_identity
+from slipstream.runtime.state.held_layers import build_holding, build_layer
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext, WorkerLink
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.injector import Injector
-from slipstream.runtime.worker.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks
-from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.schedules.schedule import Worker
 
 STORE_TIMEOUT = timedelta(seconds=10)

@@ -10,18 +10,18 @@ import time
 
 import torch
 
-from slipstream.runtime.model.data.token_data import DataEndedError
-from slipstream.runtime.model.seeds import GENERATOR_LOCK
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.version import VersionError
+from slipstream.runtime.data.dealt_samples import DealtSamples
+from slipstream.runtime.data.token_data import DataEndedError
 from slipstream.runtime.protocol.to_coordinator import Note, Paused, RecoveryReport, WorkerStatus
 from slipstream.runtime.protocol.to_worker import Acknowledged, Order, StepFactor, Train
-from slipstream.runtime.replay.dealt_samples import DealtSamples
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.seeds import GENERATOR_LOCK
+from slipstream.runtime.state.clipping import needs_gradient_norm
+from slipstream.runtime.state.version import VersionError
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.device_memory import trim_host_memory

@@ -3,14 +3,14 @@
 import math
 import queue
 
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.protocol.node_reports import AGENT_ANSWER_SECONDS
 from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport, SampleDigest, StepValidated
 from slipstream.runtime.protocol.to_worker import Acknowledged, StepFactor
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.clipping import needs_gradient_norm
+from slipstream.runtime.state.steps import StepController
 from slipstream.runtime.worker.activity import WAITING_PREFIX
 from slipstream.runtime.worker.context import OrderContext
 

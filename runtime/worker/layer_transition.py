@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
-from slipstream.runtime.model.state.part_state import PartState
-from slipstream.runtime.model.state.parts import build_partitions
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.moving.layer_receiver import FetchRequest, find_layer_sources
 from slipstream.runtime.protocol.to_coordinator import Note
 from slipstream.runtime.protocol.to_worker import Finish, Train
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.part_state import PartState
+from slipstream.runtime.state.parts import build_partitions
 from slipstream.runtime.worker.activity import WAITING_PREFIX
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
-from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_sources
 
 
 def take_layers(part: OrderContext) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
-from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.processes.process_title import name_process
 from slipstream.runtime.processes.worker_start import WorkerSpec, format_process_name
 from slipstream.runtime.protocol import to_worker
@@ -25,7 +24,8 @@ from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import JoinWorker, WorkerFailed
 from slipstream.runtime.protocol.to_worker import ToWorker
-from slipstream.runtime.replay.transport import set_own_nccl_host
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.transport import set_own_nccl_host
 from slipstream.runtime.worker.device_memory import NoRoomError
 from slipstream.runtime.worker.main_thread import MainThread
 from slipstream.schedules.tables.relabel import preload_solver

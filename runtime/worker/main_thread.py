@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.runtime.moving.layer_receiver import FetchRequest, find_layer_sources
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.store import connect_store
@@ -43,7 +44,6 @@ from slipstream.runtime.run_folder import read_lock_holder
 from slipstream.runtime.worker.context import WorkerLink
 from slipstream.runtime.worker.context_builder import STORE_TIMEOUT, build_worker_context
 from slipstream.runtime.worker.generation import GenerationRunner
-from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_sources
 from slipstream.runtime.worker.order_threads import OrderThreads
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import Worker

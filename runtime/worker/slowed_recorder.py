@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.protocol.failure_injection import Slowdown, find_slowdown_factor
+from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op
 

@@ -8,8 +8,8 @@ from itertools import product
 
 from torch import Tensor
 
-from slipstream.runtime.model.computing.slices import WorkerSlices
-from slipstream.runtime.model.data.data import (
+from slipstream.runtime.computing.slices import WorkerSlices
+from slipstream.runtime.data.data import (
     Data,
     Microbatch,
     is_evaluated,
@@ -17,22 +17,22 @@ from slipstream.runtime.model.data.data import (
     read_batch,
     require_form,
 )
-from slipstream.runtime.model.data.loss_weights import LossWeights
-from slipstream.runtime.model.data.sample_digests import digest_sample
-from slipstream.runtime.model.data.token_data import BadSampleError, DataEndedError
-from slipstream.runtime.model.layers.calling import Batch, move_batch
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
-from slipstream.runtime.model.state.steps import StepController, StepState
+from slipstream.runtime.data.loss_weights import LossWeights
+from slipstream.runtime.data.sample_digests import digest_sample
+from slipstream.runtime.data.token_data import BadSampleError, DataEndedError
+from slipstream.runtime.models.calling import Batch, move_batch
+from slipstream.runtime.moving.layer_sender import ROOM_SECONDS
 from slipstream.runtime.protocol.form_codec import decode_form
 from slipstream.runtime.protocol.to_coordinator import Checksum, Note, SampleDigest, TrainingStarted
-from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.state.clipping import needs_gradient_norm
+from slipstream.runtime.state.part_state import PartState, pack_parts, unpack_parts
+from slipstream.runtime.state.steps import StepController, StepState
 from slipstream.runtime.worker.activity import WAITING_PREFIX
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
+from slipstream.runtime.worker.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.worker.iteration_reports import IterationReports, OrderStoppedError
-from slipstream.runtime.worker.layer_sender import ROOM_SECONDS
 from slipstream.runtime.worker.slowed_recorder import create_recorder
 from slipstream.schedules.program import WorkerProgram
 from slipstream.schedules.schedule import OpKind, Worker

@@ -17,7 +17,6 @@ from slipstream.runtime.coordinator.decisions.run_state import (
 )
 from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
 from slipstream.runtime.events import HandedOver, Joined, Noted, OrderGiven
-from slipstream.runtime.model.state.parts import OriginalMembers
 from slipstream.runtime.protocol.to_worker import (
     JSON_NULL,
     MAX_STORED_CONTENTS,
@@ -29,6 +28,7 @@ from slipstream.runtime.protocol.to_worker import (
     ScheduleContent,
     Train,
 )
+from slipstream.runtime.state.parts import OriginalMembers
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 from slipstream.schedules.shares import DividedSchedule
 

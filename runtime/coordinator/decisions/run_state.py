@@ -22,11 +22,11 @@ from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedS
 from slipstream.runtime.coordinator.decisions.settling import MoveCost, SettlingPolicy
 from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, SpeedEvent, build_slow_workers
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
-from slipstream.runtime.model.state.parts import OriginalMembers
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import Finished, HeldState, IterationReport
 from slipstream.runtime.protocol.to_worker import Addresses, LayerMove
+from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
+from slipstream.runtime.state.parts import OriginalMembers
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 

@@ -36,7 +36,6 @@ from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleA
 from slipstream.runtime.coordinator.decisions.speed_planning import SpeedAnswer
 from slipstream.runtime.errors import OtherRunError, RunError
 from slipstream.runtime.events import CoordinatorRestarted, Noted, Resumed
-from slipstream.runtime.model.run_identity import describe_difference
 from slipstream.runtime.protocol.to_coordinator import (
     CheckpointSaved,
     FetchFailed,
@@ -53,6 +52,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     TrainingStarted,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, Publish
+from slipstream.runtime.run_identity import describe_difference
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2

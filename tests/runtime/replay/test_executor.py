@@ -11,12 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from slipstream.runtime.model.computing.slices import TensorForm, WorkerSlices, find_forms
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.held_layers import build_holding
-from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.computing.slices import TensorForm, WorkerSlices, find_forms
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
 from slipstream.runtime.placement import (
     Placement,
     PlacementError,
@@ -32,6 +30,8 @@ from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.state.steps import StepController
 from slipstream.schedules.precedence import op_key, producer_keys
 from slipstream.schedules.program import RECEIVES, TransferKind, build_program
 from slipstream.schedules.schedule import OpKind, Schedule, Worker

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.runtime.worker.layer_receiver import FetchRequest
+from slipstream.runtime.moving.layer_receiver import FetchRequest
 from tests.runtime.running import tiny
 from tests.runtime.worker.team import Team
 

@@ -8,16 +8,16 @@ from functools import partial
 import torch
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
-from slipstream.runtime.model.state.part_state import count_elements
-from slipstream.runtime.model.state.parts import build_partition
-from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.moving.layer_messages import PartRange
+from slipstream.runtime.moving.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks, find_layer_sources
+from slipstream.runtime.moving.layer_sender import LayerSender
+from slipstream.runtime.moving.layer_store import LayerStore
+from slipstream.runtime.moving.received_part import SteppedPart
 from slipstream.runtime.protocol.to_worker import LayerMove
-from slipstream.runtime.worker.layer_messages import PartRange
-from slipstream.runtime.worker.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks, find_layer_sources
-from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.state.held_layers import HeldLayers, build_holding
+from slipstream.runtime.state.part_state import count_elements
+from slipstream.runtime.state.parts import build_partition
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny

@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.state.held_layers import build_holding, build_layer
+from slipstream.runtime.models.layered_model import build_model
+from slipstream.runtime.moving.layer_messages import LayerPart, LayerRequest, PartRange, PartStepped
+from slipstream.runtime.moving.layer_store import LayerStore
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartRange, PartStepped
-from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.state.held_layers import build_holding, build_layer
 from tests.runtime.running import tiny
 from tests.runtime.speaking import be_asked
 from tests.runtime.worker.team import LAYERS, LEFT, RIGHT, SOON, Team, empty_store, hold, whole

@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 
-from slipstream.runtime.model.state.part_state import count_elements, trained_parameters
-from slipstream.runtime.model.state.parts import build_partition
+from slipstream.runtime.moving.layer_messages import LayerPart, LayerRequest, PartRange, PartStepped
+from slipstream.runtime.moving.layer_receiver import FetchRequest, find_layer_sources
+from slipstream.runtime.moving.layer_sender import LayerSender
 from slipstream.runtime.protocol.to_coordinator import HeldState
 from slipstream.runtime.protocol.to_worker import LayerMove
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartRange, PartStepped
-from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_sources
-from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.runtime.state.part_state import count_elements, trained_parameters
+from slipstream.runtime.state.parts import build_partition
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
 from tests.runtime.speaking import SECRET, be_asked
