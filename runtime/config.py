@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from slipstream.runtime.config_errors import ConfigError as ConfigError
 from slipstream.runtime.config_errors import explain_validation_error
+from slipstream.runtime.errors import ConfigError as ConfigError
 from slipstream.schedules.schedule import OpKind
 
 DtypeName = Literal["float32", "float64", "bf16"]
@@ -431,3 +431,8 @@ def _convert_table(name: str, values: Mapping[str, object], kind: type[_Table]) 
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(explain_validation_error(name, values, kind, str(error))) from None
+
+
+def may_have_extra_tensors(training: TrainingConfig) -> bool:
+    """Return whether the data may consist of more than tokens and targets."""
+    return training.document_end is not None or training.data is not None or training.validation_data is not None

@@ -34,8 +34,17 @@ from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.records.metrics import MetricsBuilder, read_recovery_count
 from slipstream.runtime.coordinator.records.run_log import ProgressCallback, RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
+from slipstream.runtime.coordinator.run_fit import (
+    RunFit,
+    build_setup,
+    check_fit,
+    compare_with_checkpoint,
+    count_samples_read,
+)
 from slipstream.runtime.coordinator.run_options import Resilience as Resilience
 from slipstream.runtime.coordinator.run_options import RunOptions as RunOptions
+from slipstream.runtime.coordinator.run_result import RunResult as RunResult
+from slipstream.runtime.coordinator.run_result import build_result
 from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, OtherRunError, first_line
@@ -54,7 +63,6 @@ from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, cr
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
 from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_store import delete_old_orders
-from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, compare_with_checkpoint, count_samples_read
 from slipstream.runtime.run_folder import (
     TakeoverRecord,
     claim_folder,
@@ -66,8 +74,6 @@ from slipstream.runtime.run_folder import (
     write_takeover_record,
 )
 from slipstream.runtime.run_identity import describe_difference
-from slipstream.runtime.run_result import RunResult as RunResult
-from slipstream.runtime.run_result import build_result
 from slipstream.runtime.state.clipping import needs_gradient_norm
 from slipstream.runtime.state.layer_sizes import estimate_layer_bytes
 from slipstream.runtime.tensor_codec import TensorError

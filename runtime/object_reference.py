@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slipstream.runtime.config import ConfigError
+from slipstream.runtime.errors import ConfigError
 
 
 def is_reference(name: str) -> bool:

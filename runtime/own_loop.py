@@ -7,7 +7,7 @@ and moving layers is what `slipstream train` adds.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from hashlib import sha256
@@ -40,8 +40,8 @@ from slipstream.runtime.replay.microbatch import Microbatch
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.seams import Batch
 from slipstream.runtime.replay.session import GenerationSession
-from slipstream.runtime.state.parts import Span, StatePartition
-from slipstream.runtime.torch_private import Store, TCPStore, run_backward
+from slipstream.runtime.replay.torch_groups import Store, TCPStore
+from slipstream.runtime.torch_private import run_backward
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import encode
 from slipstream.schedules.layers import LayerRange
@@ -286,26 +286,6 @@ class _ModuleState:
         assert not isinstance(what, str)
         return [parameter.grad for layer in range(*what) for parameter in _trained(self._layers[layer])
                 if parameter.grad is not None]
-
-    def sharded_partition(self, layers: LayerRange) -> StatePartition | None:
-        """Return None: every holder keeps all of the state."""
-
-    def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:  # noqa: ARG002
-        """Return no buffers."""
-        return {}
-
-    def flat_parameters(self) -> Iterator[tuple[LayerRange, Tensor, StatePartition]]:
-        """Iterate over nothing: no state is sharded."""
-        yield from ()
-
-    def mark_gathering(self, iteration: int) -> None:
-        """Do nothing: parameters are not gathered."""
-
-    def mark_gathered(self, iteration: int) -> None:
-        """Do nothing."""
-
-    def start_copy_steps(self) -> None:
-        """Do nothing: no worker keeps copies of others' state."""
 
 
 class _ModuleSlices:

@@ -16,12 +16,12 @@ from slipstream.runtime.checkpoints.checkpoint import (
     open_latest,
 )
 from slipstream.runtime.config import RunConfig
+from slipstream.runtime.coordinator.run_fit import count_samples_read
 from slipstream.runtime.data.data import load_data, load_validation_data
 from slipstream.runtime.device import choose_device
 from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.placement import place_layers
 from slipstream.runtime.ranks.worker_group import simulating_rank
-from slipstream.runtime.run_fit import count_samples_read
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 from slipstream.schedules.tables.relabel import Nodes
 from slipstream.schedules.tables.table import Table

@@ -32,7 +32,12 @@ from slipstream.runtime.replay.layer_values import (
     has_gradient,
     tensors_of,
 )
-from slipstream.runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily, without_gpu_context
+from slipstream.runtime.torch_private import (
+    DATA_DEPENDENT,
+    FakeTensorMode,
+    unset_fake_temporarily,
+    without_gpu_context,
+)
 
 
 def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.runtime.computing.forms import find_forms as find_forms
-from slipstream.runtime.config import RunConfig
+from slipstream.runtime.config import RunConfig, may_have_extra_tensors
 from slipstream.runtime.data.data import Microbatch as Microbatch
-from slipstream.runtime.data.data import may_have_extra_tensors
 from slipstream.runtime.models.calling import Batch, LayerCall, adapt_loss, collecting_losses
 from slipstream.runtime.models.layered_model import LayeredModel, autocast_context, layer_seed, seeded_for_layer
 from slipstream.runtime.models.recomputing import parse_recompute, recomputing_parts

@@ -9,4 +9,8 @@
     token_file       files of tokens, mapped
     tokenized_text   text as tokens
     sample_order     the order of the samples in a pass, computed and not stored
+    dealt_samples    assigns samples to the micro-batches of a schedule by their costs
+
+Adds to the replay: the source of samples (`replay.seams.Feed`). May import: `replay`,
+`models`.
 """

@@ -294,11 +294,6 @@ def has_lengths(data: Data) -> bool:
     return callable(getattr(data, "lengths", None))
 
 
-def may_have_extra_tensors(training: TrainingConfig) -> bool:
-    """Return whether the data may consist of more than tokens and targets."""
-    return training.document_end is not None or training.data is not None or training.validation_data is not None
-
-
 def load_data(config: RunConfig, microbatches: Sequence[int] = (1,), read: SamplesRead = NOTHING_READ) -> Data:
     """Load the data that a configuration names.
 

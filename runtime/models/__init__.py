@@ -1,7 +1,6 @@
 """Models as lists of layers.
 
     layered_model        the interface of a model
-    repeatability        the check that a user's layers are the same whenever they are built
     uninitialized        layers built without initial values, to be filled with received or stored state
     calling              the arguments of a layer's forward, and losses that a layer adds
     split_backward       the backward in two: I and W
@@ -12,12 +11,13 @@
     documents            attention within the documents of a sample
     cross_entropy        the loss of language models, a few rows of logits at a time
     gpt                  the GPT that comes with the package
-    worker_group         the process group of a worker's ranks, for layers
-    tensor_parallel      collectives over a worker's ranks, with their backwards
-    shards               the part of a layer that a rank has, and the whole of it
     distributed_tensors  layers that torch's parallelize_module has cut
     grouped_products     products of rows with the matrices of their groups, for experts
     hugging_face/        decoder models of transformers, by name
     torchtitan/          torchtitan's models, by name
     flops                floating-point operations of a model's training, counted
+    identity             the identity of a run, of configuration, user code, data, grid and libraries
+    source_digests       digests of the sources of a user's own code
+
+Adds to the replay: layers by name, with a backward in two. May import: `replay`, `ranks`.
 """

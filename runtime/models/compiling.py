@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from slipstream.runtime.config import ConfigError, RunConfig
-from slipstream.runtime.data.data import may_have_extra_tensors
+from slipstream.runtime.config import ConfigError, RunConfig, may_have_extra_tensors
 from slipstream.runtime.models.hugging_face.configuration import read_config
 from slipstream.runtime.models.split_backward import PRODUCTS, ProductWork, multiply, register_deferred_op
 from slipstream.runtime.torch_private import compile_with_inductor

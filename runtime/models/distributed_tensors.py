@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.runtime.models.sharing import replace_tensor
-from slipstream.runtime.ranks.shards import Shard, shards_of
+from slipstream.runtime.ranks.shards import Shard, replace_tensor, shards_of
 
 Placements = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """Device mesh and placements of parameters and buffers, by their names."""

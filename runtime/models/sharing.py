@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from slipstream.runtime.config_errors import ConfigError
+from slipstream.runtime.errors import ConfigError
 from slipstream.runtime.placement import Placement
+from slipstream.runtime.ranks.shards import parameter_name, replace_tensor
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.program import WorkerProgram
 from slipstream.schedules.schedule import Worker
@@ -124,15 +125,3 @@ def _parse(text: str, layers: int) -> LayerParameter:
     if not name or not 0 <= int(layer) < layers:
         raise ValueError(text)
     return LayerParameter(int(layer), name)
-
-
-def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter or buffer of this name in a module."""
-    owner, _, own = name.rpartition(".")
-    setattr(module.get_submodule(owner), own, tensor)
-
-
-def parameter_name(key: str) -> str:
-    """Return the parameter's name in the key of a tensor of a layer's state: `model.NAME` or `optimizer.SLOT.NAME`."""
-    kind, _, name = key.partition(".")
-    return name if kind == "model" else name.partition(".")[2]

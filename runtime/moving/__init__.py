@@ -6,4 +6,7 @@
     layer_receiver  asks senders for layers, in a thread for each of them
     layer_store     layers that the worker holds, and their parts as they are sent
     received_part   parts that another worker owns, received while it trains
+
+Adds to the replay: workers join and layers move without a pause. May import: `replay`, `ranks`,
+`models`, `state`, `protocol`.
 """

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.device import get_stream_for
 from slipstream.runtime.models.uninitialized import move_uninitialized
 from slipstream.runtime.moving.layer_messages import PartRange
 from slipstream.runtime.moving.received_part import HOST
 from slipstream.runtime.protocol.to_coordinator import Checksum, HeldState
 from slipstream.runtime.ranks.shards import cut_state, gather_state, shards_of
 from slipstream.runtime.ranks.worker_group import is_first_rank, worker_group
+from slipstream.runtime.replay.background_queue import get_stream_for
 from slipstream.runtime.state.held_layers import HeldLayers
 from slipstream.runtime.state.part_state import (
     PartState,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.models.sharing import NOTHING_SHARED, Sharing, parameter_name
+from slipstream.runtime.models.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.ranks.shards import parameter_name
 from slipstream.runtime.state.parameter_groups import build_groups, rules_of
 from slipstream.runtime.state.part_state import PartState, flatten_slot, restore_shape, trained_parameters
 from slipstream.runtime.state.undoable_steps import UndoableSteps

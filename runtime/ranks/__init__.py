@@ -4,5 +4,6 @@
     shards           parameters of which each rank has a part
     tensor_parallel  products and losses over the ranks
 
-It adds a second group of processes to `replay`, and knows no model, data or state.
+Adds to the replay: a worker may be a group of processes, which `replay.membership.Ranks` names.
+May import: `replay`, and the runtime's modules for configuration.
 """

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.models.sharing import parameter_name, replace_tensor
 from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.torch_private import all_gather_single
 
@@ -108,3 +107,15 @@ def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
     """
     shard = shards.get(parameter_name(key))
     return None if shard is None or tensor.dim() <= shard.dim else shard
+
+
+def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace the parameter or buffer of this name in a module."""
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, tensor)
+
+
+def parameter_name(key: str) -> str:
+    """Return the parameter's name in the key of a tensor of a layer's state: `model.NAME` or `optimizer.SLOT.NAME`."""
+    kind, _, name = key.partition(".")
+    return name if kind == "model" else name.partition(".")[2]

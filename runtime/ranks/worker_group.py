@@ -12,33 +12,18 @@ connection's `guard`.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from slipstream.runtime.torch_private import HashStore, without_process_groups
+from slipstream.runtime.replay.membership import GroupConnection
+from slipstream.runtime.replay.torch_groups import HashStore
+from slipstream.runtime.torch_private import without_process_groups
 
 BACKEND_NAME = "slipstream"
 """Name of `WorkerGroup` as a backend of torch.distributed."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupConnection:
-    """Connection that carries the tensors of a worker's process group during one generation."""
-
-    backend: Any
-    """Backend of torch.distributed for these ranks, to which calls are passed on."""
-    guard: Callable[[str], AbstractContextManager[None]]
-    """Function that takes a description of a collective and returns a context for it, which converts errors for the
-    caller."""
-    device: torch.device
-    """Device on which this rank computes."""
-    staged: bool
-    """True if tensors pass through host memory."""
 
 
 class _FinishedWork(distributed.Work):

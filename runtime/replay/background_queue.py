@@ -4,12 +4,21 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
-from slipstream.runtime.device import get_stream_for
-
 Work = Callable[[], None]
+
+
+@cache
+def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
+    """Return this process's CUDA stream on a GPU for one purpose, the same at each call.
+
+    Torch hands out 32 streams in turn. If a component took a new one in each generation, it would eventually get a
+    stream in which another component waits.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class BackgroundQueue:

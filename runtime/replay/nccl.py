@@ -14,8 +14,8 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import GroupRendezvous
 from slipstream.runtime.replay.nccl_streams import get_stream_rotation
 from slipstream.runtime.replay.sockets import Sockets
+from slipstream.runtime.replay.torch_groups import Group, NcclGroup, TCPStore, create_nccl_group
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
-from slipstream.runtime.torch_private import Group, NcclGroup, TCPStore, create_nccl_group
 
 ABORT_GRACE_SECONDS = 0.02
 """Time that a communicator has to finish its operations after the generation has ended, before it is aborted. A new

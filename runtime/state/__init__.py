@@ -13,9 +13,13 @@
     part_optimizer    the optimizer, of parts of layers, and of float32 master weights
     late_steps        steps of copies of others' parts, made once their iteration is committed
     copy_gradients    buffers for the gradient sums of copies of others' parts
-    received_part     parts that another worker owns, received while it trains
+    part_exchange     sums of gradients at the owners of parts, and the parameters from there
     layer_sizes       sizes of layers that another worker needs
     version           the iteration that some state is the result of, and whether it is whole
     digest            a short text for a set of tensors
     checksum          a number for tensors, by which copies are compared during training
+
+Adds to the replay: the optimizer (`replay.seams.Steps`), steps on a guess that can be undone, and
+state of which each holder keeps a part (`replay.seams.Reducer`). May import: `replay`, `ranks`,
+`models`.
 """

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed import Work
 
 from slipstream.runtime.replay.session import BYTES_TAG, GenerationSession
+from slipstream.runtime.replay.torch_groups import Group
 from slipstream.runtime.replay.transfers import one_line_errors
+from slipstream.runtime.state.held_layers import HeldLayers
 from slipstream.runtime.state.parts import Span, StatePartition
-from slipstream.runtime.torch_private import Group
 from slipstream.schedules.layers import LayerRange, layers_text
 
 _KINDS = 3
@@ -167,6 +168,44 @@ class PartExchange:
                 parameters[slice(*span)].copy_(carried[slice(*span)])
 
         return finish
+
+
+class PartReducer:
+    """Sums of gradients, and gathering of parameters, of the layers that one worker holds whole or in
+    part.
+
+    The methods are those of `runtime.replay.seams.Reducer`.
+    """
+
+    def __init__(self, session: GenerationSession, held: HeldLayers) -> None:
+        self._session, self._held = session, held
+        self._parts = PartExchange(session)
+
+    def sum_gradients(self, layers: LayerRange) -> None:
+        """Sum the gradients of a range of layers at the owners of its parts, or at all holders."""
+        whole = self._held.gradients_to_sum(layers)
+        if (cut := self._held.sharded_partition(layers)) is not None:
+            gradients, *whole = whole
+            self._parts.reduce_gradients(layers, gradients, cut, self._held.copy_buffers(layers))
+        self._session.sum_over_sharers(layers, whole)
+
+    def wait_until_unread(self) -> None:
+        """Wait until no other worker reads this worker's gradients."""
+        self._parts.wait_for_copies()
+
+    def gather_parameters(self, iteration: int) -> None:
+        """Gather the parameters of all ranges with sharded state from their owners.
+
+        All transfers are in progress at once.
+        """
+        self._held.mark_gathering(iteration)
+        for finish in [self._parts.start_gather(*flat) for flat in self._held.flat_parameters()]:
+            finish()
+        self._held.start_copy_steps()
+
+    def mark_gathered(self, iteration: int) -> None:
+        """Mark the parameters as those after an iteration."""
+        self._held.mark_gathered(iteration)
 
 
 def _has_all_members(cut: StatePartition) -> bool:

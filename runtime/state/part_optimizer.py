@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.models.sharing import NOTHING_SHARED, Sharing, parameter_name
+from slipstream.runtime.models.sharing import NOTHING_SHARED, Sharing
 from slipstream.runtime.models.step_rules import step_rules
-from slipstream.runtime.ranks.shards import shards_of
+from slipstream.runtime.ranks.shards import parameter_name, shards_of
 from slipstream.runtime.ranks.worker_group import is_first_rank
 from slipstream.runtime.state.checksum import compute_checksum
 from slipstream.runtime.state.clipping import sum_of_squares

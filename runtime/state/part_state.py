@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.models.sharing import parameter_name
+from slipstream.runtime.ranks.shards import parameter_name
 from slipstream.runtime.state.parts import ElementCounts, Span, intersect
 from slipstream.runtime.state.version import VersionError
 from slipstream.runtime.tensor_codec import decode_tensors, encode_tensors

@@ -24,12 +24,12 @@ from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.layer_values import TensorForm, carrier_form, gradient_form
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.replay.torch_groups import TCPStore
+from slipstream.runtime.replay.transport import TransportName, set_own_nccl_host
 from slipstream.runtime.state.held_layers import build_holding, build_on_meta, gradient_dtype
 from slipstream.runtime.state.part_exchange import PartExchange
 from slipstream.runtime.state.parts import build_partition
 from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, time_call
-from slipstream.runtime.torch_private import TCPStore
-from slipstream.runtime.transport import Transport, set_own_nccl_host
 from slipstream.schedules.schedule import Worker
 
 MAX_DOCUMENTS, MIN_DOCUMENT_TOKENS = 8, 16
@@ -61,7 +61,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     reduce_group: int
     device: str
     cards: int
-    transport: Transport
+    transport: TransportName
     rendezvous: Rendezvous
     rounds: int
     copies: int

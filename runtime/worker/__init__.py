@@ -12,9 +12,9 @@
     saving           now and      writes a checkpoint while training continues (`runtime.checkpoints.checkpoint`)
                      then
     layer sender     one          sends state and gradients to workers that join, as fast as they can take them, while
-                                  this worker trains (`layer_sender`, `layer_server`)
+                                  this worker trains (`moving.layer_sender`, `moving.layer_server`)
     layers from D.S  one a        receives layers from one sender, which the worker will need, and applies the sender's
-                     sender       steps to them, each sender at its own pace (`layer_receiver`)
+                     sender       steps to them, each sender at its own pace (`moving.layer_receiver`)
 
 Its modules:
 
@@ -29,8 +29,10 @@ Its modules:
     iteration_reports    reports of each iteration, and their acknowledgements
     activity             the worker's present activity
     device_memory        reaction to a device out of memory; return of freed memory to the system after an order
-    layer_store          the layers that the worker holds
-    layer_*              transfer of layers from worker to worker
     checkpointer         when checkpoints are written, and which ones can be read
     slowed_recorder      ops of a worker that is slow on purpose
+    evaluation           the loss of validation data, by the forwards of the schedule
+    fork_server_process  the process that imports what workers need, and forks them
+
+It joins the additions to one process. May import: all of them, and not the coordinator.
 """

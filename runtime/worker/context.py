@@ -24,8 +24,8 @@ from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.layer_values import Form
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.sockets import Sockets
+from slipstream.runtime.replay.torch_groups import TCPStore
 from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
-from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.device_memory import DeviceMemory

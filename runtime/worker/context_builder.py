@@ -17,6 +17,7 @@ from slipstream.runtime.data.data import (
     use_saved_states,
 )
 from slipstream.runtime.data.dealt_samples import digest_data
+from slipstream.runtime.models.identity import build_run_identity
 from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.models.sharing import sharing_of
 from slipstream.runtime.moving.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks
@@ -34,9 +35,8 @@ from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDat
 from slipstream.runtime.protocol.to_worker import Leave
 from slipstream.runtime.ranks.worker_group import enter_group
 from slipstream.runtime.replay.group_cache import GroupCache
-from slipstream.runtime.run_identity import build_run_identity
+from slipstream.runtime.replay.torch_groups import TCPStore
 from slipstream.runtime.state.held_layers import build_holding, build_layer
-from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext, WorkerLink
 from slipstream.runtime.worker.device_memory import DeviceMemory

@@ -12,8 +12,9 @@ from torch import nn
 from slipstream.runtime.computing.slices import WorkerSlices
 from slipstream.runtime.data.data import Microbatch
 from slipstream.runtime.replay.exchange import Exchange
-from slipstream.runtime.replay.executor import BeforeOp, Executor, Feed
+from slipstream.runtime.replay.executor import BeforeOp, Executor
 from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.seams import Feed
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.state.steps import StepController
 from slipstream.schedules.check import check

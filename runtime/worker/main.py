@@ -24,8 +24,8 @@ from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import JoinWorker, WorkerFailed
 from slipstream.runtime.protocol.to_worker import ToWorker
+from slipstream.runtime.replay.transport import set_own_nccl_host
 from slipstream.runtime.state.held_layers import build_holding
-from slipstream.runtime.transport import set_own_nccl_host
 from slipstream.runtime.worker.device_memory import NoRoomError
 from slipstream.runtime.worker.main_thread import MainThread
 from slipstream.schedules.tables.relabel import preload_solver

@@ -27,6 +27,7 @@ from slipstream.runtime.protocol.to_coordinator import Checksum, Note, SampleDig
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.state.clipping import needs_gradient_norm
+from slipstream.runtime.state.part_exchange import PartReducer
 from slipstream.runtime.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.state.steps import StepController, StepState
 from slipstream.runtime.worker.activity import WAITING_PREFIX
@@ -83,6 +84,7 @@ class TrainingLoop:
             self._rehearse_ops(slices, first)
         executor = Executor(
             part.program, slices=slices, steps=steps, session=self._session, exchange=exchange,
+            reducer=PartReducer(self._session, context.layer_store.holding),
             feed=partial(self._read_batch, context.corpus), recorder=recorder, before_op=self._before_op,
             before_exchange=self._reports.wait_until_acknowledged, before_step=self._before_step,
             sample_of=part.samples)

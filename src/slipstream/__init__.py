@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.runtime.own_loop import replay as replay
     from slipstream.runtime.coordinator.run_options import Resilience as Resilience
     from slipstream.runtime.coordinator.run_options import RunOptions as RunOptions
-    from slipstream.runtime.run_result import RunResult as RunResult
+    from slipstream.runtime.coordinator.run_result import RunResult as RunResult
     from slipstream.schedules.check import check as check
     from slipstream.schedules.codec import ScheduleError as ScheduleError
     from slipstream.schedules.schedule import Schedule as Schedule
@@ -42,7 +42,7 @@ __all__ = [
 _HOMES = {
     "FailurePlanner": "planner.failures", "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
     "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.coordinator.run_options",
-    "RunOptions": "runtime.coordinator.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
+    "RunOptions": "runtime.coordinator.run_options", "RunResult": "runtime.coordinator.run_result", "Schedule": "schedules.schedule",
     "ScheduleError": "schedules.codec", "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
     "replay": "runtime.own_loop",
 }

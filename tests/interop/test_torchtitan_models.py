@@ -18,9 +18,9 @@ from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import run
 from slipstream.runtime.models.compiling import require_compilable
 from slipstream.runtime.models.layered_model import build_model
-from slipstream.runtime.models.sharing import replace_tensor
 from slipstream.runtime.models.split_backward import backward_weight, deferring_weights
 from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.ranks.shards import replace_tensor
 from slipstream.schedules.schedule import Worker
 from tests.interop.titan_training import write_assets
 from tests.jobs import grid

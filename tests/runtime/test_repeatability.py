@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from torch import nn
 
 from slipstream.runtime.config import ConfigError
+from slipstream.runtime.coordinator.run_fit import check_fit
 from slipstream.runtime.coordinator.run_options import RunOptions
 from slipstream.runtime.data.data import batch_form, load_data
 from slipstream.runtime.data.sample_digests import check_first_samples, digest_sample
 from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.replay.microbatch import Microbatch
-from slipstream.runtime.run_fit import check_fit
 from slipstream.runtime.seeds import GENERATOR_LOCK
 from slipstream.runtime.state.held_layers import build_on_device
 from tests.jobs import grid

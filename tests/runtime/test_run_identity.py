@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.runtime.models import source_digests
+from slipstream.runtime.models.identity import build_run_identity
 from slipstream.runtime.models.source_digests import digest_sources
 from slipstream.runtime.run_identity import (
     RunIdentity,
-    build_run_identity,
     combine_identities,
     describe_difference,
     list_differences,

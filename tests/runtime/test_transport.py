@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.transport import choose_transport
+from slipstream.runtime.device import choose_transport
 
 
 @pytest.mark.parametrize(("wanted", "device", "processes", "cards", "shared", "chosen"), [

@@ -16,7 +16,6 @@ from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.models.calling import Batch
 from slipstream.runtime.models.cross_entropy import cross_entropy
-from slipstream.runtime.models.sharing import replace_tensor
 from slipstream.runtime.models.torchtitan.experts import count_tokens_in_backward
 from slipstream.runtime.models.torchtitan.ranks import (
     as_plain_tensor,
@@ -32,6 +31,7 @@ from slipstream.runtime.models.torchtitan.specification import (
     trainer_config,
 )
 from slipstream.runtime.models.uninitialized import is_uninitialized
+from slipstream.runtime.ranks.shards import replace_tensor
 from slipstream.runtime.ranks.worker_group import worker_group
 from slipstream.runtime.seeds import GENERATOR_LOCK, derive_seed, seeded
 from slipstream.runtime.torch_private import remove_state_hooks

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torchtitan.distributed import ParallelDims
 
 from slipstream.runtime.models.distributed_tensors import Placements
-from slipstream.runtime.models.sharing import replace_tensor
+from slipstream.runtime.ranks.shards import replace_tensor
 from slipstream.runtime.ranks.worker_group import worker_group
 
 

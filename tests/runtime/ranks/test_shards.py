@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from slipstream.runtime.ranks.shards import Shard, cut_state, gather_state
 from slipstream.runtime.ranks.worker_group import WorkerGroup, simulating_rank, worker_group
-from slipstream.runtime.torch_private import HashStore
+from slipstream.runtime.replay.torch_groups import HashStore
 
 
 def test_blocks_are_cut_each_by_itself():

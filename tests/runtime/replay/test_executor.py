@@ -31,6 +31,7 @@ from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.state.part_exchange import PartReducer
 from slipstream.runtime.state.steps import StepController
 from slipstream.schedules.precedence import op_key, producer_keys
 from slipstream.schedules.program import RECEIVES, TransferKind, build_program
@@ -63,7 +64,7 @@ class Lone:
         self.recorder = Recorder(CPU, 0.0)
         self.executor = Executor(
             program, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
-            before_step=before_step,
+            before_step=before_step, reducer=PartReducer(self.session, holding),
             steps=StepController(holding, config.training, layers=model.layers, share=None,
                                  staggered=True),
             exchange=Exchange(program, self.session, [find_forms(model, config)[cut] for cut in placement.cuts],

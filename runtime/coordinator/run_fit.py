@@ -22,9 +22,10 @@ from slipstream.runtime.data.data import (
 )
 from slipstream.runtime.data.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
 from slipstream.runtime.data.sample_digests import check_first_samples
-from slipstream.runtime.device import choose_device, gpu_count
+from slipstream.runtime.device import choose_device, choose_transport, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
 from slipstream.runtime.models.flops import counting_flops
+from slipstream.runtime.models.identity import build_run_identity
 from slipstream.runtime.models.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.models.sharing import sharing_of
 from slipstream.runtime.placement import Placement, PlacementError, place_layers
@@ -34,18 +35,17 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
 from slipstream.runtime.ranks.worker_group import simulating_rank
 from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.replay.transport import TransportName
 from slipstream.runtime.run_identity import (
     NO_IDENTITY,
     RunIdentity,
     Values,
-    build_run_identity,
     list_differences,
 )
 from slipstream.runtime.state.held_layers import count_trained_elements
 from slipstream.runtime.state.parameter_groups import require_all_patterns_match
 from slipstream.runtime.state.parts import ElementCounts
 from slipstream.runtime.state.undoable_steps import optimizer_factory
-from slipstream.runtime.transport import Transport, choose_transport
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -65,7 +65,7 @@ class RunFit:
     """Workers of each node that are live from the start, by the node's number."""
     domains: FailureDomains
     gpus: GpuShare
-    transport: Transport
+    transport: TransportName
     forms: tuple[FormSpec, ...]
     """Shapes and dtypes of the values that are passed at each cut between layers. They are computed once for all
     workers and before node 0 listens, because it takes seconds."""

@@ -1,0 +1,16 @@
+"""Transport of tensors between workers: gloo, over host memory, or NCCL, between GPUs."""
+
+import os
+import socket
+from typing import Literal
+
+TransportName = Literal["gloo", "nccl"]
+
+
+def set_own_nccl_host(process: str) -> None:
+    """Make NCCL treat this process as the only one on its host, so that it may share a GPU with others.
+
+    The name `process` must be unique on this machine. NCCL refuses two ranks with the same host and GPU, and takes the
+    host's name from NCCL_HOSTID (NCCL's init.cc and utils.cc). Must be called before the first communicator is created.
+    """
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()} {process}"
