@@ -74,8 +74,8 @@ from slipstream.runtime.run_folder import (
     write_takeover_record,
 )
 from slipstream.runtime.run_identity import describe_difference
-from slipstream.runtime.state.clipping import needs_gradient_norm
 from slipstream.runtime.state.layer_sizes import estimate_layer_bytes
+from slipstream.runtime.state.step_factors import needs_gradient_norm
 from slipstream.runtime.tensor_codec import TensorError
 from slipstream.schedules import codec
 from slipstream.schedules.files import write_atomically

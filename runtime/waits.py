@@ -1,7 +1,7 @@
 """Waits: every place where a process of a run waits, for whom, and how long at most.
 
 A function that waits is declared in `WAITS`, or a test fails. A wait for other workers in training
-is also registered where it happens (`runtime.replay.stuck_calls`, `runtime.worker.activity`), so
+is also registered where it happens (`runtime.replay.stuck_calls`, `runtime.worker.context`), so
 that `WorkerStatus` names whom it awaits, and node 0 finds who holds up a run
 (`runtime.coordinator.connections.stall_watch`). `runtime.tools` has programs of their own, which
 are not part of a run.
@@ -106,8 +106,8 @@ WAITS = (
     Wait("replay.recorder:Recorder.start_iteration", "the device", Ender.DEVICE),
     Wait("replay.recorder:Recorder.window_seconds", "the device", Ender.DEVICE),
     Wait("moving.layer_store:_use_copy_stream", "the device", Ender.DEVICE),
-    Wait("worker.slowed_recorder:prolong_block", "nobody: a worker slowed on purpose", Ender.OWN),
-    Wait("worker.slowed_recorder:_compute_for", "the device", Ender.DEVICE),
+    Wait("worker.injected_faults:prolong_block", "nobody: a worker slowed on purpose", Ender.OWN),
+    Wait("worker.injected_faults:_compute_for", "the device", Ender.DEVICE),
     # Layers that move.
     Wait("moving.layer_sender:LayerSender.send_to_waiting", "the targets of moves", Ender.ORDER),
     Wait("moving.layer_sender:LayerSender.wait_for_room", "a receiver",
@@ -130,7 +130,7 @@ WAITS = (
     # Workers and node agents wait for node 0.
     Wait("worker.iteration_reports:IterationReports._wait_for_answer", "node 0",
          "worker.iteration_reports:ANSWER_SECONDS"),
-    Wait("worker.main:_join_run", "node 0", _COORDINATOR),
+    Wait("worker.main_thread:_join_run", "node 0", _COORDINATOR),
     Wait("worker.main_thread:MainThread._follow_coordinator", "node 0, between two heartbeats",
          Ender.PROCESS),
     Wait("worker.main_thread:MainThread._find_new_coordinator", "another node 0", _COORDINATOR),

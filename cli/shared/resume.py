@@ -35,7 +35,7 @@ from slipstream.runtime.run_folder import (
     raise_unless_free,
     read_takeover_record,
 )
-from slipstream.runtime.state.digest import combined_digest, tensor_digest
+from slipstream.runtime.state.checksum import combined_digest, tensor_digest
 from slipstream.runtime.tensor_codec import TensorError
 from slipstream.schedules.codec import read
 from slipstream.schedules.document import DocumentError

@@ -9,7 +9,7 @@ from slipstream.runtime.models.distributed_tensors import with_local_parameters
 from slipstream.runtime.models.layered_model import LayeredModel
 from slipstream.runtime.object_reference import is_reference
 from slipstream.runtime.seeds import restoring_generators
-from slipstream.runtime.state.digest import parameter_digest
+from slipstream.runtime.state.checksum import parameter_digest
 
 MAX_ELEMENTS = 2**26
 """Number of elements up to which layers are built, since layers of large models take long to fill.

@@ -8,7 +8,7 @@ from slipstream.runtime.coordinator.decisions.checkpoint_timer import Checkpoint
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.state.digest import combined_digest
+from slipstream.runtime.state.checksum import combined_digest
 from slipstream.schedules.measured_trace import MeasuredTrace
 from slipstream.schedules.schedule import Schedule
 
@@ -26,7 +26,7 @@ class RunResult:
     losses: tuple[float, ...]
     """Loss of each iteration from `first_iteration` on, a mean over all micro-batches."""
     parameter_digest: str
-    """Digest of all parameters after the last iteration (`runtime.state.digest`)."""
+    """Digest of all parameters after the last iteration (`runtime.state.checksum`)."""
     measured_period_seconds: float | None
     """Median over iterations of the longest busy window of any worker; None without iterations."""
     planned_period_seconds: float

@@ -19,8 +19,8 @@ from slipstream.runtime.models.sharing import NOTHING_SHARED, Sharing
 from slipstream.runtime.ranks.shards import parameter_name
 from slipstream.runtime.state.parameter_groups import build_groups, rules_of
 from slipstream.runtime.state.part_state import PartState, flatten_slot, restore_shape, trained_parameters
+from slipstream.runtime.state.parts import Version
 from slipstream.runtime.state.undoable_steps import UndoableSteps
-from slipstream.runtime.state.version import Version
 
 HOST = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from slipstream.schedules.shares import WorkerShare
 
 class StepFactor(msgspec.Struct, frozen=True, array_like=True):
     """Number by which the gradients of an iteration are multiplied. None: the iteration made no step. See
-    `runtime.state.clipping`."""
+    `runtime.state.step_factors`."""
 
     iteration: int
     factor: float | None

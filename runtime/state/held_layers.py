@@ -17,9 +17,8 @@ from slipstream.runtime.models.step_rules import require_stepped_by_rules, step_
 from slipstream.runtime.models.uninitialized import building_uninitialized
 from slipstream.runtime.ranks.worker_group import worker_group
 from slipstream.runtime.seeds import restoring_generators
-from slipstream.runtime.state.clipping import sum_of_squares
-from slipstream.runtime.state.copy_gradients import CopyGradients
 from slipstream.runtime.state.gradients import GradientBuffer, allocate_gradients, find_unused
+from slipstream.runtime.state.late_steps import CopyGradients
 from slipstream.runtime.state.part_optimizer import PartOptimizer
 from slipstream.runtime.state.part_state import (
     PartState,
@@ -29,8 +28,17 @@ from slipstream.runtime.state.part_state import (
     trained_parameters,
     uncut_names,
 )
-from slipstream.runtime.state.parts import ElementCounts, Parts, Span, StatePartition, parts_of_worker, subtract
-from slipstream.runtime.state.version import Version, VersionError
+from slipstream.runtime.state.parts import (
+    ElementCounts,
+    Parts,
+    Span,
+    StatePartition,
+    Version,
+    VersionError,
+    parts_of_worker,
+    subtract,
+)
+from slipstream.runtime.state.step_factors import sum_of_squares
 from slipstream.schedules.layers import LayerRange, merge_ranges
 from slipstream.schedules.schedule import Worker
 

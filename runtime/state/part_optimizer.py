@@ -22,9 +22,7 @@ from slipstream.runtime.models.step_rules import step_rules
 from slipstream.runtime.ranks.shards import parameter_name, shards_of
 from slipstream.runtime.ranks.worker_group import is_first_rank
 from slipstream.runtime.state.checksum import compute_checksum
-from slipstream.runtime.state.clipping import sum_of_squares
-from slipstream.runtime.state.copy_gradients import CopyBuffers
-from slipstream.runtime.state.late_steps import GRADIENT_BUFFERS, LateSteps
+from slipstream.runtime.state.late_steps import GRADIENT_BUFFERS, CopyBuffers, LateSteps
 from slipstream.runtime.state.parameter_groups import OptimizerGroups, build_groups, rules_of
 from slipstream.runtime.state.part_state import (
     PartState,
@@ -37,9 +35,9 @@ from slipstream.runtime.state.part_state import (
     trained_parameters,
     untrained_tensors,
 )
-from slipstream.runtime.state.parts import Parts, Span, intersect
+from slipstream.runtime.state.parts import Parts, Span, Version, intersect
+from slipstream.runtime.state.step_factors import sum_of_squares
 from slipstream.runtime.state.undoable_steps import OptimizerSteps, UndoableSteps
-from slipstream.runtime.state.version import Version
 
 
 class _Piece(NamedTuple):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.ranks.shards import parameter_name
-from slipstream.runtime.state.parts import ElementCounts, Span, intersect
-from slipstream.runtime.state.version import VersionError
+from slipstream.runtime.state.parts import ElementCounts, Span, VersionError, intersect
 from slipstream.runtime.tensor_codec import decode_tensors, encode_tensors
 
 

@@ -22,9 +22,9 @@ from typing import Protocol
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.ranks.worker_group import is_first_rank, worker_group
-from slipstream.runtime.state.clipping import clip_factor, needs_gradient_norm
 from slipstream.runtime.state.held_layers import HeldLayers
-from slipstream.runtime.state.version import VersionError
+from slipstream.runtime.state.parts import VersionError
+from slipstream.runtime.state.step_factors import clip_factor, needs_gradient_norm
 
 UNCLIPPED_TO_GUESS = 4
 """Number of iterations without clipping after which guessing is worthwhile again: a wrong guess costs less than one

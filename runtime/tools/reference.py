@@ -22,9 +22,9 @@ from slipstream.runtime.models.layered_model import (
 )
 from slipstream.runtime.models.sharing import sharing_of
 from slipstream.runtime.replay.layer_values import Value
-from slipstream.runtime.state.clipping import clip_factor, sum_of_squares
-from slipstream.runtime.state.digest import parameter_digest
+from slipstream.runtime.state.checksum import parameter_digest
 from slipstream.runtime.state.parameter_groups import build_groups, rules_of
+from slipstream.runtime.state.step_factors import clip_factor, sum_of_squares
 from slipstream.runtime.state.undoable_steps import OptimizerSteps
 
 CPU = torch.device("cpu")

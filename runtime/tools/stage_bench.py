@@ -13,10 +13,10 @@ from slipstream.runtime.data.data import Data, Microbatch
 from slipstream.runtime.data.document_data import PackedBatch
 from slipstream.runtime.models.calling import move_batch
 from slipstream.runtime.replay.layer_values import Form, TensorForm, Value, allocate_value, gradient_form, tensors_of
-from slipstream.runtime.state.clipping import needs_gradient_norm
 from slipstream.runtime.state.held_layers import HeldLayers
 from slipstream.runtime.state.part_state import count_elements
 from slipstream.runtime.state.parts import Span, build_partition
+from slipstream.runtime.state.step_factors import needs_gradient_norm
 from slipstream.runtime.torch_private import LiveStorages, TensorWatchMode
 from slipstream.schedules.schedule import Worker
 

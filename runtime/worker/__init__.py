@@ -1,7 +1,6 @@
 """The process of a worker. Its most important threads:
 
     thread           number       purpose
-    main             one          reads messages of the coordinator and sends heartbeats, however long computing takes
     generation N     one an       computes, and waits for other workers; it may have to be abandoned when gloo
                      order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
     reductions       while it     reduces gradients while the generation computes, if the schedule has
@@ -18,20 +17,14 @@
 
 Its modules:
 
-    main                 the process: it connects, and reports an error that ends it
     main_thread          actions for each message; the search for another coordinator
-    context_builder      builds the objects that last from order to order
     context              the objects that last from order to order, and those of one order
     order_threads        long work, each in a thread
     generation           one order for training, from connecting to closing the connections
-    layer_transition     gets the layers that an order needs, drops the others
     training_loop        the iterations of an order
     iteration_reports    reports of each iteration, and their acknowledgements
-    activity             the worker's present activity
     device_memory        reaction to a device out of memory; return of freed memory to the system after an order
     checkpointer         when checkpoints are written, and which ones can be read
-    slowed_recorder      ops of a worker that is slow on purpose
-    evaluation           the loss of validation data, by the forwards of the schedule
     fork_server_process  the process that imports what workers need, and forks them
 
 It joins the additions to one process. May import: all of them, and not the coordinator.

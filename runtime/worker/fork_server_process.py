@@ -223,10 +223,10 @@ def _die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Run the fork server until its launcher ends it, or is gone and no other launcher adopts the server."""
-    from slipstream.runtime.worker import main as worker
+    from slipstream.runtime.worker import main_thread
 
     name_process("fork server")
-    worker.import_slow_modules()
+    main_thread.import_slow_modules()
     gc.freeze()  # otherwise the collector would write to, and so copy, all memory that the processes share
     try:
         _Server().serve()

@@ -17,12 +17,11 @@ from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import AbandonedError
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.state.digest import tensor_digest
+from slipstream.runtime.state.checksum import tensor_digest
 from slipstream.runtime.state.part_state import PartState
-from slipstream.runtime.state.version import VersionError
+from slipstream.runtime.state.parts import VersionError
 from slipstream.runtime.worker.context import WorkerContext
-from slipstream.runtime.worker.generation import GenerationRunner
-from slipstream.runtime.worker.layer_transition import move_layers
+from slipstream.runtime.worker.generation import GenerationRunner, move_layers
 
 
 class OrderThreads:

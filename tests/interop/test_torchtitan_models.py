@@ -289,7 +289,7 @@ OTHERS = """
 import sys
 import torch
 sys.modules["torchtitan"] = None  # who imports it fails
-import slipstream.runtime.worker.fork_server_process, slipstream.runtime.worker.main
+import slipstream.runtime.worker.fork_server_process, slipstream.runtime.worker.main_thread
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.data.data import load_data
 from slipstream.runtime.models.layered_model import build_model

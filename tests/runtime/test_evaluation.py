@@ -21,7 +21,7 @@ from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.state.held_layers import build_holding
 from slipstream.runtime.state.steps import StepController
-from slipstream.runtime.worker.evaluation import Evaluation, EvaluationMode
+from slipstream.runtime.worker.training_loop import Evaluation, EvaluationMode
 from slipstream.schedules.program import build_program
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

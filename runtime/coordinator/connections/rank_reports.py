@@ -28,7 +28,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     intersect_held_state,
 )
 from slipstream.runtime.run_identity import combine_identities
-from slipstream.runtime.state.digest import combined_digest
+from slipstream.runtime.state.checksum import combined_digest
 from slipstream.schedules.schedule import Worker
 
 MessageKey = tuple[type, int, int]

@@ -1,7 +1,7 @@
 """Commit log: combines the reports of workers into committed iterations, losses, times and digests.
 
 An iteration is committed when every member of the order has stepped it and, if steps depend on the gradients of all
-stages, its factor is known (`runtime.state.clipping`). It is not committed if compared copies of the state on
+stages, its factor is known (`runtime.state.step_factors`). It is not committed if compared copies of the state on
 which it ran differ. A committed iteration is never undone, unless the run goes back to a checkpoint. A member that has
 also stepped the next iteration can go back by one step.
 """

@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
-from slipstream.runtime.state.learning_rate import learning_rate_at
+from slipstream.runtime.state.step_factors import learning_rate_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

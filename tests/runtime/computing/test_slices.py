@@ -16,7 +16,7 @@ from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
 from slipstream.runtime.data.data import ByteText, Microbatch, load_data
 from slipstream.runtime.models.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.placement import split_layers
-from slipstream.runtime.state.digest import parameter_digest
+from slipstream.runtime.state.checksum import parameter_digest
 from slipstream.runtime.state.held_layers import HeldLayers, build_holding
 from slipstream.runtime.state.part_state import count_elements
 from slipstream.runtime.state.parts import build_partition

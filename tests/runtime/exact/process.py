@@ -31,7 +31,7 @@ from slipstream.runtime.state.held_layers import build_holding, build_layer
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.device_memory import DeviceMemory
-from slipstream.runtime.worker.injector import Injector
+from slipstream.runtime.worker.injected_faults import Injector
 from slipstream.runtime.worker.main_thread import MainThread
 from slipstream.runtime.worker.order_threads import OrderThreads
 from tests.runtime.coordinator.counting_workers import PLACEMENT

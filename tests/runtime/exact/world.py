@@ -13,9 +13,9 @@ from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import TimePassed
 from slipstream.runtime.data.data import load_data
 from slipstream.runtime.models.layered_model import build_model, parameter_dtype
-from slipstream.runtime.state.clipping import needs_gradient_norm
 from slipstream.runtime.state.held_layers import build_holding
 from slipstream.runtime.state.part_state import count_elements
+from slipstream.runtime.state.step_factors import needs_gradient_norm
 from tests.runtime.coordinator.counting_workers import PLACEMENT
 from tests.runtime.coordinator.counting_world import ANSWERING, FIRST, WORKERS, World
 from tests.runtime.exact.process import CPU, Process

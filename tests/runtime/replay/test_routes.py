@@ -25,11 +25,11 @@ from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.torch_groups import TCPStore
-from slipstream.runtime.state.clipping import needs_gradient_norm
 from slipstream.runtime.state.held_layers import HeldLayers, build_holding
 from slipstream.runtime.state.part_exchange import PartReducer
 from slipstream.runtime.state.part_state import count_elements
 from slipstream.runtime.state.parts import build_partitions
+from slipstream.runtime.state.step_factors import needs_gradient_norm
 from slipstream.runtime.state.steps import StepController
 from slipstream.schedules.check import check
 from slipstream.schedules.program import build_program

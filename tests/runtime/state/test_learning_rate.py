@@ -5,7 +5,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.state.learning_rate import is_scheduled, learning_rate_at
+from slipstream.runtime.state.step_factors import is_scheduled, learning_rate_at
 
 PEAK, FINAL, WARMUP, END = 0.02, 0.003, 4, 15
 

@@ -8,9 +8,8 @@ from slipstream.runtime.config import ConfigError, MuonConfig, TrainingConfig, p
 from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.models.sharing import LayerParameter, Sharing
 from slipstream.runtime.state.layer_sizes import estimate_layer_bytes
-from slipstream.runtime.state.muon import orthogonalize
 from slipstream.runtime.state.parameter_groups import is_stepped_by_muon
-from slipstream.runtime.state.undoable_steps import OptimizerSteps, optimizer_factory
+from slipstream.runtime.state.undoable_steps import OptimizerSteps, optimizer_factory, orthogonalize
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7)]
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from slipstream.runtime.config import ConfigError, TrainingConfig
-from slipstream.runtime.state.clipping import clip_factor
 from slipstream.runtime.state.held_layers import HeldLayers
 from slipstream.runtime.state.part_optimizer import PartOptimizer
 from slipstream.runtime.state.part_state import as_whole_part, assemble_state
+from slipstream.runtime.state.step_factors import clip_factor
 
 OWN = """
 import torch

@@ -14,10 +14,10 @@ from torch import nn
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.launch import run
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.state.clipping import NORM_EPSILON, clip_factor
 from slipstream.runtime.state.held_layers import HeldLayers
+from slipstream.runtime.state.parts import Version
+from slipstream.runtime.state.step_factors import NORM_EPSILON, clip_factor
 from slipstream.runtime.state.steps import UNCLIPPED_TO_GUESS, StepController, StepState
-from slipstream.runtime.state.version import Version
 from slipstream.runtime.tools.reference import reference_run
 from tests.jobs import grid
 from tests.runtime.forked import own_fork_server

@@ -15,7 +15,7 @@ from slipstream.runtime.data.data import (
 )
 from slipstream.runtime.moving.layer_receiver import FetchRequest
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate
-from slipstream.runtime.worker.context_builder import _FetchReporter
+from slipstream.runtime.worker.context import _FetchReporter
 from slipstream.schedules.schedule import Worker
 from tests import patience
 from tests.runtime.running import tiny

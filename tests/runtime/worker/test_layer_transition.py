@@ -7,8 +7,8 @@ import pytest
 from slipstream.runtime.protocol.to_coordinator import IterationReport
 from slipstream.runtime.protocol.to_worker import Acknowledged, LayerMove, Train
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.generation import take_layers
 from slipstream.runtime.worker.iteration_reports import IterationReports
-from slipstream.runtime.worker.layer_transition import take_layers
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
 from tests.runtime.worker.team import empty_store, hold, whole

@@ -1,23 +1,78 @@
-"""Record ops of a worker that is slow on purpose (`runtime.protocol.failure_injection.Slowdown`).
+"""Failures on purpose: a worker that fails at a given place, and the recorder of one that is slow."""
 
-Each compute op is prolonged where it is timed: after an op with compute time t, the worker computes for another (factor
-- 1) * t. Ops that sleep for most of their time, as in benchmarks, sleep longer, too.
-
-If a worker is a group of processes, only the first is slow, and the others wait for it within their ops. If all of them
-were slow and counted their waits for each other as work, each op would multiply the delay between them by the factor:
-with a factor of 20, a millisecond becomes minutes within four ops.
-"""
-
+import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from random import Random
 
 import torch
 
-from slipstream.runtime.protocol.failure_injection import Slowdown, find_slowdown_factor
+from slipstream.runtime.protocol.failure_injection import Action, Injection, Place, Slowdown, find_slowdown_factor
 from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op
+
+
+class InjectedError(RuntimeError):
+    """Error that a worker raises for an injection whose action is an exception."""
+
+
+class Injector:
+    """Failures to inject into one worker that have not happened yet.
+
+    Parameters
+    ----------
+    injections
+        Failures of this worker, each with its index among all failures of the run.
+    announce
+        Function that reports a failure to the coordinator; called just before it, with its index. It must return only
+        when the report is certain to arrive.
+    """
+
+    def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
+        self._announce = announce
+        self._mine: dict[tuple[int, Place], tuple[int, Action]] = {}
+        self.replace_injections(injections)
+        self.cut: Callable[[], None] = lambda: None
+        """Function that breaks the worker's connections; to be set by their owner."""
+        self.flip: Callable[[str, Random], object] = lambda *_: None
+        """Function that flips a random bit of the worker's state of the named kind; to be set by its owner."""
+
+    def replace_injections(self, injections: Iterable[tuple[int, Injection]]) -> None:
+        """Replace all pending failures of this worker, because a new node 0 may have others to inject."""
+        self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
+
+    def fail_if_due(self, iteration: int, place: Place) -> None:
+        """Fail in the way that an injection asks for, if one is due at this place of an iteration: an op, by its number
+        among the ops of the program, or a point that has a name (`Place`).
+
+        Raises InjectedError and torch.OutOfMemoryError; other failures kill, stop or end this process, break its
+        connections, or flip a bit.
+        """
+        if not self._mine:
+            return
+        due = self._mine.pop((iteration, place), None)
+        if due is None:
+            return
+        index, action = due
+        self._announce(index)
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif action == "exit":
+            os._exit(3)
+        elif action == "cut":
+            self.cut()
+        elif action.startswith("flip "):
+            self.flip(action.removeprefix("flip "), Random(index))
+        elif action == "memory":
+            raise torch.OutOfMemoryError("injected")
+        else:
+            raise InjectedError(f"injected in iteration {iteration} at {place}")
+
 
 MATRIX_SIZE = 64
 """Size of the matrices that are multiplied to spend time. A product takes microseconds."""
