@@ -29,7 +29,7 @@ from slipstream.runtime.checkpoints.checkpoint import (
 from slipstream.runtime.checkpoints.parameters import load_layer
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, read_journal
+from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, read_journal
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.records.metrics import MetricsBuilder, read_recovery_count
 from slipstream.runtime.coordinator.records.run_log import ProgressCallback, RunLog, read_losses

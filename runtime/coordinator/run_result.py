@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from slipstream.runtime.coordinator.decisions.checkpoint_timer import CheckpointCost
+from slipstream.runtime.coordinator.decisions.commit_log import CheckpointCost
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.event_loop import EventLoop

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
-from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, Journal
+from slipstream.runtime.coordinator.decisions.effects import PreparedSchedule
+from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, Journal, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.run_state import RunRules
-from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 from slipstream.runtime.failure_domains import FailureDomains

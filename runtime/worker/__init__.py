@@ -17,13 +17,14 @@
 
 Its modules:
 
-    main_thread          actions for each message; the search for another coordinator
-    context              the objects that last from order to order, and those of one order
+    main_thread          the process, from joining to its end; actions for each message
+    context              the objects that last from order to order, and those of one order; the present activity
     order_threads        long work, each in a thread
-    generation           one order for training, from connecting to closing the connections
-    training_loop        the iterations of an order
+    generation           one order for training, from connecting to closing; gets the layers for it
+    training_loop        the iterations of an order, and evaluations
     iteration_reports    reports of each iteration, and their acknowledgements
     device_memory        reaction to a device out of memory; return of freed memory to the system after an order
+    injected_faults      failures on purpose, and a slow worker
     checkpointer         when checkpoints are written, and which ones can be read
     fork_server_process  the process that imports what workers need, and forks them
 

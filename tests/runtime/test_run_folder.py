@@ -20,7 +20,7 @@ from slipstream.runtime.checkpoints.checkpoint import (
     start_saving,
 )
 from slipstream.runtime.checkpoints.parameters import draft_layer, publish_layer
-from slipstream.runtime.coordinator.decisions import checkpoint_timer
+from slipstream.runtime.coordinator.decisions import commit_log
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.processes.process_manager import Return
@@ -253,8 +253,8 @@ def load_all(folder: Path):
 @pytest.mark.slow
 def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_path, monkeypatch):
     """By the run's own measure; a worker dies and comes back meanwhile."""
-    monkeypatch.setattr(checkpoint_timer, "MIN_INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(checkpoint_timer, "MAX_TIME_SHARE", 0.1)
+    monkeypatch.setattr(commit_log, "MIN_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(commit_log, "MAX_TIME_SHARE", 0.1)
     began = time.monotonic()
     seen = set()
 

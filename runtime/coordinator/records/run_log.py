@@ -19,7 +19,7 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import compute_schedule_digest
+from slipstream.runtime.coordinator.decisions.effects import compute_schedule_digest
 from slipstream.runtime.coordinator.records.appended_file import AppendedFile, IterationLines
 from slipstream.runtime.coordinator.records.metrics import MetricsBuilder
 from slipstream.runtime.coordinator.records.prometheus import PrometheusFile
