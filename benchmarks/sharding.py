@@ -214,7 +214,7 @@ def _reduce_and_step(exchange: PartExchange, holding: HeldLayers, cut: StatePart
     holding.optimizer.step(iteration)
     exchange.wait_for_copies()
     exchange.start_gather(layers, parameters, cut)()
-    holding.start_copy_steps()
+    holding.optimizer.start_copy_steps()
 
 
 def _least(ends: Sequence[float]) -> float:

@@ -119,7 +119,7 @@ class HeldLayers:
             self.optimizer = self._build_optimizer(worker)
             self.optimizer.adopt_state(before, parts)
         self.optimizer.set_version(after)
-        self.mark_gathered(after)
+        self.optimizer.mark_gathered(after)
 
     def _require_all(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
                      parts: Sequence[PartState], after: int, built: Collection[int]) -> None:
@@ -177,22 +177,6 @@ class HeldLayers:
             self._unused = find_unused(self._buffers())
         self.optimizer.step(iteration, factor, self._unused)
 
-    def undo(self) -> None:
-        """Undo the last optimizer step, which must not be permanent (`return_to`): restore parameters and optimizer
-        state from before it."""
-        self.optimizer.undo()
-
-    def return_to(self, committed: int) -> None:
-        """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
-        permanent (it can no longer be undone)."""
-        self.optimizer.return_to(committed)
-
-    @property
-    def last_final(self) -> int:
-        """Last iteration whose step can no longer be undone, because a later step, or the step of copies of other
-        workers' parts, has been made; -1 if there is none."""
-        return self.optimizer.last_final
-
     def sharded_partition(self, layers: LayerRange) -> StatePartition | None:
         """Return the partition of a range if its optimizer's state is sharded, otherwise None."""
         cut = self.cuts.get(layers)
@@ -202,27 +186,6 @@ class HeldLayers:
         """Return the buffers into which the next gradients are summed for the copies of other workers' parts that this
         worker keeps, of a range of layers; they are keyed by the part's span."""
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
-
-    def start_copy_steps(self) -> None:
-        """Start the optimizer steps of copies of other workers' parts for the last iteration that is known to be
-        committed, concurrently with computation.
-
-        To be called once other workers' parameters after the latest step have arrived, even if that step may prove to
-        be wrongly guessed.
-        """
-        self.optimizer.start_copy_steps()
-
-    def mark_gathering(self, iteration: int) -> None:
-        """Mark the parameters as being received from other workers: until `mark_gathered`, they have arbitrary values.
-
-        When all have been received, they are those after the step of `iteration`.
-        """
-        self.optimizer.mark_gathering(iteration)
-
-    def mark_gathered(self, iteration: int) -> None:
-        """Mark all elements of the parameters as received from other workers; they are those after the step of
-        `iteration`."""
-        self.optimizer.mark_gathered(iteration)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
         """Return a triple for each range of layers with sharded state: the range, its parameters as one flat, padded

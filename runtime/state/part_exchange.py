@@ -198,14 +198,14 @@ class PartReducer:
 
         All transfers are in progress at once.
         """
-        self._held.mark_gathering(iteration)
+        self._held.optimizer.mark_gathering(iteration)
         for finish in [self._parts.start_gather(*flat) for flat in self._held.flat_parameters()]:
             finish()
-        self._held.start_copy_steps()
+        self._held.optimizer.start_copy_steps()
 
     def mark_gathered(self, iteration: int) -> None:
         """Mark the parameters as those after an iteration."""
-        self._held.mark_gathered(iteration)
+        self._held.optimizer.mark_gathered(iteration)
 
 
 def _has_all_members(cut: StatePartition) -> bool:

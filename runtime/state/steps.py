@@ -194,14 +194,14 @@ class StepController:
             if not known:
                 raise VersionError(f"the factor of the step of iteration {committed} is unknown; expected one")
             self._conclude_step(factor)
-        self._holding.return_to(committed)
+        self._holding.optimizer.return_to(committed)
         self._sums, self.state = None, StepState.FINAL
 
     def _conclude_step(self, factor: float | None) -> None:
         """Make the step final, with gradients times `factor` (None: skip it): keep a step that was guessed right,
         otherwise undo any guess and step again."""
         if self.state is StepState.GUESSED and factor != 1.0:
-            self._holding.undo()
+            self._holding.optimizer.undo()
         if self.state is not StepState.GUESSED or factor != 1.0:
             self._holding.step(self.iteration, factor)
         self._sums, self.validated = None, (self.iteration, factor)

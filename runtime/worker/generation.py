@@ -165,7 +165,7 @@ class GenerationRunner:
         losses = self._training.steps.losses if self._training is not None else ()
         return RecoveryReport(self.order_number, self._program.failed, reached,
                               self._context.layer_store.list_held_state(), validated, pending,
-                              max(begins - 1, self._context.layer_store.holding.last_final),
+                              max(begins - 1, self._context.layer_store.holding.optimizer.last_final),
                               {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
@@ -257,7 +257,7 @@ class GenerationRunner:
         assert self.paused
         committed, factor = order.first_iteration - 1, order.factor
         if self._training is None:
-            self._context.layer_store.holding.return_to(committed)
+            self._context.layer_store.holding.optimizer.return_to(committed)
         else:
             assert factor is None or factor.iteration == committed
             self._training.steps.return_to(committed, None if factor is None else factor.factor,

@@ -95,7 +95,7 @@ def test_nothing_that_has_run_beyond_the_end_of_the_order_counts(monkeypatch):
     lone = Lone(schedule_for(grid(1, 1, 3)), 2)
     lone.run(1)
     assert lone.holding.optimizer.whole_after == 0
-    monkeypatch.setattr(lone.holding, "start_copy_steps", lone.session.abort)
+    monkeypatch.setattr(lone.holding.optimizer, "start_copy_steps", lone.session.abort)
     with pytest.raises(GenerationEndedError):
         lone.executor.run(1)
     assert lone.holding.optimizer.whole_after is None

@@ -38,7 +38,7 @@ def test_no_layer_is_dropped_before_all_have_theirs():
     store, other = (hold(empty_store(tiny().training), layers=layers) for layers in ((0, 2), (2, 3)))
     for one in (store, other):
         one.holding.optimizer.set_version(0)
-        one.holding.mark_gathered(0)
+        one.holding.optimizer.mark_gathered(0)
     moves = LayerMove(OTHER, ONE, 0, 0, whole(0).stop), LayerMove(ONE, OTHER, 2, 0, whole(2).stop)
     order = Train(order=2, first_iteration=1, moves=moves, fetch=0, schedule=b"{}",
                   addresses=((OTHER, (("127.0.0.1", 1),)),))
