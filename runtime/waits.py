@@ -98,7 +98,7 @@ WAITS = (
     Wait("replay.nccl:Communicator.abort_unless_quiescent", "the device",
          "replay.nccl:ABORT_GRACE_SECONDS"),
     Wait("replay.nccl:Communicator._abort_group", "a thread that starts an operation", _TRANSFER),
-    Wait("torch_private:NcclGroup.wait_for_device", "members of the group", Ender.ORDER),
+    Wait("replay.torch_groups:NcclGroup.wait_for_device", "members of the group", Ender.ORDER),
     # A worker's own work.
     Wait("data.dealt_samples:DealtSamples._wait_for_dealing", "the thread that deals",
          Ender.ORDER),
