@@ -23,8 +23,7 @@ from torch import Tensor
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
 from slipstream.runtime.data.document_data import DocumentData, PackedBatch
 from slipstream.runtime.data.token_data import BadSampleError, DataEndedError, TokenData
-from slipstream.runtime.data.token_file import map_tokens
-from slipstream.runtime.data.tokenized_text import tokenize_file
+from slipstream.runtime.data.tokenized_text import map_tokens, tokenize_file
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.models.cross_entropy import IGNORED_TARGET
 from slipstream.runtime.models.hugging_face.configuration import vocabulary_size

@@ -16,7 +16,6 @@ transport that it is given (`seams`), and commits. It knows no run: of the runti
     backend        interface for creating and aborting process groups
     gloo           gloo, which forgets some of the calls that wait
     nccl           NCCL, whose communicators another thread must abort
-    nccl_streams   gives each communicator a stream of its own
     sockets        finds and shuts down the connections of gloo
     transport      the names of the transports
     torch_groups   stores and process groups of torch that its documentation does not cover

@@ -10,8 +10,7 @@ import torch
 
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
 from slipstream.runtime.data.data import Microbatch, load_data
-from slipstream.runtime.data.sample_order import permute_places
-from slipstream.runtime.data.token_data import BadTokenError, TokenData
+from slipstream.runtime.data.token_data import BadTokenError, TokenData, permute_places
 
 COUNTS = (2, 3)
 """Micro-batches of each pipeline."""
