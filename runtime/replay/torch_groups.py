@@ -13,8 +13,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import DebugLevel, PrefixStore, get_debug_level, set_debug_level
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed import ProcessGroupGloo, Work
