@@ -9,8 +9,8 @@ from slipstream.runtime.moving.layer_messages import LayerPart, LayerRequest, Pa
 from slipstream.runtime.moving.layer_sender import LayerSender
 from slipstream.runtime.moving.layer_server import QUEUE_STATES
 from slipstream.runtime.replay.transfers import CommunicationError
+from tests.runtime.moving.team import LEFT, SOON, TARGET, whole
 from tests.runtime.speaking import ask
-from tests.runtime.worker.team import LEFT, SOON, TARGET, whole
 
 
 def test_who_gives_layers_away_waits_until_they_have_gone(team):

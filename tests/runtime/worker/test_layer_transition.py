@@ -10,8 +10,8 @@ from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.generation import take_layers
 from slipstream.runtime.worker.iteration_reports import IterationReports
 from slipstream.schedules.schedule import Worker
+from tests.runtime.moving.team import empty_store, hold, whole
 from tests.runtime.running import tiny
-from tests.runtime.worker.team import empty_store, hold, whole
 
 ONE, OTHER = Worker(0, 0), Worker(1, 0)
 

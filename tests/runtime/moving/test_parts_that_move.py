@@ -16,9 +16,9 @@ from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.state.part_state import count_elements, trained_parameters
 from slipstream.runtime.state.parts import build_partition
 from slipstream.schedules.schedule import Worker
+from tests.runtime.moving.team import SOON, TARGET, build, empty_store, receiver
 from tests.runtime.running import tiny
 from tests.runtime.speaking import SECRET, be_asked
-from tests.runtime.worker.team import SOON, TARGET, build, empty_store, receiver
 
 LAYER = 1
 MEMBERS = [Worker(one, 0) for one in range(3)]

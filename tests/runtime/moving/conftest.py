@@ -3,8 +3,8 @@
 import pytest
 
 from slipstream.runtime.moving.layer_receiver import FetchRequest
+from tests.runtime.moving.team import Team
 from tests.runtime.running import tiny
-from tests.runtime.worker.team import Team
 
 
 @pytest.fixture

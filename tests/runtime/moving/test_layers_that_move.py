@@ -11,9 +11,9 @@ from slipstream.runtime.moving.layer_messages import LayerPart, LayerRequest, Pa
 from slipstream.runtime.moving.layer_store import LayerStore
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.state.held_layers import build_holding, build_layer
+from tests.runtime.moving.team import LAYERS, LEFT, RIGHT, SOON, Team, empty_store, hold, whole
 from tests.runtime.running import tiny
 from tests.runtime.speaking import be_asked
-from tests.runtime.worker.team import LAYERS, LEFT, RIGHT, SOON, Team, empty_store, hold, whole
 
 CONFIGS = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}}
 
