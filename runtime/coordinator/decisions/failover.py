@@ -9,10 +9,6 @@ No worker steps an iteration before the preceding one is committed. So the state
 after one of the last two iterations: the last one that any worker has stepped, if it was committed, otherwise the one
 before it. A worker may have begun the step of an iteration that it does not report. Then the preceding iteration was
 committed, whatever was written, and the worker cannot undo it (`RecoveryReport.begun`).
-
-Journal: what a restarted coordinator knows from the events that earlier coordinators wrote to `events.jsonl`.
-
-The progress of the workers and the layers that they hold are not in it; the workers report them (`failover`).
 """
 
 import math
