@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from slipstream.planner.model.problem import NoPlanError as NoPlanError
     from slipstream.planner.options import PlanOptions as PlanOptions
     from slipstream.planner.plan import Plan as Plan
-    from slipstream.runtime.replay.own_loop import replay as replay
-    from slipstream.runtime.run_options import Resilience as Resilience
-    from slipstream.runtime.run_options import RunOptions as RunOptions
-    from slipstream.runtime.run_result import RunResult as RunResult
+    from slipstream.runtime.own_loop import replay as replay
+    from slipstream.runtime.coordinator.run_options import Resilience as Resilience
+    from slipstream.runtime.coordinator.run_options import RunOptions as RunOptions
+    from slipstream.runtime.coordinator.run_result import RunResult as RunResult
     from slipstream.schedules.check import check as check
     from slipstream.schedules.codec import ScheduleError as ScheduleError
     from slipstream.schedules.schedule import Schedule as Schedule
@@ -41,10 +41,10 @@ __all__ = [
 
 _HOMES = {
     "FailurePlanner": "planner.failures", "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
-    "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.run_options",
-    "RunOptions": "runtime.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
+    "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.coordinator.run_options",
+    "RunOptions": "runtime.coordinator.run_options", "RunResult": "runtime.coordinator.run_result", "Schedule": "schedules.schedule",
     "ScheduleError": "schedules.codec", "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
-    "replay": "runtime.replay.own_loop",
+    "replay": "runtime.own_loop",
 }
 """Public names that are defined elsewhere, and the module of each."""
 
@@ -114,7 +114,7 @@ def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedul
     from slipstream.planner.failures import FailurePlanner
     from slipstream.runtime.config import parse_run_config
     from slipstream.runtime.launch import run
-    from slipstream.runtime.run_options import Resilience, RunOptions
+    from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 
     job = _load_job(job)
     config = parse_run_config(job.model, job.training)

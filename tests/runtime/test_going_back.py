@@ -5,11 +5,11 @@ import time
 import pytest
 
 from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.checkpoints.checkpoint import find_complete, load_layers, open_checkpoint, open_latest
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import CheckpointWritten
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import find_complete, load_layers, open_checkpoint, open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

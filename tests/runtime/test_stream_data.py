@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from slipstream.runtime.model.run_identity import combine_identities
-from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_HELD,
     Checksum,
@@ -29,6 +27,8 @@ from slipstream.runtime.protocol.to_coordinator import (
     WorkerStatus,
     intersect_held_state,
 )
+from slipstream.runtime.run_identity import combine_identities
+from slipstream.runtime.state.checksum import combined_digest
 from slipstream.schedules.schedule import Worker
 
 MessageKey = tuple[type, int, int]

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.protocol.to_coordinator import (
     Checksum,
     FetchFailed,
@@ -15,6 +14,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 )
 from slipstream.runtime.protocol.to_worker import EndOrder, ReportCheckpoints, StepFactor
 from slipstream.runtime.replay.recorder import OpTime
+from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from slipstream.schedules.timing import period_at

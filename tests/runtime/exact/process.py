@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import torch
 
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.held_layers import build_holding, build_layer
-from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.moving.layer_messages import LayerRequest, UpToDate
+from slipstream.runtime.moving.layer_receiver import LayerReceiver, ReceiverCallbacks, _Transfer
+from slipstream.runtime.moving.layer_sender import LayerSender
+from slipstream.runtime.moving.layer_store import LayerStore
+from slipstream.runtime.moving.received_part import SteppedPart
 from slipstream.runtime.protocol.node_reports import ReportSender
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
@@ -24,14 +27,11 @@ from slipstream.runtime.protocol.to_worker import Leave, ReportCheckpoints
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.nccl import NcclBackend
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.held_layers import build_holding, build_layer
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.device_memory import DeviceMemory
-from slipstream.runtime.worker.injector import Injector
-from slipstream.runtime.worker.layer_messages import LayerRequest, UpToDate
-from slipstream.runtime.worker.layer_receiver import LayerReceiver, ReceiverCallbacks, _Transfer
-from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.worker.injected_faults import Injector
 from slipstream.runtime.worker.main_thread import MainThread
 from slipstream.runtime.worker.order_threads import OrderThreads
 from tests.runtime.coordinator.counting_workers import PLACEMENT
@@ -59,7 +59,7 @@ class Receiver:
 
 
 class Server:
-    """As `runtime.worker.layer_server.LayerServer`."""
+    """As `runtime.moving.layer_server.LayerServer`."""
 
     def __init__(self) -> None:
         self.receivers = []

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from slipstream.runtime.worker import layer_sender
+from slipstream.runtime.moving import layer_sender
 from tests.runtime.coordinator.counting_world import WORKERS
 from tests.runtime.exact.test_exact import CONFIGS, _alone
 from tests.runtime.exact.world import ITERATIONS, ExactWorld

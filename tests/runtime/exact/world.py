@@ -4,18 +4,18 @@ import functools
 
 import torch
 
+from slipstream.runtime.computing.forms import find_forms
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.run_state import EndedPhase, RunRules, build_initial_state
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import TimePassed
-from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.held_layers import build_holding
-from slipstream.runtime.model.state.part_state import count_elements
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.state.part_state import count_elements
+from slipstream.runtime.state.step_factors import needs_gradient_norm
 from tests.runtime.coordinator.counting_workers import PLACEMENT
 from tests.runtime.coordinator.counting_world import ANSWERING, FIRST, WORKERS, World
 from tests.runtime.exact.process import CPU, Process
