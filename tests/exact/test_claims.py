@@ -5,15 +5,18 @@ Tables name what is answered wrongly today. When a point is mended, its marks tu
 
 import subprocess
 import sys
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import count, islice, pairwise
 
 import pytest
 
+from slipstream.planner import parse_job
+from slipstream.planner.model.from_job import has_exact_units
+from slipstream.schedules.schedule import Worker
 from tests import patience
 from tests.exact.cases import CRASHES, NAMED
 from tests.exact.claims import ask, judge
-from tests.exact.generate import SCOPES, draw_case
+from tests.exact.generate import SCOPES, Case, draw_case
 from tests.exact.model import EFFORT
 
 WRONG_CASES: dict[str, str] = {}
@@ -78,6 +81,9 @@ def test_claims_of_a_drawn_job_are_true(scope, seed):
 @pytest.mark.parametrize("name", marked(CRASHES, CRASHING_CASES))
 def test_a_case_does_not_crash(name):
     script = f"""
+from slipstream.planner import parse_job
+from slipstream.planner.model.from_job import has_exact_units
+from slipstream.schedules.schedule import Worker
 from tests import patience
 from tests.exact.cases import CRASHES
 from tests.exact.claims import plan_case
@@ -106,6 +112,27 @@ def test_fine_ticks_take_no_more_effort():
     verdict = judge(draw_case(1027, "any placement"))
     assert verdict.is_decided
     assert verdict.answer.effort < QUICK
+
+
+def draw_fine_cases(scope: str) -> Iterator[Case]:
+    """Draw jobs with reductions beside compute and times that are finer than the planner's ticks."""
+    for seed in count():
+        case = draw_case(seed, scope)
+        if "memory" in case.job or "network" not in case.job or "all_reduce" not in case.job["time"]:
+            continue
+        if not has_exact_units(parse_job(case.text), [Worker(*worker) for worker in case.failed]):
+            yield case
+
+
+@pytest.mark.parametrize("scope", SCOPES[:3])
+def test_claims_beside_reductions_are_true_where_times_are_finer_than_ticks(scope):
+    """The reference counts these times exactly.
+
+    The witness knows costs of layers that are rounded down, and may prove a tick less.
+    """
+    verdicts = [judge(case, steps=2_000, effort=QUICK) for case in islice(draw_fine_cases(scope), 4)]
+    assert not any(verdict.wrong.keys() - {"unproven"} for verdict in verdicts)
+    assert any(verdict.is_decided for verdict in verdicts)
 
 
 def test_a_scope_is_as_short_as_the_scopes_within_it():
