@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.runtime.worker import layer_sender
+from slipstream.runtime.moving import layer_sender
 from tests.runtime.exact import test_edges, test_exact, test_flipped_bits
 from tests.runtime.exact.fibers import patched
 from tests.runtime.exact.world import ExactWorld
