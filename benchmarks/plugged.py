@@ -31,7 +31,7 @@ from benchmarks.plugged_worker import LAST, train_alone
 from benchmarks.plugged_worker import main as worker_main
 from slipstream.cli.exporters.torch_csv import write_order
 from slipstream.planner.job.file import Job, parse_job
-from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.replay.torch_groups import TCPStore
 from slipstream.schedules.codec import write
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 from tests.generate import by_chance, planned

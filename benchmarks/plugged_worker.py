@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.replay.torch_groups import PrefixStore, TCPStore
+from slipstream.runtime.replay.transport import TransportName
 from slipstream.runtime.torch_pipelining import CommunicationError, Place, ReroutedSchedule, ReroutedStage, Routes
-from slipstream.runtime.torch_private import PrefixStore, TCPStore
 from slipstream.schedules.codec import read
 from slipstream.schedules.schedule import Worker
 
@@ -123,7 +123,7 @@ def run_plan(path: Path, worker: Worker, store: TCPStore) -> dict[str, object] |
             "norm": abs(norm - norm_alone)}
 
 
-def train(table: Path, worker: Worker, store: TCPStore, transport: Transport) -> None:
+def train(table: Path, worker: Worker, store: TCPStore, transport: TransportName) -> None:
     """Train until the store has the last iteration, whoever dies; print losses, pauses and parameters."""
     place = Place.take(Routes.read(table), worker, store=store, transport=transport)
     modules = {stage: build_stage(stage) for stage in place.routes.stages_of(worker)}

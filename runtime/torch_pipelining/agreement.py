@@ -12,8 +12,8 @@ from typing import Self
 
 import msgspec
 
+from slipstream.runtime.replay.torch_groups import Store
 from slipstream.runtime.torch_pipelining.watch import Probe, is_dead
-from slipstream.runtime.torch_private import Store
 from slipstream.schedules.schedule import Worker
 
 POLL_SECONDS = 0.005

@@ -222,6 +222,8 @@ def reset_shards(module: nn.Module) -> None:
         if not isinstance(part, FSDPModule):
             continue
         state = part._get_fsdp_state()
+        if state._is_root is None:
+            continue  # it has run no forward yet, and then has no streams either
         state._comm_ctx.post_forward_order.clear()
         for group in _shard_groups(part):
             group._training_state = type(group._training_state).IDLE

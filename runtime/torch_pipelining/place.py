@@ -11,17 +11,17 @@ from typing import Self
 import torch
 from torch import distributed, nn
 
-from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import GradientKey, Membership
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.replay.torch_groups import PrefixStore, Store, TCPStore
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.replay.transport import TransportName
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, Voice
 from slipstream.runtime.torch_pipelining.routes import NoRouteError, Routes
 from slipstream.runtime.torch_pipelining.state import pack_state, unpack_state
 from slipstream.runtime.torch_pipelining.watch import Watch
-from slipstream.runtime.torch_private import PrefixStore, Store, TCPStore
 from slipstream.schedules.schedule import Worker
 
 WORKER_VARIABLE = "SLIPSTREAM_WORKER"
@@ -50,7 +50,7 @@ class Place:
     """
 
     def __init__(self, routes: Routes, worker: Worker, rank: int, ranks: int, store: Store, host: str, *,
-                 device: torch.device, transport: Transport, patience: float) -> None:
+                 device: torch.device, transport: TransportName, patience: float) -> None:
         self.routes, self.worker, self.rank, self.ranks, self.store = routes, worker, rank, ranks, store
         self.device = device
         self.committed, self.last_sum, self.has_returned = 0, 0.0, False
@@ -67,7 +67,7 @@ class Place:
 
     @classmethod
     def take(cls, routes: Routes, worker: str | Worker | None = None, *, store: Store | None = None, inner: int = 1,
-             device: str | torch.device = "cpu", transport: Transport = "gloo",
+             device: str | torch.device = "cpu", transport: TransportName = "gloo",
              patience: float = PATIENCE_SECONDS) -> Self:
         """Take the place of a worker, and connect to the others.
 
@@ -169,10 +169,19 @@ class Place:
                 continue
 
     def close(self) -> None:
-        """Wait for all workers, and close the connections."""
-        self.session.wait_for_all()
+        """Wait for all workers, and close the connections; call it after the last step.
+
+        Whoever still owes the last step can learn it from those that wait here. Raises NoRouteError and LeftOutError as
+        `recover` does. A second call does nothing.
+        """
+        if self._session is None:
+            return
+        with contextlib.suppress(distributed.DistError):  # whoever has the store may be gone when all have been here
+            while not self._have_all_ended():
+                self.recover()
         self._watch.follow(None, lambda: None)
-        self._leave()
+        with contextlib.suppress(distributed.DistError):
+            self._leave()
         self._watch.close()
 
     def publish(self, key: str, value: str) -> None:
@@ -193,6 +202,20 @@ class Place:
                 raise CommunicationError(f"nobody said {key!r} in {PATIENCE_SECONDS:g} s; expected all workers to step")
             time.sleep(POLL_SECONDS)
         return self.store.get(name).decode()
+
+    def _have_all_ended(self) -> bool:
+        """Wait until all members have called this. Return False if one of them has died before."""
+        assert self._decision is not None
+        number, members = self._agreement.number, len(self._decision.voices)
+        key = f"all have ended {number}"
+        try:
+            self.session.wait_for_device()
+            if self.store.add(f"have ended {number}", 1) == members:
+                self.publish(key, "")
+            self.read(key)
+        except CommunicationError:  # those that are past this leave, which ends the generation
+            return self.knows(key)
+        return True
 
     @property
     def _is_first(self) -> bool:
@@ -277,8 +300,11 @@ class Place:
                 session.abort()
 
     def _leave(self) -> None:
-        if self._session is not None:
+        if self._session is None:
+            return
+        try:
             self._agreement.end(self._agreement.number)
+        finally:
             self._session.abort()
             self._session.drain()
             self._session.close()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.runtime.torch_private import HashStore
+from slipstream.runtime.replay.torch_groups import HashStore
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from slipstream.runtime.replay.torch_groups import HashStore
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
 from slipstream.runtime.torch_pipelining.watch import Watch, is_dead
-from slipstream.runtime.torch_private import HashStore
 from slipstream.schedules.schedule import Worker
 
 SECONDS = 60

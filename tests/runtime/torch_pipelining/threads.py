@@ -1,14 +1,15 @@
 """Workers as threads of this process, for runs in which nobody dies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.runtime.replay.torch_groups import HashStore
 from slipstream.runtime.torch_pipelining import Place, ReroutedSchedule, ReroutedStage, Routes
-from slipstream.runtime.torch_private import HashStore
+from slipstream.runtime.torch_pipelining.routes import Source
 from slipstream.schedules.schedule import Schedule, Worker
 
 WIDTH, BATCH = 6, 2
@@ -46,9 +47,10 @@ def gradients_alone(build: Callable[[int], nn.Module], stages: int, microbatches
     return [[parameter.grad for parameter in stage.parameters()] for stage in model]
 
 
-def with_workers(schedule: Schedule, run: Callable[[Place], T]) -> dict[Worker, T]:
-    """Run a function on the place of each live worker, in a thread of its own."""
-    routes, store = Routes.read(schedule, schedule.failed), HashStore()
+def with_workers(schedule: Source, run: Callable[[Place], T], failed: Iterable[Worker] = ()) -> dict[Worker, T]:
+    """Run a function on the place of each live worker, in a thread of its own; it may close its place."""
+    failed = schedule.failed if isinstance(schedule, Schedule) else failed
+    routes, store = Routes.read(schedule, failed), HashStore()
 
     def run_worker(worker: Worker) -> T:
         place = Place.take(routes, worker, store=store, patience=TIMEOUT_SECONDS)
