@@ -99,9 +99,12 @@ def train(table: str) -> list[float]:
             schedule.step(arg_mbs=[value for value, _ in data], target_mbs=[target for _, target in data], losses=own)
             norm = schedule.grad_norm()
             place.commit(sum(loss.item() for loss in own) / place.routes.microbatches)
-        except CommunicationError:
+        except CommunicationError as error:
             schedule = None
-            if not place.recover():
+            owes_step = place.recover()
+            if os.environ["RANK"] == "0":
+                print(f"iteration {iteration}: {error}; {len(place.routes.workers)} workers go on", flush=True)
+            if not owes_step:
                 continue
         optimizer.step()
         said[2 * iteration:2 * iteration + 2] = [place.last_sum, norm]

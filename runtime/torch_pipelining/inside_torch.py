@@ -6,6 +6,8 @@ Overridden is what takes a stage to be on one rank that runs all micro-batches o
 other end of a transfer follows from the micro-batch, too; a stage runs some of the micro-batches; a
 tensor stays on a rank only if the row has no transfer for it; losses are kept by micro-batch.
 Tensors are carried by `GenerationSession` instead of a group of torch.distributed. Written for torch 2.13.
+Replaced by: torch's own classes, once a stage may run some of the micro-batches and asks for its peers by micro-batch,
+and a call of FSDP that drops what it keeps of an iteration.
 """
 
 import logging
