@@ -52,7 +52,7 @@ def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
         return
     progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)
     # One process at a time: a second compilation would be wasted.
-    with Path(__file__).with_name("kernel.py").open("rb") as source:
+    with (Path(__file__).parent / "kernel" / "__init__.py").open("rb") as source:
         with contextlib.suppress(OSError):
             fcntl.flock(source, fcntl.LOCK_EX)
         load_kernel()
