@@ -41,7 +41,7 @@ from .chains import (
 )
 from .compiling import SOURCES, Ints
 from .lists import FORWARD, NEEDED, Dispatch, MemoryLimits, list_order
-from .rounds import Lanes, RoundRule, order_in_rounds
+from .rounds import Lanes, RoundRule, order_in_rounds, order_in_turn
 from .starts import (
     FOREVER,
     Arcs,
@@ -97,7 +97,7 @@ __all__ = [
     "delay_deadlines",
     "list_order",
     "measure_best",
-    "order_in_rounds",
+    "order_in_rounds", "order_in_turn",
     "run_reductions",
     "set_deadlines_from_ends",
     "set_earliest_deadlines",

@@ -43,6 +43,7 @@ class RoundRule(NamedTuple):
     even: bool
     patience: float
     fill_forward: bool
+    fill_gradient: bool
     skip: bool
     cascade_forward: bool
     cascade_gradient: bool
@@ -266,11 +267,11 @@ def _can_place(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progress, 
 
 @jit
 def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, state: Progress, half: Ints,
-              cascade: Ints, fill: bool) -> None:
+              cascade: Ints, fills: Ints) -> None:
     """Place one op of each worker from the lanes `half` (those of F, or those of I or B), with W before it.
 
     A worker without a chosen lane takes an op that another one makes ready in this half, from a lane with 1 in
-    `cascade`.
+    `cascade`. Ops of a lane with 1 in `fills` may be delayed by a W.
     """
     _choose_lanes(ops, lanes, memory, state, half)
     spare = rule.approved.max()
@@ -288,7 +289,7 @@ def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, s
         while weight >= 0 and state.free[worker] + ops.duration[weight] <= tick:
             _place_weight(ops, memory, state, worker)
             weight = _waiting_weight(state, worker)
-        if weight >= 0 and fill and tick > state.free[worker]:
+        if weight >= 0 and fills[lane] and tick > state.free[worker]:
             most = max(state.counters[IDLE], spare - rule.approved[worker])
             if tick - state.free[worker] > most - state.idle[worker] + rule.patience * ops.duration[weight]:
                 _place_weight(ops, memory, state, worker)
@@ -327,12 +328,16 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
                      np.zeros(workers, np.int64), np.zeros(workers, np.int64), idle,
                      np.zeros((workers, load.max()), np.int64), np.zeros((workers, 2), np.int64),
                      np.zeros(workers, np.int64), np.zeros(count, np.int64), np.zeros(2, np.int64))
-    cascade = np.zeros(count, np.int64)
+    cascade, fills = np.zeros(count, np.int64), np.ones(count, np.int64)
     for half, allowed in ((lanes.forward, rule.cascade_forward), (lanes.gradient, rule.cascade_gradient)):
         state.chosen[:] = -1
         for lane in half:
-            if allowed and state.chosen[lanes.worker[lane]] < 0:
-                cascade[lane] = 1
+            first = state.chosen[lanes.worker[lane]] < 0
+            cascade[lane] = allowed and first
+            if lanes.op[lanes.start[lane]] % ops.kinds == FORWARD:
+                fills[lane] = rule.fill_forward
+            else:
+                fills[lane] = rule.fill_gradient or first
             state.chosen[lanes.worker[lane]] = lane
     _warm_up(ops, lanes, memory, rule, state, rule.tolerance, FOREVER)
     if rule.even:
@@ -343,12 +348,59 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
     stuck = 0
     while stuck < 2:
         placed = state.counters[PLACED]
-        _run_half(ops, lanes, memory, rule, state, lanes.gradient, cascade, True)
+        _run_half(ops, lanes, memory, rule, state, lanes.gradient, cascade, fills)
         if rule.skip and not stuck:
             _mark_skipped(ops, lanes, memory, state)
-        _run_half(ops, lanes, memory, rule, state, lanes.forward, cascade, rule.fill_forward)
+        _run_half(ops, lanes, memory, rule, state, lanes.forward, cascade, fills)
         state.skipped[:] = 0
         stuck = 0 if state.counters[PLACED] > placed else stuck + 1
+    for worker in range(workers):
+        while _waiting_weight(state, worker) >= 0:
+            _place_weight(ops, memory, state, worker)
+    return state.counters[PLACED]
+
+
+@jit
+def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, waiting: Ints, late_drain: bool,
+                  patience: float, order: Ints) -> int:
+    """Write the ops to `order`, with F and I (or B) as `turn` says, and return their number: fewer than all if memory
+    is lacking.
+
+    The F and I of worker w are those from index begin[w] to below begin[w + 1] of `turn`, in this order. At most
+    waiting[w] of its W wait after an I; with `late_drain`, any number do once it has run all F. W also run where memory
+    is needed, or where the worker would else be idle for `patience` durations of a W.
+    """
+    workers = memory.capacity.shape[0]
+    last_forward = np.zeros(workers, np.int64)
+    for worker in range(workers):
+        for index in range(begin[worker], begin[worker + 1]):
+            if turn[index] % ops.kinds == FORWARD:
+                last_forward[worker] = index
+    state = Progress(order, np.full(order.shape[0], -1, np.int64), begin[:-1].copy(), np.zeros(workers, np.int64),
+                     np.zeros(workers, np.int64), np.zeros(workers, np.int64),
+                     np.zeros((workers, order.shape[0]), np.int64), np.zeros((workers, 2), np.int64),
+                     np.zeros(workers, np.int64), np.zeros(0, np.int64), np.zeros(2, np.int64))
+    placed = -1
+    while placed < state.counters[PLACED]:
+        placed = state.counters[PLACED]
+        for worker in range(workers):
+            while state.next[worker] < begin[worker + 1]:
+                op = turn[state.next[worker]]
+                tick, needed = _arrival(ops, state.end, op), _memory_needed(ops, memory, op)
+                if tick < 0 or _free_after_weights(ops, memory, state, worker, needed) < 0:
+                    break
+                while state.used[worker] + needed > memory.capacity[worker]:
+                    _place_weight(ops, memory, state, worker)
+                weight = _waiting_weight(state, worker)
+                while weight >= 0 and tick - state.free[worker] >= patience * ops.duration[weight]:
+                    _place_weight(ops, memory, state, worker)
+                    weight = _waiting_weight(state, worker)
+                _place_op(ops, memory, state, worker, op, max(tick, state.free[worker]))
+                state.next[worker] += 1
+                if not late_drain or state.next[worker] <= last_forward[worker]:
+                    first, last = state.weight_bounds[worker]
+                    for _ in range(last - first - waiting[worker]):
+                        _place_weight(ops, memory, state, worker)
     for worker in range(workers):
         while _waiting_weight(state, worker) >= 0:
             _place_weight(ops, memory, state, worker)

@@ -51,6 +51,8 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
     """
     fill_forward: bool = True
     """True if W also run before an F that they delay, as they do before an I."""
+    fill_gradient: bool = True
+    """True if W also run before an I that they delay at stages of a worker other than its last."""
     skip: bool = False
     """True if an F is postponed to the next round where it would delay an I."""
     cascade_forward: bool = False
@@ -68,8 +70,9 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
 _CHOICES: Mapping[str, Sequence[Any]] = {
     "share": (0.9, 1.0, 1.1, 1.25, 2.0), "spread": get_args(Spread), "more": (),
     "tolerance": (0.0, 0.1, 0.25, 0.5, 1.0), "even": (True, False),
-    "patience": (-9.0, -0.3, 0.0, 0.3, 0.6, 1.0), "fill_forward": (True, False), "skip": (True, False),
-    "cascade_forward": (True, False), "cascade_gradient": (True, False),
+    "patience": (-9.0, -0.3, 0.0, 0.3, 0.6, 1.0), "fill_forward": (True, False),
+    "fill_gradient": (True, False), "skip": (True, False), "cascade_forward": (True, False),
+    "cascade_gradient": (True, False),
     "pass_on": (True, False), "reserve": (True, False), "capacity": (1.0, 0.97, 0.94, 0.9, 0.8)}
 
 
@@ -168,8 +171,8 @@ class RoundScheduler:
         return self._kernel.RoundRule(
             limit=np.clip(limit, 1, UNLIMITED).astype(np.int64), approved=approved, patience=rule.patience,
             tolerance=int(rule.tolerance * self.arrays.ops.duration.mean()), even=rule.even,
-            fill_forward=rule.fill_forward, skip=rule.skip, cascade_forward=rule.cascade_forward,
-            cascade_gradient=rule.cascade_gradient, pass_on=rule.pass_on)
+            fill_forward=rule.fill_forward, fill_gradient=rule.fill_gradient, skip=rule.skip,
+            cascade_forward=rule.cascade_forward, cascade_gradient=rule.cascade_gradient, pass_on=rule.pass_on)
 
     @cached_property
     def _lack(self) -> Ints:
