@@ -5,6 +5,7 @@
 - `improvement`: improves candidates
 - `list_search`: many schedules by rules: a shortlist and a grid of rules, random steps from the best
 - `list_scheduler`: one list schedule of one assignment under one dispatch rule; baselines: 1F1B, ReCycle
+- `least_loaded`: who runs re-routed micro-batches: the workers with the least to do
 - `round_scheduler`: one order in rounds of one assignment, for little memory, under one rule
 - `annealing`: simulated annealing of orders and hosts
 - `cpsat`: the exact model in CP-SAT
