@@ -31,7 +31,7 @@ $(OLDER_TORCH)/torch: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDER_TORCH) torch==2.11.0
 
 older-torch: $(OLDER_TORCH)/torch  ## tests of what uses torch's private parts, on the oldest torch that is supported
-	PYTHONPATH=$(OLDER_TORCH) $(PYTEST) -m "not slow" tests/runtime/replay tests/runtime/model
+	PYTHONPATH=$(OLDER_TORCH) $(PYTEST) -m "not slow" tests/runtime/replay tests/runtime/ranks tests/runtime/models tests/runtime/state tests/runtime/computing
 
 browser:                   ## Chromium for the tests of pages (Debian, Ubuntu)
 	command -v chromium > /dev/null || { $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends chromium; }

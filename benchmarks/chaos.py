@@ -63,6 +63,7 @@ from benchmarks.chaos_checks import (
 )
 from benchmarks.chaos_scenario import CHECKPOINT_EVERY, ChaosScenario, resilience, settings, watching_closely
 from slipstream.planner.plan import plan_job
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
@@ -70,7 +71,6 @@ from slipstream.runtime.device import choose_device
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Event
 from slipstream.runtime.launch import RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 from slipstream.schedules.dealing.compiled import load_kernels as load_dealing

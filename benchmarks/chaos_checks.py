@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.runtime.checkpoints.parameters import load_parameters
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.events import Event, Failed, Joined, Noted
-from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.tools.reference import ReferenceResult
 from slipstream.schedules.schedule import Worker
 

@@ -17,12 +17,12 @@ from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_only
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions import slow_detector, slow_workers
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, Scheduler
 from slipstream.runtime.launch import Resilience
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
 from slipstream.runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
 from slipstream.schedules.schedule import HeldLayers, Schedule, Speeds, Worker

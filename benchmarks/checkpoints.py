@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.jobs import uniform_job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator.decisions import checkpoint_timer
+from slipstream.runtime.coordinator.decisions import commit_log
 from slipstream.runtime.launch import Resilience, RunResult, run
 from slipstream.runtime.processes.fork_server import ForkServer
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--least", type=float, default=1.0)
     options = parser.parse_args()
-    checkpoint_timer.MIN_INTERVAL_SECONDS = options.least
+    commit_log.MIN_INTERVAL_SECONDS = options.least
     with ForkServer() as fork_server:
         _, times = train(options.width, 4 * WARM_UP, fork_server, 0)
         period = statistics.median(after - before for before, after in pairwise(times[WARM_UP:]))

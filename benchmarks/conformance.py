@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.runtime.model.state.parts import Span, build_partition
 from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
 from slipstream.runtime.replay.membership import GradientKey, Membership
-from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.part_exchange import PartExchange
+from slipstream.runtime.state.parts import Span, build_partition
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 

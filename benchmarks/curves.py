@@ -6,7 +6,7 @@
 Each setting is planned with one stage on each worker (ZB), and with two as a V (ZB-V), at each memory.
 `--json` keeps the results after each point: with the same file, only missing points are planned. `--only`
 takes the points whose names contain one of the texts, such as "V 16x48" or "1.25x". `--settings` names a
-file of other settings, in the form of cli/pipelines/published_curves.json; `one_stage` and `v` may be left
+file of other settings, in the form of planner/published/published_curves.json; `one_stage` and `v` may be left
 out. `--figure` draws the curves and needs matplotlib. Exits with 1 if a plan is behind a published figure.
 """
 
@@ -20,11 +20,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.pipelines.memory_curves import (
+from slipstream.cli.figures.memory_curves import build_row
+from slipstream.planner.published.memory_curves import (
     PUBLISHED,
     Point,
     Result,
-    build_row,
     describe,
     iterate_points,
     measure,

@@ -35,9 +35,9 @@ from slipstream.cli.exporters.torch_csv import write_order
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import RunOptions, run
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import autocast_context, build_model, parameter_dtype
+from slipstream.runtime.models.layered_model import autocast_context, build_model, parameter_dtype
 from slipstream.runtime.placement import split_layers
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.schedules.schedule import OpKind, Schedule

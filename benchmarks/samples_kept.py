@@ -34,10 +34,10 @@ from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.job.file import Job
 from slipstream.planner.plan import plan_job
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.schedules.schedule import Schedule, Worker

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
-from slipstream.runtime.model.layers.split_backward import (
+from slipstream.runtime.models.split_backward import (
     WeightWork,
     backward_input,
     backward_weight,

@@ -39,21 +39,21 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.jobs import uniform_job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.state.held_layers import HeldLayers
-from slipstream.runtime.model.state.part_optimizer import PartOptimizer
-from slipstream.runtime.model.state.part_state import count_elements
-from slipstream.runtime.model.state.parts import StatePartition, build_partition
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.state.held_layers import HeldLayers
+from slipstream.runtime.state.part_exchange import PartExchange
+from slipstream.runtime.state.part_optimizer import PartOptimizer
+from slipstream.runtime.state.part_state import count_elements
+from slipstream.runtime.state.parts import StatePartition, build_partition
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
@@ -214,7 +214,7 @@ def _reduce_and_step(exchange: PartExchange, holding: HeldLayers, cut: StatePart
     holding.optimizer.step(iteration)
     exchange.wait_for_copies()
     exchange.start_gather(layers, parameters, cut)()
-    holding.start_copy_steps()
+    holding.optimizer.start_copy_steps()
 
 
 def _least(ends: Sequence[float]) -> float:

@@ -20,15 +20,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from slipstream.cli.fleet.availability_trace import group_gpus
-from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.failure_models import FAILURE_MODELS, make_single_gpu_model
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.simulation import compare_policies, simulate_traces
-from slipstream.cli.fleet.synthetic_trace import draw_trace
-from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import Job
 from slipstream.planner.plan import plan_job
+from slipstream.planner.simulation.availability_trace import group_gpus
+from slipstream.planner.simulation.costs import costs_for
+from slipstream.planner.simulation.failure_models import FAILURE_MODELS, make_single_gpu_model
+from slipstream.planner.simulation.policies import POLICIES
+from slipstream.planner.simulation.policy_runs import compare_policies, simulate_traces
+from slipstream.planner.simulation.synthetic_trace import draw_trace
+from slipstream.planner.simulation.throughput import Throughputs
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.timing import Noise, replay_with_noise
 

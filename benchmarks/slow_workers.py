@@ -26,8 +26,7 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.decisions.speed_planning import period_at
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, period_at
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
 from slipstream.runtime.protocol.failure_injection import Slowdown
 from slipstream.schedules.schedule import Schedule, Worker

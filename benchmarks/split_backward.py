@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from slipstream.runtime.computing.slices import Microbatch, SliceRunner, TensorForm, find_forms
 from slipstream.runtime.config import RunConfig, parse_run_config
-from slipstream.runtime.model.computing.slices import Microbatch, SliceRunner, TensorForm, find_forms
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.state.held_layers import build_holding
 from slipstream.runtime.tools.stage_bench import time_call
 
 

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from slipstream.runtime.computing.slices import SliceRunner, TensorForm, find_forms
 from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.device import choose_device
-from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, find_forms
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layer_values import Form
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.placement import split_layers
+from slipstream.runtime.replay.layer_values import Form
+from slipstream.runtime.state.held_layers import build_holding
 
 STAGES = 2
 ROW = 8

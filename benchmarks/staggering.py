@@ -25,11 +25,11 @@ from torch import nn
 
 from benchmarks.jobs import uniform_job
 from slipstream.planner.plan import plan_job
+from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.layers.gpt import GPT
-from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.models.gpt import GPT
+from slipstream.runtime.state.part_optimizer import PartOptimizer
 from slipstream.schedules.schedule import OptimizerMode
 
 UNIT = "STAGGERING_UNIT_SECONDS"

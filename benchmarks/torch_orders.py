@@ -21,7 +21,6 @@ from rich.table import Table
 from torch.distributed.pipelining import schedules as torchs
 
 from benchmarks.curves import keep_results, load_results
-from slipstream.cli.pipelines.memory_curves import SAME, Result, measure_job
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
@@ -29,6 +28,7 @@ from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.memory import activation_memory, memory_changes
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import time_order
+from slipstream.planner.published.memory_curves import SAME, Result, measure_job
 from slipstream.planner.search.list_scheduler import assign_hosts
 from slipstream.schedules.precedence import OpKey, producers_with_rules
 from slipstream.schedules.schedule import OpKind

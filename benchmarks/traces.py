@@ -24,16 +24,16 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.figures import published
-from slipstream.cli.fleet.availability_trace import AvailabilityTrace, fit_to_job
-from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.simulation import simulate_traces
-from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.cli.fleet.trace_file import read_availability_trace
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.presets import preset_text
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.simulation.availability_trace import AvailabilityTrace, fit_to_job
+from slipstream.planner.simulation.costs import costs_for
+from slipstream.planner.simulation.policies import POLICIES
+from slipstream.planner.simulation.policy_runs import simulate_traces
+from slipstream.planner.simulation.throughput import Throughputs
+from slipstream.planner.simulation.trace_file import read_availability_trace
 
 FOLLOWED = ("slipstream-fixed", "recycle")
 """Policies whose schedules this planner may choose, so that it must never be behind them."""

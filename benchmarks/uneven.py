@@ -23,10 +23,10 @@ from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, UnequalData, sleeping
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.data.dealt_samples import DealtSamples
 from slipstream.runtime.launch import RunOptions, run
-from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.placement import place_layers
-from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.replay.microbatch import Microbatch
 from slipstream.schedules.dealing import Dealer
 from slipstream.schedules.schedule import Schedule, Worker
 

@@ -1,1 +1,8 @@
-"""Commands of the `slipstream` program, one module per command."""
+"""Commands of the `slipstream` program: a module per command, what several of them share, drawings, figures, exporters.
+
+    shared/       input, output and options of several commands
+    drawing/      schedules, runs and simulations as text, SVG and pages (`page/` has templates and scripts)
+    figures/      what `slipstream reproduce` computes again
+    exporters/    formats of other programs
+    jobs/         jobs that commands run by themselves
+"""

@@ -9,6 +9,7 @@ import typer
 from slipstream.cli.shared.console import duration, out, print_error, print_json
 from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal_text
 from slipstream.cli.shared.options import Json, ScheduleFiles
+from slipstream.cli.shared.schedule_summary import gap_text
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.stated_question import ContradictionError
@@ -87,7 +88,8 @@ def _describe_bound(schedule: Schedule, proven: int | None) -> str:
         return "it claims no lower bound" if not proven else \
             f"it claims no lower bound; {duration(schedule.seconds(proven))} {schedule.scope.description} is proven"
     if proven is None:
-        claim = "optimal" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above the best possible"
+        claim = "optimal" if schedule.status == "optimal" else \
+            f"at most {gap_text(schedule.gap)} above the best possible"
         return f"it claims to be {claim} {schedule.scope.description} (bound {claimed}); --bound verifies that"
     if proven < schedule.lower_bound_ticks:
         return f"its bound, {claimed}, could not be proven; {duration(schedule.seconds(proven))} could"

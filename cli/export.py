@@ -133,8 +133,8 @@ def _export_checkpoint(source: Path, folder: Path, to: str, json: bool) -> None:
     """Write the model of a checkpoint in the format `to`."""
     with delay_interrupts():
         from slipstream.cli.shared.train_inputs import find_checkpoint_or_refuse
+        from slipstream.runtime.checkpoints.checkpoint import CheckpointError
         from slipstream.runtime.config import ConfigError
-        from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
     checkpoint = find_checkpoint_or_refuse(source)
     try:
         _import_exporter(EXPORTERS[to].modules["checkpoint"]).export_checkpoint(checkpoint, folder)

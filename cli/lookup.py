@@ -30,7 +30,7 @@ from slipstream.planner.report import layers_received
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import TableError
-from slipstream.schedules.tables.pattern import dead_column
+from slipstream.schedules.tables.pattern import dead_column, settled_key
 from slipstream.schedules.tables.table import Table, library_names
 
 PLAN_SECONDS = 10.0
@@ -59,6 +59,8 @@ class _Answer(msgspec.Struct, frozen=True):
     def kind(self) -> str:
         """Kind of this answer: layers in place (`AT_ONCE`), whole roles moved to other workers (`ROLES_MOVED`), or
         layers moved for even load (`SETTLED`)."""
+        if self.key is not None and self.key.startswith(settled_key("")):
+            return SETTLED
         if self.schedule.moves:
             return ROLES_MOVED
         return SETTLED if layers_received(self.schedule) else AT_ONCE
@@ -128,8 +130,9 @@ def _plan_answer(table: Table, down: tuple[Worker, ...], *, normalise: bool, set
         err.print(f"{names} down: in the table only with roles moved (--normalise); planning on the spot with layers "
                   "in place", style="yellow", soft_wrap=True)
     else:
-        err.print(f"{names} down: not in the table, which covers {coverage}; planning on the spot", style="yellow",
-                  soft_wrap=True)
+        kept = "" if normalise or settled else " with layers in place (with layers moved: --settled)"
+        err.print(f"{names} down: not in the table, which covers {coverage}; planning on the spot{kept}",
+                  style="yellow", soft_wrap=True)
     start_time = time.monotonic()
     basis, job = table.basis, _read_job(table)
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,

@@ -192,13 +192,17 @@ def _read_layers(request: NewRequest) -> ModelLayers:
     they are inconsistent."""
     if request.model is not None:
         return read_model(request.model, request.sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"))
-    return ModelShape(
+    shape = ModelShape(
         layers=request.layers or _ask_int("Layers?", 32, "--layers"),
         hidden=request.hidden or _ask_int("Width (hidden size)?", 4096, "--hidden"),
         heads=request.heads or _ask_int("Heads?", 32, "--heads"),
         sequence=request.sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"),
         vocabulary=request.vocabulary or _ask_int("Vocabulary?", 128_000, "--vocabulary"),
-        kv_heads=request.kv_heads, ffn=request.ffn, gated=request.gated).by_layer()
+        kv_heads=request.kv_heads, ffn=request.ffn, gated=request.gated)
+    if shape.heads % request.tensor_parallel:
+        raise ValueError(f"--tensor-parallel {request.tensor_parallel}: expected a divisor of {shape.heads}, the "
+                         "attention heads, which the GPUs of a worker share")
+    return shape.by_layer()
 
 
 def _parse_or_refuse(text: str, path: Path) -> Job:
@@ -331,6 +335,7 @@ def _ask_for(question: str, default: str | None, read: Callable[[str], T], optio
         try:
             answer: Any = typer.prompt(question, default=default, err=True)
         except (typer.Abort, EOFError):
+            err.print()  # the question has no end of line
             refuse(f"no answer to {question!r}; give it with {option}")
         try:
             return read(str(answer))

@@ -57,11 +57,11 @@ def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED,
         import torch
 
         from slipstream.runtime.config import ConfigError, parse_run_config
-        from slipstream.runtime.model.data.data import load_data
-        from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-        from slipstream.runtime.model.layers.worker_group import simulating_rank
+        from slipstream.runtime.data.data import load_data
+        from slipstream.runtime.models.layered_model import build_model, parameter_dtype
         from slipstream.runtime.placement import split_layers
         from slipstream.runtime.processes.fork_server import ForkServer
+        from slipstream.runtime.ranks.worker_group import simulating_rank
         from slipstream.runtime.tools.profile import ProfileError
         from slipstream.runtime.tools.profile import profile_stages as measure
 

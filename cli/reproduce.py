@@ -11,15 +11,18 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from slipstream.cli.fleet import Figure, reproduce_failure_cost
-from slipstream.cli.pipelines.memory_curves import reproduce_curves
-from slipstream.cli.pipelines.unlike_layers import LARGER, reproduce_unlike_layers
+from slipstream.cli.figures.failure_cost import reproduce_failure_cost
+from slipstream.cli.figures.figure import Figure
+from slipstream.cli.figures.memory_curves import reproduce_curves
+from slipstream.cli.figures.unlike_layers import reproduce_unlike_layers
 from slipstream.cli.shared.console import err, out, print_json, refuse
 from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import watch_interrupts
+from slipstream.cli.shared.log_progress import LogProgress
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.budget import CountCallback
+from slipstream.planner.published.unlike_layers import LARGER
 
 FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
     "failure-cost": reproduce_failure_cost, "failure-cost-exposed": partial(reproduce_failure_cost, exposed=True),
@@ -35,7 +38,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
     """Reproduce a table of the documentation: as table, JSON and picture.
 
     Computes again the results that a page of the documentation shows, and writes them as NAME.md, NAME.json and
-    NAME.png.
+    NAME.png. That takes minutes; a bar, or lines in a log, tell how far it is.
     """
     require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")
@@ -71,16 +74,12 @@ def _compute_figure(name: str) -> Figure:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
-        task, tenths = bar.add_task(name, total=None), -1
-        if bar.disable:  # a log: the first step may take minutes
-            err.print(f"{name}: planning, for some minutes")
+        task, log = bar.add_task(name, total=None), LogProgress(name, "steps")
+        log.show_work("planning, for some minutes")  # the first step may take as long
 
         def report_progress(done: int, total: int) -> None:
-            nonlocal tenths
             bar.update(task, completed=done, total=total)
-            if bar.disable and total and tenths < 10 * done // total:
-                tenths = 10 * done // total
-                err.print(f"{name}: {done} of {total} steps")
+            log.show_count(done, total)
             check_interrupt()
 
         return FIGURES[name](report_progress)

@@ -137,7 +137,7 @@ def _render_legend(run: RunRecord, events: Sequence[TimedEvent]) -> str:
     signs = [f'<span><i class="sign {name}">{sign}</i>{words}</span>'
              for name, (sign, words) in SIGNS.items() if name in shown_groups]
     lines = [f'<span><i class="swatch {name}"></i>{words}</span>'
-             for name, words in (("measured", "measured"), ("planned", "as planned"))]
+             for name, words in (("measured", "measured"), ("planned", "as planned, scaled"))]
     phases = {item.order.phase for item in run.stretches} | ({"settling"} if find_settling(run) else set()) \
         | ({"starting"} if find_starting(run) else set())
     return "".join([*signs, *lines, *(

@@ -22,7 +22,27 @@ from slipstream.cli.drawing.simulation_report import (
     tokens_per_gpu_hour,
     worker_hours,
 )
-from slipstream.cli.fleet import (
+from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
+from slipstream.cli.shared.inputs import (
+    failed_workers,
+    load_table_or_refuse,
+    read_job_or_refuse,
+    require_choice,
+    require_trainable_tables,
+    require_writable,
+    write_or_refuse,
+)
+from slipstream.cli.shared.interrupts import watch_interrupts
+from slipstream.cli.shared.log_progress import LogProgress
+from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
+from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
+from slipstream.planner.budget import STEP_SECONDS, CountCallback
+from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import held_state_share
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.simulation import (
     FAILURE_MODELS,
     PLAN_SECONDS,
     POLICIES,
@@ -52,25 +72,6 @@ from slipstream.cli.fleet import (
     simulate_traces,
     with_node_failures,
 )
-from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
-from slipstream.cli.shared.inputs import (
-    failed_workers,
-    load_table_or_refuse,
-    read_job_or_refuse,
-    require_choice,
-    require_trainable_tables,
-    require_writable,
-    write_or_refuse,
-)
-from slipstream.cli.shared.interrupts import watch_interrupts
-from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
-from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
-from slipstream.planner.budget import STEP_SECONDS, CountCallback
-from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
-from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import held_state_share
-from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.options import PlanOptions
 from slipstream.planner.tables.process_pool import PoolError, run_all
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.table import Table
@@ -366,14 +367,16 @@ def _show_progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
-        task = bar.add_task("simulating", total=None)
+        task, log = bar.add_task("simulating", total=None), LogProgress("simulating", "runs")
 
         def report_progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="simulating")
+            log.show_count(done, total)
             check_interrupt()
 
         def describe(text: str) -> None:
             bar.update(task, description=text)
+            log.show_work(text)
             check_interrupt()
 
         yield report_progress, describe
@@ -386,9 +389,9 @@ def _describe_grid(job: Job) -> str:
 def _describe_search(steps: int | None) -> str:
     """Return one line that says how long each plan was searched for: `steps` counted steps or, if that is None, the
     default."""
-    searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move" if steps is None else \
-        f"{steps * STEP_SECONDS:.3g} s each"
-    return (f"plans were searched for {searched}, in counted steps; with more --steps, here and in `slipstream plan`, "
+    searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move, in counted steps" \
+        if steps is None else f"{steps:,} counted steps each"
+    return (f"plans were searched for {searched}; with more --steps, here and in `slipstream plan`, "
             "better ones are found")
 
 

@@ -43,8 +43,8 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE):
             raise
         _discard_output()
-        if error.errno == errno.EPIPE:  # nobody reads on, as in `| head`
-            sys.exit(1)
+        if error.errno == errno.EPIPE:  # nobody reads on, as in `| head`: no answer, and so not the status of a "no"
+            sys.exit(141)
         sys.stderr.write(f"slipstream: {error.filename or 'the answer'} cannot be written: {error.strerror}\n")
         sys.exit(2)
 

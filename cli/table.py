@@ -21,6 +21,7 @@ from slipstream.cli.shared.inputs import (
     require_writable,
     write_or_refuse,
 )
+from slipstream.cli.shared.log_progress import LogProgress
 from slipstream.cli.shared.plan_summary import placement_lines
 from slipstream.cli.shared.planning import (
     build_plan_options,
@@ -42,6 +43,9 @@ from slipstream.schedules.tables.file import READABLE_INDEX, TableError
 
 LESS_IMPORTANT = ("status", "s to move", "GB to move", "settled gap", "fault-scaled", "settled s", "period s")
 """Columns of the readable index that a narrow terminal lacks, the least important first."""
+
+FINISHING = "all are planned; entries take over shorter plans of others, and the table is written"
+"""Line for the time between the last plan and the answer."""
 
 
 class TableRequest(msgspec.Struct, frozen=True):
@@ -103,7 +107,8 @@ def table(request: TableRequest) -> None:
     job, given, text = _read_placed_job(request, plan_options)
     try:
         compile_planner()
-        with open_executor_or_refuse(request.executor) as pool, _show_progress() as tell:
+        with open_executor_or_refuse(request.executor) as pool, \
+                _show_progress(is_whole=request.share is None) as tell:
             built = build_share(job, text.encode(), request.out_folder, plan_options, _to_share(request.share),
                                 max_failures=request.max_failures, exact=request.exact, by_node=request.by_node,
                                 jobs=request.jobs or os.cpu_count() or 1, progress=tell, executor=pool, given=given)
@@ -178,19 +183,29 @@ def _to_share(text: str | None) -> Share:
 
 
 @contextmanager
-def _show_progress() -> Iterator[CountCallback]:
+def _show_progress(*, is_whole: bool) -> Iterator[CountCallback]:
+    """Yield a function that shows how many entries are finished, of the table if `is_whole`, else of a share of it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
-        task = bar.add_task("planning", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task, log = bar.add_task("planning", total=None), LogProgress("planning", "entries")
+
+        def report_progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            log.show_count(done, total)
+            if done == total and is_whole:  # thousands of patterns take minutes more
+                err.print(FINISHING, style="dim", soft_wrap=True)
+
+        yield report_progress
 
 
 def _print_table(built: BuiltTable, folder: Path) -> None:
     text = (folder / READABLE_INDEX).read_text(encoding="utf-8").partition("\n\n")[2]
     out.print(fit_rows(text, out.width) if out.is_terminal else text, soft_wrap=True)
-    out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "
-              f"gap {built.worst_gap:.2%} ({built.worst_key}); {built.bytes:,} bytes in {folder}", soft_wrap=True)
+    count = len(built.index.entries)
+    out.print(f"{count} {'entry' if count == 1 else 'entries'}, {built.planned} planned now, in "
+              f"{duration(built.seconds)}; worst gap {built.worst_gap:.2%} ({built.worst_key}); {built.bytes:,} bytes "
+              f"in {folder}", soft_wrap=True)
 
 
 def fit_rows(text: str, width: int) -> str:

@@ -33,13 +33,14 @@ from slipstream.planner.job.file import Job, JobError, parse_job, read_job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_with
+from slipstream.runtime.checkpoints.checkpoint import identity_of, open_checkpoint, open_latest
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.decisions.settling import Settling
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint, open_latest
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.node_agent import NodeJob, join_run
 from slipstream.runtime.placement import split_layers
 from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
@@ -48,12 +49,11 @@ from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
 from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from slipstream.runtime.run_folder import CHECKPOINTS, read_takeover_record
-from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.codec import read
 from slipstream.schedules.schedule import Schedule, Worker
 
 try:
-    from slipstream.runtime.model.layers.torchtitan.specification import parse_arguments, with_one_process
+    from slipstream.runtime.models.torchtitan.specification import parse_arguments, with_one_process
 except ConfigError as error:
     print_error(error)
     sys.exit(2)
@@ -61,8 +61,8 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
 
-from slipstream.runtime.model.layers.torchtitan.trainer_state import load_into_trainer, save_trainer
-from slipstream.runtime.model.layers.torchtitan.training import (
+from slipstream.runtime.checkpoints.trainer_state import load_into_trainer, save_trainer
+from slipstream.runtime.models.torchtitan.training import (
     build_run_config,
     describe_differences,
     divide_microbatches,

@@ -42,11 +42,11 @@ from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import LAYERS
 from slipstream.planner.recompute import chooses_recomputation, with_bound_of_choices
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.records.tensorboard import require_tensorboard
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
 from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
 from slipstream.runtime.processes.parent_death import request_parent_death_signal

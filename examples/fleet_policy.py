@@ -6,7 +6,7 @@ Its package names it in pyproject.toml; `python -m benchmarks.fleet --entry whol
     whole-pipelines = "my_package.fleet_policy:WholePipelines"
 """
 
-from slipstream.cli.fleet import Entry
+from slipstream.planner.simulation import Entry
 
 
 class WholePipelines(Entry):

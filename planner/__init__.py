@@ -21,6 +21,8 @@
     tables/          builders of schedule tables
     bound_verifier   a second proof of the lower bound that a schedule file states
     stated_question  where a schedule file contradicts itself about the question that its bound answers
+    simulation/      what failures cost over days, under several policies; nothing else here imports it
+    published/       published pipelines and layers, and plans for the same; nothing else here imports it
 
 Other programs use the names below. Each is imported at its first use, so that reading a job does not wait for the
 solver.

@@ -46,6 +46,10 @@ class SearchProgress:
             self._least = period
             self.report_line(f"{method}: period {period:g} s, bound {bound:g} s")
 
+    def of_part(self, subject: str) -> "SearchProgress":
+        """Return a reporter of a search for another problem: each of its lines begins with `subject`."""
+        return SearchProgress(lambda line: self.report_line(f"{subject}: {line}"))
+
 
 STEP_SECONDS = 2.5e-6
 """Approximate duration of a step on an idle core, in seconds. One move of annealing is a step. Other work counts as the

@@ -19,6 +19,7 @@ from slipstream.planner.normalise import normal_form, slow_while_alive
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.plan import plan_only
+from slipstream.planner.recompute import chooses_recomputation
 from slipstream.planner.report import compute_transition
 from slipstream.schedules.check import check
 from slipstream.schedules.memory import activation_room, memory_peaks
@@ -92,7 +93,7 @@ class FailurePlanner:
         Slow workers are those in `speeds`; if it is empty, those of the job.
         """
         options = msgspec.structs.replace(self._greedy, holds=held)
-        return plan_only(options, self._job_at_speeds(speeds), down).schedule
+        return self._with_true_bound(plan_only(options, self._job_at_speeds(speeds), down).schedule)
 
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """Return the best schedule for these failures, whichever layers move for it, from the table or newly planned.
@@ -105,7 +106,7 @@ class FailurePlanner:
             return in_table
         options = msgspec.structs.replace(self._options, layers="move", time_limit=self._settled_seconds, holds=held)
         with _as_no_plan_error():
-            return plan_only(options, self._job_at_speeds(speeds), down).schedule
+            return self._with_true_bound(plan_only(options, self._job_at_speeds(speeds), down).schedule)
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """Return a schedule for these failures in which any worker may have any layer, because all workers then load a
@@ -114,7 +115,14 @@ class FailurePlanner:
         Slow workers are those in `speeds`; if it is empty, those of the job.
         """
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
-        return plan_only(options, self._job_at_speeds(speeds), down).schedule
+        return self._with_true_bound(plan_only(options, self._job_at_speeds(speeds), down).schedule)
+
+    def _with_true_bound(self, schedule: Schedule) -> Schedule:
+        """Return the schedule without its bound if the planner chose what the job recomputes.
+
+        The bound is of that choice alone, and a failure does not wait for one of all choices.
+        """
+        return schedule.with_bound(0, schedule.scope) if chooses_recomputation(self._job) else schedule
 
     def _job_at_speeds(self, speeds: Speeds) -> Job:
         return with_speeds(self._job, speeds) if speeds else self._job
@@ -180,14 +188,14 @@ class FailurePlanner:
         if dead_column(down, self._first.grid) is not None:
             # A worker of another stage, which has taken over there before, may hold its layers: roles must move.
             options = msgspec.structs.replace(options, time_limit=params.roles_seconds, slices=False)
-            return _plan_with_moved_roles(job, down, options)
+            return self._with_true_bound(_plan_with_moved_roles(job, down, options))
         try:
             planned = plan_only(options, job, down)
         except TooLargeError:
             planned = plan_only(msgspec.structs.replace(options, time_limit=params.large_seconds), job, down)
         if planned.interrupted:  # it was the run that should end, not the search alone
             raise KeyboardInterrupt
-        return planned.schedule
+        return self._with_true_bound(planned.schedule)
 
 
 def period_seconds(schedule: Schedule) -> float:

@@ -50,6 +50,8 @@ from slipstream.schedules.schedule import compute_period_ticks as window_ticks
 
 ROUNDING = 1e-5
 """Relative tolerance when a bound is compared with a plan in finer ticks, since times are then rounded differently."""
+FLOAT_ERROR = Fraction(1, 2**50)
+"""Relative error of a quotient of exact seconds and a tick, which may be a rounded float."""
 WEIGHT_KINDS = (OpKind.W, OpKind.B)
 LAYER_TIMES = ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer")
 STAGE_TIMES = (*LAYER_TIMES, "optimizer_of_layer")
@@ -273,9 +275,9 @@ class _JobLayers:
     def reduction_ticks(self, tick: Fraction) -> tuple[int, ...]:
         """Return the ticks that the reduction of each layer takes by itself, rounded down, given the seconds of a tick.
 
-        A quotient within `ROUNDING` below a whole number counts as that number, as a tick may be a rounded float.
+        A quotient within `FLOAT_ERROR` below a whole number counts as that number.
         """
-        return tuple(floor(self.reduction_seconds((layer, layer + 1)) / tick + Fraction(ROUNDING))
+        return tuple(floor(self.reduction_seconds((layer, layer + 1)) / tick * (1 + FLOAT_ERROR))
                      for layer in range(len(self._is_reduced)))
 
 
@@ -332,7 +334,7 @@ class _OverlapBuilder:
         durations = [exact_decimal(seconds) for seconds in self._job.time.all_reduce]
         if job_layers is not None:
             durations += map(job_layers.reduction_seconds, self._layers[len(durations):])
-        return tuple(ceil(seconds / tick - Fraction(ROUNDING)) for seconds in durations)
+        return tuple(ceil(seconds / tick * (1 - FLOAT_ERROR)) for seconds in durations)
 
     def _weight_turns(self) -> dict[int, int]:
         """Return the place of each layer, by layer, in the order in which the W of a micro-batch are done; empty if the

@@ -268,6 +268,9 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share by which the longest load of a group of pipelines may be longer if fewer healthy ones are in it."""
     largest_shared: Count = 100_000
     """Product of micro-batches and stages up to which layouts are made in which all pipelines share their work."""
+    largest_narrow: Count = 100
+    """Product of micro-batches and stages up to which a layout is made in which replicas have as few workers as memory
+    allows, down to whole models on single workers: they fill and drain no pipeline."""
     parts: AtLeastOne = 4
     """Number of equal parts into which stages are cut in layouts with short slices."""
     few_parts: AtLeastOne = 2

@@ -422,7 +422,8 @@ def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], b
     """
     params = options.params.overlap
     share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
-    at_first = budget.with_seconds(share * budget.seconds_left)
+    at_first = msgspec.structs.replace(budget.with_seconds(share * budget.seconds_left),
+                                       progress=budget.progress.of_part("without reductions"))
     plain = search(options, without_reductions(job), failed, at_first)
     bound, tick = Bound(plain.schedule.lower_bound_ticks, plain.schedule.scope), plain.schedule.tick_seconds
     if Scope.PLACE.is_valid_for(bound.scope):
@@ -433,8 +434,10 @@ def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], b
     cutting = began - budget.seconds_left  # the cuts of the next plan take as long; this counts no steps
     again = best.schedule.status != "optimal" and options.method not in BASELINES
     if again and (not cutting or budget.seconds_left > cutting):
-        plain = search(options, without_reductions(job, params.share), failed,
-                       budget.with_seconds(budget.seconds_left - cutting))
+        rest = msgspec.structs.replace(
+            budget.with_seconds(budget.seconds_left - cutting),
+            progress=budget.progress.of_part(f"with {params.share:.0%} of each reduction"))
+        plain = search(options, without_reductions(job, params.share), failed, rest)
         second = _add_reductions(plain, job, bound, tick, budget, params)
         best = second if second.period < best.period else best
     return best
@@ -446,8 +449,11 @@ def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, bu
 
     The `bound` is in ticks of `tick_seconds`.
     """
-    return Plan.from_schedule(add_overlapping_reductions(found.schedule, job, bound, tick_seconds, budget, params),
-                              evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
+    schedule = add_overlapping_reductions(found.schedule, job, bound, tick_seconds, budget, params)
+    plan = Plan.from_schedule(schedule, evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
+    # What the searches told had no reductions, or a part of them.
+    budget.progress.report_plan("all reductions added", plan.period, schedule.seconds(schedule.lower_bound_ticks))
+    return plan
 
 
 def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,

@@ -1,26 +1,36 @@
 """Replay schedules with torch, with one process or a group of processes for each worker.
 
+From the top, each floor on those below it:
+
     api            the public names
-    config         what to train: the settings of the model and of the training, checked
     launch         starts and supervises a run on node 0
-    run_options    how a run deals with failures, and where it runs
-    run_fit        checks before a run that schedule, configuration and machine fit each other
-    placement      which layers of the model belong to the layers of schedules, and which workers hold them
-    run_result     what a run returns
-    run_record     reads the history of a run from its folder
-    node_agent     takes part in a run as a node other than node 0
-    run_folder     locks a run's folder, and decides which files a run may replace
-    waits          every place where a process waits, for whom, and how long at most
-    events         the lines of events.jsonl: one struct for each kind of event
-    model/         layers, stages, optimizer, data, checkpoints
-    replay/        runs a program op by op, and passes tensors between workers
-    protocol/      messages between coordinator, workers and node agents
-    processes/     starts and ends processes
+
     coordinator/   decides which workers train, and by which schedule
     worker/        what runs in a worker's process
+    node_agent     takes part in a run as a node other than node 0
     tools/         profile, self-test, reference run
 
-Shared helpers: background_queue, config_errors, device, errors, failure_domains, torch_private.
+    own_loop       replay in a user's own loop: no coordinator, job file or run folder
+    run_folder     locks a run's folder, and decides which files a run may replace
+
+    computing/     the slices that a worker runs, and their micro-batches in flight
+    moving/        layers that move from worker to worker while all train
+    checkpoints/   layers and their states on disk
+    data/          text and tokens, cut into micro-batches
+    state/         the layers that a worker holds, their gradients, their optimizer
+    models/        models as lists of layers
+    processes/     starts and ends processes
+    ranks/         workers of several processes
+    protocol/      messages between coordinator, workers and node agents
+
+    config         what to train: the settings of the model and of the training, checked
+    placement      which layers of the model belong to the layers of schedules, and which workers hold them
+    device         the kind of device, and the transport between processes
+    failure_domains, object_reference, run_record
+
+    replay/        the core: runs a program op by op, and passes tensors between workers
+
+    errors, config_errors, events, run_identity, seeds, tensor_codec, torch_private, waits
 """
 
 import os

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from slipstream.runtime.config_errors import ConfigError as ConfigError
 from slipstream.runtime.config_errors import explain_validation_error
+from slipstream.runtime.errors import ConfigError as ConfigError
 from slipstream.schedules.schedule import OpKind
 
 DtypeName = Literal["float32", "float64", "bf16"]
@@ -59,7 +59,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: Text = "gpt"
     """The model: "gpt", or `module:function` for a model of your own
-    (`runtime.model.layers.layered_model.ModelFactory`)."""
+    (`runtime.models.layered_model.ModelFactory`)."""
     blocks: Annotated[int, Meta(ge=1, le=10_000, description="a whole number from 1 to 10000")] = 4
     """Number of transformer blocks; each is one layer of the model."""
     width: Count = 128
@@ -175,7 +175,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Number of sequences in a micro-batch."""
     optimizer: Text = "adamw"
     """The optimizer: "adamw", "sgd", "muon" (with AdamW for embeddings, heads and vectors), or `module:function` for an
-    optimizer of your own (`runtime.model.state.undoable_steps`)."""
+    optimizer of your own (`runtime.state.undoable_steps`)."""
     learning_rate: Positive = 1e-3
     """Step size of the optimizer; with a learning rate schedule, the highest one."""
     learning_rate_schedule: LearningRateSchedule = "constant"
@@ -255,8 +255,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     their own document only, positions begin again with each document, and the token after an end is not predicted."""
     data: Source | None = None
     """Data of your own instead of a text: `module:function`, which is called with the `RunConfig` and returns a
-    `runtime.model.data.data.Data` or an `IterationData`. "torchtitan": torchtitan's tokenizer and data set
-    (`runtime.model.data.torchtitan_data`)."""
+    `runtime.data.data.Data` or an `IterationData`. "torchtitan": torchtitan's tokenizer and data set
+    (`runtime.data.torchtitan_data`)."""
     deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
     """Number of swaps of two samples that are tried in each iteration to shorten it, if the data know what samples
     cost. Fewer are tried if that many would take longer than half of the iteration. 0: samples are not swapped."""
@@ -431,3 +431,8 @@ def _convert_table(name: str, values: Mapping[str, object], kind: type[_Table]) 
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(explain_validation_error(name, values, kind, str(error))) from None
+
+
+def may_have_extra_tensors(training: TrainingConfig) -> bool:
+    """Return whether the data may consist of more than tokens and targets."""
+    return training.document_end is not None or training.data is not None or training.validation_data is not None

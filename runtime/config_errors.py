@@ -7,11 +7,6 @@ from typing import Any, get_args
 
 import msgspec
 
-
-class ConfigError(ValueError):
-    """Error in the configuration. The message is one line."""
-
-
 MAX_LISTED_KEYS = 16
 """Largest number of keys of a table that an error message lists."""
 _NO_FLOAT16 = ": float16 needs loss scaling, which is not supported; bf16 needs none"

@@ -1,11 +1,11 @@
-"""Kind of device that a run computes on."""
+"""Kind of device that a run computes on, and by what its processes communicate."""
 
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from slipstream.runtime.config_errors import ConfigError
+from slipstream.runtime.errors import ConfigError
+from slipstream.runtime.replay.transport import TransportName
 
 if TYPE_CHECKING:
     from slipstream.runtime.config import DeviceName
@@ -27,16 +27,24 @@ def gpu_count(device: Literal["cpu", "cuda"]) -> int:
     return torch.cuda.device_count() if device == "cuda" else 0
 
 
-@cache
-def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
-    """Return this process's CUDA stream on a GPU for one purpose, the same at each call.
-
-    Torch hands out 32 streams in turn. If a component took a new one in each generation, it would eventually get a
-    stream in which another component waits.
-    """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def gpu_name() -> str:
     """Return the driver's name of the first GPU of this machine."""
     return torch.cuda.get_device_name()
+
+
+def choose_transport(wanted: str, device: str, processes: int, cards: int, *, shared: bool) -> TransportName:
+    """Return "nccl" if the `device` is "cuda", and either each of a machine's `processes` can have one of its `cards`
+    GPUs for itself, or processes may share GPUs (`shared`); else "gloo".
+
+    The configured backend `wanted`, if not "auto", prevails. Raises ConfigError if it is "nccl" and that cannot work:
+    by itself, NCCL refuses two processes on one GPU.
+    """
+    able = device == "cuda" and cards > 0 and (processes <= cards or shared)
+    if wanted == "nccl" and not able:
+        needs = "training.backend is 'nccl', which needs a GPU for each worker process"
+        if device != "cuda":
+            raise ConfigError(f"{needs}; this run is on {device!r}; expected training.device = 'cuda', or "
+                              "training.backend = 'gloo'")
+        raise ConfigError(f"{needs}; this machine has {cards} for {processes} processes"
+                          + ("; training.share_devices = true lets them share" if cards else ""))
+    return "nccl" if able and wanted != "gloo" else "gloo"

@@ -5,6 +5,10 @@ class RunError(RuntimeError):
     """Error that ended a run before its last iteration. The message is one line."""
 
 
+class ConfigError(ValueError):
+    """Error in the configuration. The message is one line."""
+
+
 class CoordinatorFailedError(RuntimeError):
     """Unhandled error of a coordinator whose workers live, so that another coordinator can take over.
 

@@ -20,29 +20,36 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from slipstream.runtime.config import ConfigError, RunConfig
-from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, read_journal
-from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.records.metrics import MetricsBuilder, read_recovery_count
-from slipstream.runtime.coordinator.records.run_log import ProgressCallback, RunLog, read_losses
-from slipstream.runtime.coordinator.records.writer_thread import WriterThread
-from slipstream.runtime.coordinator.run_spec import RunSpec
-from slipstream.runtime.device import gpu_count
-from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, OtherRunError, first_line
-from slipstream.runtime.errors import RunError as RunError
-from slipstream.runtime.events import Started
-from slipstream.runtime.model.checkpoints.checkpoint import (
+from slipstream.runtime.checkpoints.checkpoint import (
     identity_of,
     reopen_or_latest,
     require_job,
     verify_checkpoint,
 )
-from slipstream.runtime.model.checkpoints.parameters import load_layer
-from slipstream.runtime.model.run_identity import describe_difference
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.layer_sizes import estimate_layer_bytes
-from slipstream.runtime.model.tensor_codec import TensorError
+from slipstream.runtime.checkpoints.parameters import load_layer
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, read_journal
+from slipstream.runtime.coordinator.event_loop import EventLoop
+from slipstream.runtime.coordinator.records.metrics import MetricsBuilder, read_recovery_count
+from slipstream.runtime.coordinator.records.run_log import ProgressCallback, RunLog, read_losses
+from slipstream.runtime.coordinator.records.writer_thread import WriterThread
+from slipstream.runtime.coordinator.run_fit import (
+    RunFit,
+    build_setup,
+    check_fit,
+    compare_with_checkpoint,
+    count_samples_read,
+)
+from slipstream.runtime.coordinator.run_options import Resilience as Resilience
+from slipstream.runtime.coordinator.run_options import RunOptions as RunOptions
+from slipstream.runtime.coordinator.run_result import RunResult as RunResult
+from slipstream.runtime.coordinator.run_result import build_result
+from slipstream.runtime.coordinator.run_spec import RunSpec
+from slipstream.runtime.device import gpu_count
+from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, OtherRunError, first_line
+from slipstream.runtime.errors import RunError as RunError
+from slipstream.runtime.events import Started
 from slipstream.runtime.processes.file_descriptors import (
     count_communicator_ends,
     count_node_0_descriptors,
@@ -56,7 +63,6 @@ from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, cr
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
 from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_store import delete_old_orders
-from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, compare_with_checkpoint, count_samples_read
 from slipstream.runtime.run_folder import (
     TakeoverRecord,
     claim_folder,
@@ -67,10 +73,10 @@ from slipstream.runtime.run_folder import (
     remove_takeover_record,
     write_takeover_record,
 )
-from slipstream.runtime.run_options import Resilience as Resilience
-from slipstream.runtime.run_options import RunOptions as RunOptions
-from slipstream.runtime.run_result import RunResult as RunResult
-from slipstream.runtime.run_result import build_result
+from slipstream.runtime.run_identity import describe_difference
+from slipstream.runtime.state.layer_sizes import estimate_layer_bytes
+from slipstream.runtime.state.step_factors import needs_gradient_norm
+from slipstream.runtime.tensor_codec import TensorError
 from slipstream.schedules import codec
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.measured_trace import write_measured_trace
@@ -285,8 +291,8 @@ class _RunLeader:
     def _export_hugging_face(self) -> None:
         """Write the model in the format of transformers. If that fails, tell the users; the layers' own files
         remain."""
-        from slipstream.runtime.model.checkpoints.hugging_face_export import export_model
-        from slipstream.runtime.model.layers.hugging_face.configuration import read_config, weights_folder
+        from slipstream.runtime.checkpoints.hugging_face_export import export_model
+        from slipstream.runtime.models.hugging_face.configuration import read_config, weights_folder
 
         model = self.config.model
         assert model.hugging_face is not None

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from slipstream.runtime.processes.file_descriptors import LAUNCHER_DESCRIPTORS, raise_descriptor_limit
 from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
 from slipstream.runtime.processes.launch_environment import ONLY_PROCESS, GpuShare, LocalProcess, compute_gpu_share

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from slipstream.runtime.config_errors import ConfigError
+from slipstream.runtime.errors import ConfigError
 from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
 from slipstream.schedules.program import WorkerProgram, find_reductions
 from slipstream.schedules.schedule import Grid, Schedule, Worker

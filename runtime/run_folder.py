@@ -10,9 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.runtime.config import RunConfig
-from slipstream.runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES
-from slipstream.runtime.model.checkpoints.checkpoint import (
+from slipstream.runtime.checkpoints.checkpoint import (
     Checkpoint,
     describe_difference,
     identity_of,
@@ -20,10 +18,12 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     remove_leftovers,
     remove_newer,
 )
-from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
-from slipstream.runtime.model.run_identity import RunIdentity
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES
 from slipstream.runtime.processes.restart_policy import CrashTimes
 from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.run_identity import RunIdentity
 from slipstream.schedules.files import READABLE_BY_OWNER, write_atomically
 
 CHECKPOINTS = "checkpoints"

@@ -8,6 +8,7 @@
     graph             ops and transfers as a graph; an order of sends and receives that is proven free of deadlock
     crossings         tensors between workers, numbered in an order that all can follow
     program           a worker's program: receive, compute, send, reduce and step, a line each
+    rows              the same in the cells of torch.distributed.pipelining (`whole_stages`: what they can name)
     shares            what each worker is sent of a schedule
     timing            replays of a schedule under other durations
     measured_trace    measured times of ops

@@ -19,7 +19,7 @@ from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_target
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.store import connect_store, host_store
-from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.replay.torch_groups import TCPStore
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 LOOK_SECONDS = 0.005

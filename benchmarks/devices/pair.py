@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Work
 from benchmarks.devices.crew import Crew, CrewError, Member
 from benchmarks.devices.report import Report, mebibytes, milliseconds
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.torch_private import create_gloo_group, create_nccl_group, open_gloo_devices
+from slipstream.runtime.replay.torch_groups import create_gloo_group, create_nccl_group, open_gloo_devices
 
 BLOCKING, NOT_BLOCKING, PLAIN, GLOO = "nccl, blocking", "nccl, not blocking", "torch.distributed over nccl", "gloo"
 SWITCH = "SLIPSTREAM_NCCL_BLOCKING"

@@ -30,7 +30,7 @@ from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
-from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.replay.torch_groups import TCPStore
 
 DOUBLE = "double of NCCL"
 """Name of the double of NCCL that tests use, on CPUs."""

@@ -2,10 +2,10 @@
 
 from benchmarks.figures import published
 from benchmarks.figures.failures import assumptions
-from slipstream.cli.fleet.figure import Cell, Figure
-from slipstream.cli.fleet.loads import spread_over_stages
-from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.figures.figure import Cell, Figure
 from slipstream.planner.budget import CountCallback
+from slipstream.planner.simulation.loads import spread_over_stages
+from slipstream.planner.simulation.throughput import Throughputs
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode
 
 FAILURES = (1, 2, 4, 5, 8)

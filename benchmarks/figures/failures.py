@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from benchmarks.figures import published
-from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figure import Cell, Figure, Series
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Policy, Scenario
-from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.figures.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
+from slipstream.planner.simulation.costs import costs_for
+from slipstream.planner.simulation.policies import POLICIES
+from slipstream.planner.simulation.policy import Policy, Scenario
+from slipstream.planner.simulation.throughput import Throughputs
 
 MOST = 9
 KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (

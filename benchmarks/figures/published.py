@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.cli.fleet.availability_trace import AvailabilityTrace
-from slipstream.cli.fleet.figure import Series
-from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.cli.fleet.trace_file import build_from_counts
+from slipstream.cli.figures.figure import Series
 from slipstream.planner.job.file import Job, StageTimes
+from slipstream.planner.simulation.availability_trace import AvailabilityTrace
+from slipstream.planner.simulation.throughput import Throughputs
+from slipstream.planner.simulation.trace_file import build_from_counts
 
 SOURCE = "ReCycle (SOSP 2024, arXiv 2405.14009), digitised from the authors' talk and poster"
 PIPELINES, STAGES = 6, 4

@@ -8,20 +8,20 @@ import statistics
 
 from msgspec.structs import replace
 
-from slipstream.cli.fleet.availability_trace import group_gpus
-from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.failure_models import FAILURE_MODELS
-from slipstream.cli.fleet.figure import Cell, Figure, Series
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Scenario
-from slipstream.cli.fleet.simulation import simulate_policy
-from slipstream.cli.fleet.synthetic_trace import draw_trace
-from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.figures.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.estimate import estimate_job
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.presets import ESTIMATED
 from slipstream.planner.job.toml import job_text
+from slipstream.planner.simulation.availability_trace import group_gpus
+from slipstream.planner.simulation.costs import costs_for
+from slipstream.planner.simulation.failure_models import FAILURE_MODELS
+from slipstream.planner.simulation.policies import POLICIES
+from slipstream.planner.simulation.policy import Scenario
+from slipstream.planner.simulation.policy_runs import simulate_policy
+from slipstream.planner.simulation.synthetic_trace import draw_trace
+from slipstream.planner.simulation.throughput import Throughputs
 
 DAYS = 90.0
 SIZES = (("llama-3-8b", 2, 1, 8e9, 10), ("llama-3-8b", 8, 2, 8e9, 10), ("llama-3-70b", 4, 8, 70e9, 10),

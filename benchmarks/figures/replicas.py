@@ -7,12 +7,12 @@ to 1.355 times (Chameleon, called Odyssey before, arXiv 2508.21613v4, 32 cards).
 
 from benchmarks.figures import published
 from benchmarks.figures.scaling import job
-from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figure import Cell, Figure, Series
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Scenario
-from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.figures.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
+from slipstream.planner.simulation.costs import costs_for
+from slipstream.planner.simulation.policies import POLICIES
+from slipstream.planner.simulation.policy import Scenario
+from slipstream.planner.simulation.throughput import Throughputs
 
 PIPELINES = (2, 3, 4, 6, 8, 12, 16)
 FAILURES = (1, 2, 4)

@@ -1,10 +1,10 @@
 """Scale to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
 
 from benchmarks.figures import published
-from slipstream.cli.fleet.figure import Cell, Figure, Series
-from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.figures.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import Job, StageTimes
+from slipstream.planner.simulation.throughput import Throughputs
 
 GPUS = (96, 192, 384, 768, 1536)
 SHARES = (0.01, 0.05, 0.10)

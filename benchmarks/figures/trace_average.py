@@ -4,12 +4,12 @@ import numpy as np
 
 from benchmarks.figures import published
 from benchmarks.figures.failures import assumptions
-from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figure import Cell, Figure, Series
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.simulation import simulate_traces
-from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.figures.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
+from slipstream.planner.simulation.costs import costs_for
+from slipstream.planner.simulation.policies import POLICIES
+from slipstream.planner.simulation.policy_runs import simulate_traces
+from slipstream.planner.simulation.throughput import Throughputs
 
 SEEDS = 5
 """Number of averaged draws of which workers leave."""

@@ -1,7 +1,7 @@
 """Recompute the worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, techniques added one by
 one."""
 
-from slipstream.cli.fleet.figure import Cell, Figure, Series
+from slipstream.cli.figures.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import Job, StageMemory, StageTimes
 from slipstream.planner.options import Method

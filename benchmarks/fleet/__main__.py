@@ -14,7 +14,11 @@ from rich.table import Table as Grid
 from benchmarks.fleet.cases import CASES, Report, read_report, run_case
 from benchmarks.fleet.page import HEAD, benchmark_page, shown, summary, table_rows
 from benchmarks.fleet.text import COLUMNS, benchmark_markdown
-from slipstream.cli.fleet import (
+from slipstream.cli.shared.console import err, out, print_json, refuse, suggest
+from slipstream.cli.shared.inputs import may_exist, require_choice, require_writable, write_or_refuse
+from slipstream.cli.shared.options import ANSWER, Json
+from slipstream.cli.shared.planning import compile_planner
+from slipstream.planner.simulation import (
     ENTRY_POINT_GROUP,
     POLICIES,
     EntryError,
@@ -23,10 +27,6 @@ from slipstream.cli.fleet import (
     load_installed_policy,
     read_entry,
 )
-from slipstream.cli.shared.console import err, out, print_json, refuse, suggest
-from slipstream.cli.shared.inputs import may_exist, require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.options import ANSWER, Json
-from slipstream.cli.shared.planning import compile_planner
 
 RUN, TAKING_PART = "What is run", "Who takes part"
 """Groups of options in the help."""

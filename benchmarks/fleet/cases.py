@@ -15,17 +15,17 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.figures import published
-from slipstream.cli.fleet.availability_trace import AvailabilityTrace, group_gpus
-from slipstream.cli.fleet.costs import Costs, costs_for
-from slipstream.cli.fleet.entry import EntryError, EntryTable, decode_json_file, make_table_policy
-from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Policy, Scenario
-from slipstream.cli.fleet.simulation import simulate_policy
-from slipstream.cli.fleet.synthetic_trace import draw_slow_times, draw_trace
-from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import Job, StageTimes, parse_job
 from slipstream.planner.job.presets import preset_text
+from slipstream.planner.simulation.availability_trace import AvailabilityTrace, group_gpus
+from slipstream.planner.simulation.costs import Costs, costs_for
+from slipstream.planner.simulation.entry import EntryError, EntryTable, decode_json_file, make_table_policy
+from slipstream.planner.simulation.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
+from slipstream.planner.simulation.policies import POLICIES
+from slipstream.planner.simulation.policy import Policy, Scenario
+from slipstream.planner.simulation.policy_runs import simulate_policy
+from slipstream.planner.simulation.synthetic_trace import draw_slow_times, draw_trace
+from slipstream.planner.simulation.throughput import Throughputs
 from slipstream.planner.tables.process_pool import run_all
 
 VERSION = "1"

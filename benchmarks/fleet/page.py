@@ -18,7 +18,7 @@ from benchmarks.fleet.cases import (
 from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
 from slipstream.cli.drawing.simulation_report import OURS, draw_hours_by_cause, three_digits
 from slipstream.cli.drawing.svg_chart import draw_tornado
-from slipstream.cli.fleet import Cause
+from slipstream.planner.simulation import Cause
 
 FIRST, SECOND = "#2f81f7", "#d29922"
 """Colours of the two values of a parameter."""

@@ -29,6 +29,7 @@ from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler, SchedulerAtSpeeds
 from slipstream.runtime.coordinator.records.metrics import IterationWork, MetricsBuilder
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.events import Event
 from slipstream.runtime.failure_domains import find_domains
@@ -38,7 +39,6 @@ from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, open_listener
 from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
 from slipstream.runtime.run_folder import TakeoverRecord
-from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from benchmarks.scale.shapes import job_of, shares_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.runtime.coordinator.decisions.orders import DIGEST_CHARACTERS
+from slipstream.runtime.coordinator.decisions.effects import DIGEST_CHARACTERS
 from slipstream.runtime.events import (
     EVENTS,
     LOSSES,

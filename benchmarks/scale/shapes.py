@@ -7,8 +7,8 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.runtime.failure_domains import divide_workers_by_node
-from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.state.parts import ElementCounts
 from slipstream.schedules import codec
 from slipstream.schedules.schedule import Schedule, Worker
 

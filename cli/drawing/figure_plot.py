@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 from matplotlib.ticker import ScalarFormatter
 
-from slipstream.cli.fleet import Figure, Series
+from slipstream.cli.figures.figure import Figure, Series
 
 COLOURS = ("#0b6e4f", "#e69f00", "#0072b2", "#cc79a7", "#555555", "#aaaaaa", "#d55e00", "#7a5195", "#56b4e9")
 MARKERS = "osD^vP"

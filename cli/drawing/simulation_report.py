@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
 from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps
-from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
+from slipstream.planner.simulation import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
 """Number of equal spans of the trace over each of which throughput is averaged."""
@@ -60,11 +60,15 @@ def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[st
              "most that any of these makes with all workers alive: because the policy's own schedule is slower even "
              "then, and to failures. Shorter bars are better.</p>", _schedule_and_failures_chart(result),
              *_like_for_like(result),
-             "<h2>Hours lost to failures, by cause</h2>", _causes_chart(result),
+             "<h2>Hours lost to failures, by cause</h2>",
+             '<p class="dim">Hours are of each policy&rsquo;s own rate when whole, as in the table above.</p>',
+             _causes_chart(result),
              "<h2>Mean throughput</h2>", _throughput_table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
              "<h2>Throughput over time</h2>", _policy_legend(result, shown), _throughput_chart(result, shown),
              "<h2>Live workers</h2>", _live_workers_chart(result),
-             "<h2>Hours lost, in numbers</h2>", _lost_table(result),
+             "<h2>Hours lost, in numbers</h2>",
+             f'<p class="dim">Against a job that always trains {result.best_rate:.4g} samples a second, as in the '
+             "first chart.</p>", _lost_table(result),
              "<h2>What was assumed</h2>", _list_assumptions(result, notes)]
     body = "\n".join(parts)
     return build_document(f"{job}: what failures cost", body, SCRIPT)
@@ -92,7 +96,18 @@ def _compare_leader(result: Comparison) -> str:
     ratios = [f"{runs[best].throughput / runs[name].throughput:.2f} times {name}, the {place}"
               for place, name in (("next", others[0]), ("last", others[-1]))[:len(others)] if runs[name].throughput] \
         if others else []
-    return f"{text} That is {', and '.join(ratios)}." if ratios else text
+    return f"{text} That is {', and '.join(ratios)}.{_compare_planned(result, best)}" if ratios else text
+
+
+def _compare_planned(result: Comparison, best: str) -> str:
+    """Return a sentence on the policy that comes next if all run this planner's schedules; empty if none does."""
+    if best not in OURS or not result.planned:
+        return ""
+    name, run = max(result.planned.items(), key=lambda item: item[1].throughput)
+    if not run.throughput:
+        return ""
+    ratio = result.runs[best].throughput / run.throughput
+    return f" With the same schedules it is {ratio:.2f} times {name}, as modelled here."
 
 
 def _initially_shown(result: Comparison) -> set[str]:
@@ -115,7 +130,7 @@ def summarize_comparison(result: Comparison) -> str:
     first, *others = real
     text = f"{first} trains {real[first]:.4g} samples per second on average"
     ratios = [f"{real[first] / real[name]:.2f}x {name}" if real[name] else f"{name} trains none" for name in others]
-    return f"{text}: {', '.join(ratios)}." if ratios else f"{text}."
+    return f"{text}: {', '.join(ratios)}.{_compare_planned(result, first)}" if ratios else f"{text}."
 
 
 def describe_trace(trace: AvailabilityTrace) -> str:
@@ -260,7 +275,12 @@ def _like_for_like(result: Comparison) -> list[str]:
 
 
 def _causes_chart(result: Comparison) -> str:
-    rows = {name: {**_hours_by_cause(result, name), Cause.WHOLE: 0.0} for name in rank_policies(result)}
+    rows = {}
+    for name in rank_policies(result):
+        hours = {**_hours_by_cause(result, name), Cause.WHOLE: 0.0}
+        own_rate = result.runs[name].fault_free_rate
+        scale = result.best_rate / own_rate if own_rate else 1.0
+        rows[name] = {cause: scale * lost for cause, lost in hours.items()}
     return draw_hours_by_cause(rows, result.trace.length_seconds / 3600, top=_find_axis_end(rows))
 
 

@@ -182,8 +182,12 @@ def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Tex
     Rich would break entries at their spaces, even those that must not be broken.
     """
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
+    if schedule.has_overlap:
+        used.discard(OpKind.A)
     entries = [Text.assemble((f" {kind} ", STYLES[kind]), f" {NAMES[kind]}") for kind in OpKind if kind in used]
     entries.append(Text(f"{BUBBLE} idle", "dim"))
+    if schedule.has_overlap:
+        entries.append(Text("all-reduces run beside other ops, not drawn"))
     if schedule.rerouted:
         entries.append(Text.assemble(("f1.3", REROUTED + STYLES[OpKind.F]), " re-routed: micro-batch 3 of pipeline 1"))
     if schedule.shed:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
-from slipstream.runtime.model.checkpoints.hugging_face_export import export_model
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
+from slipstream.runtime.checkpoints.hugging_face_export import export_model
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:

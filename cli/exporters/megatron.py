@@ -13,7 +13,7 @@ from typing import NamedTuple
 import typer
 
 from slipstream.cli.exporters import ExportError
-from slipstream.cli.exporters.whole_stages import require_whole_pipeline, with_whole_stages
+from slipstream.cli.exporters.whole_stages import require_whole_pipeline
 from slipstream.cli.shared.console import err, print_json
 from slipstream.cli.shared.inputs import write_or_refuse
 from slipstream.planner.job.file import Job
@@ -21,6 +21,7 @@ from slipstream.planner.job.megatron import split_letters, write_layout
 from slipstream.planner.job.toml import JobError
 from slipstream.planner.model.from_job import build_grid
 from slipstream.schedules.schedule import Grid, Schedule
+from slipstream.schedules.whole_stages import with_whole_stages
 
 
 class MegatronSettings(NamedTuple):

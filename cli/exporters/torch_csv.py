@@ -13,12 +13,13 @@ import typer
 
 from slipstream.cli.exporters import ExportError
 from slipstream.cli.exporters.torch_rows import write_rows
-from slipstream.cli.exporters.whole_stages import has_whole_stages, require_whole_pipeline, with_whole_stages
+from slipstream.cli.exporters.whole_stages import require_whole_pipeline
 from slipstream.cli.shared.console import err, print_json
 from slipstream.cli.shared.inputs import write_or_refuse
 from slipstream.schedules.graph import Transfer, interleave_transfers, order_transfers, programs_of
 from slipstream.schedules.precedence import op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, Schedule, Worker
+from slipstream.schedules.whole_stages import has_whole_stages, with_whole_stages
 
 
 def export_schedule(schedule: Schedule, *, pipeline: int | None, communication: bool, all_pipelines: bool,

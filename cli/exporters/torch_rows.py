@@ -1,83 +1,22 @@
-"""Write the rows of all pipelines for torch.distributed.pipelining, re-routed micro-batches
-included.
+"""Write the rows of all pipelines for torch.distributed.pipelining, as `schedules.rows` builds them.
 
 The cells are those of `torch_csv` with communication. There is a row for each role, pipeline by
 pipeline: row `d * columns + s` is that of worker d.s, and it is empty if nobody plays the role.
-Micro-batches are numbered over all pipelines. Peers are not stored: the other end of `1SEND_F4` is
-the row that has `2RECV_F4`, and a gradient is reduced over the rows that have the same
-`1REDUCE_GRAD`. Where a row runs two stages in turn for a micro-batch, it has neither.
-
-All rows are read off one order of all ops, in which a tensor is sent and received directly after
-the op that makes it, as torch orders its own. So they end even if every send waits for its receive.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-
-from slipstream.cli.exporters.whole_stages import require_whole_stages
-from slipstream.schedules.graph import Collective, Node, programs_of, topological_order
-from slipstream.schedules.layers import LayerRange, prefix_sums
-from slipstream.schedules.precedence import OpKey, consumers_with_rules, op_key
-from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+from slipstream.cli.exporters import ExportError
+from slipstream.schedules.rows import build_rows
+from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.whole_stages import NotWholeError
 
 
 def write_rows(schedule: Schedule) -> str:
     """Return the CSV of the rows of all pipelines. Raises ExportError if workers do not run whole
     stages in place."""
-    schedule = require_whole_stages(schedule)
-    cells = _RowWriter(schedule).write_cells()
-    workers = map(schedule.player_of.get, schedule.grid.workers())
-    return "".join(",".join(cells[worker] if worker else ()) + "\n" for worker in workers)
-
-
-class _RowWriter:
-    """Writer of the cells of all workers of a schedule of whole stages."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._programs = programs_of(schedule)
-        self._first_number = prefix_sums(schedule.grid.microbatches)
-        ops = [op for program in self._programs.values() for op in program]
-        self._worker_of = {op_key(op): op.worker for op in ops if op.kind in COMPUTE_KINDS}
-        self._reducers = _reducers_by_layers(schedule, ops)
-        self._cells: dict[Worker, list[str]] = {worker: [] for worker in self._programs}
-
-    def write_cells(self) -> Mapping[Worker, list[str]]:
-        """Return the cells of each worker, in the order in which it runs them."""
-        for node in topological_order(self._schedule, self._programs):
-            self._write_node(node)
-        return self._cells
-
-    def _write_node(self, node: Node) -> None:
-        """Add the cells of an op with the tensors that it makes, or of an all-reduce, on all of its
-        workers."""
-        if isinstance(node, Collective):
-            for worker, stage in self._reducers[node.layers].items():
-                self._cells[worker].append(f"{stage}REDUCE_GRAD")
-        elif isinstance(node, Op) and node.kind in COMPUTE_KINDS:
-            key = op_key(node)
-            self._cells[node.worker].append(self._cell(str(node.kind), key))
-            for consumer, rule in consumers_with_rules(key, self._schedule.route_of(*key[2:])):
-                target = self._worker_of.get(consumer, node.worker)
-                if rule.tensor is not None and target != node.worker:
-                    letter = "F" if rule.tensor == "activation" else "B"
-                    self._cells[node.worker].append(self._cell(f"SEND_{letter}", key))
-                    self._cells[target].append(self._cell(f"RECV_{letter}", consumer))
-
-    def _cell(self, action: str, key: OpKey) -> str:
-        """Return the cell of an action for the stage and the micro-batch of an op."""
-        _, stage, pipeline, microbatch = key
-        number = self._first_number[pipeline] + microbatch
-        return f"{self._schedule.grid.original_stage(stage)}{action}{number}"
-
-
-def _reducers_by_layers(schedule: Schedule, ops: Iterable[Op]
-                        ) -> Mapping[LayerRange, Mapping[Worker, int]]:
-    """Return the workers that reduce each range of layers, each with the stage that has these
-    layers."""
-    reducers: dict[LayerRange, dict[Worker, int]] = defaultdict(dict)
-    for op in ops:
-        if op.kind is OpKind.A and op.slice is not None:
-            stage = schedule.grid.original_stage(op.slice)
-            reducers[schedule.layers_of(op.slice)][op.worker] = stage
-    return reducers
+    try:
+        rows = build_rows(schedule)
+    except NotWholeError as error:
+        raise ExportError(str(error)) from None
+    players = map(schedule.player_of.get, schedule.grid.workers())
+    lines = [",".join(map(str, rows[player] if player else ())) for player in players]
+    return "".join(f"{line}\n" for line in lines)

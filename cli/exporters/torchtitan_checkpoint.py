@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
 from slipstream.runtime.config import ModelConfig
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.layers.torchtitan.model import TorchtitanModel
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.models.torchtitan.model import TorchtitanModel
 from slipstream.schedules.files import replace_folder
 
 _META = torch.device("meta")

@@ -13,6 +13,11 @@ function make(name, { className = "", text, ...attributes } = {}, ...children) {
   return made;
 }
 
+/** A gap to a bound, as commands print it; one that is not 0 is never shown as 0. */
+function gapText(gap) {
+  return gap === null ? "not known" : `${(100 * (gap > 0 ? Math.max(gap, 1e-4) : 0)).toFixed(2)} %`;
+}
+
 /** The part of `Timeline` that puts things into words. */
 class Words extends Rows {
   at(panel, units) { return duration(units * panel.second); }
@@ -109,14 +114,14 @@ class Words extends Rows {
       const { numbers } = panel, rows = [["period", duration(numbers.period)]];
       if (panel.measured) rows.push(["planned", duration(numbers.planned)]);
       else rows.push(["bound", duration(numbers.lower_bound)],
-        ["gap", numbers.status === "optimal" ? "0, proven optimal" : percent(numbers.gap)]);
+        ["gap", numbers.status === "optimal" ? "0, proven optimal" : gapText(numbers.gap)]);
       rows.push(["bubbles", percent(numbers.bubble_share)]);
       if (!panel.measured) rows.push(["workers", `${panel.seats.length}`]);
       if (panel.failed.length && !panel.measured) rows.push(["down", panel.failed.length > 6 ? panel.failed.length :
         panel.failed.map((worker) => worker.join(".")).join(", ")], ["re-routed", numbers.rerouted]);
       if (numbers.shed && !panel.measured) rows.push(["shed", numbers.shed]);
       if (numbers.moves.length && !panel.measured) rows.push(["moved", numbers.moves.length]);
-      if (numbers.peak_memory !== null) rows.push(["peak memory, in the job's unit", Number(numbers.peak_memory.toPrecision(4))]);
+      if (numbers.peak_memory !== null) rows.push(["peak memory, in the job file's unit", Number(numbers.peak_memory.toPrecision(4))]);
       if (!panel.measured) rows.push(["made by", `${numbers.method}, ${numbers.backward}, ${numbers.optimizer}`]);
       const several = this.panels.length > 1, box = make("input", { type: "checkbox", "data-panel": panel.number });
       box.checked = panel.shown;
@@ -171,6 +176,12 @@ class Words extends Rows {
       ctx.fillStyle = this.painter.theme.fills.down;
       ctx.fillRect(0, 0, 40, 16);
       legend.append(make("span", {}, canvas, make("span", { text: "worker down" })));
+    }
+    if (this.panels.some((panel) => panel.tracks.some((track) => track.links.length))) {
+      const canvas = make("canvas", { width: 40, height: 16, "aria-hidden": "true" }), ctx = canvas.getContext("2d");
+      ctx.fillStyle = this.painter.theme.fills.link;
+      ctx.fillRect(0, 12, 40, 4);
+      legend.append(make("span", {}, canvas, make("span", { text: "all-reduce, beside other ops" })));
     }
     const held = this.panels.some((panel) => panel.memory) ? "memory" : "activations";
     legend.append(make("span", { text: `strip under a row: ${held} held` }));

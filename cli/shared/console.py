@@ -53,6 +53,11 @@ class _StdoutConsole(_WrappingConsole):
     `width` is still that of a usual terminal there, because pictures are drawn for it.
     """
 
+    def on_broken_pipe(self) -> None:
+        """End the program as a broken pipe does in a shell. Rich's own method exits with 1, the status of a "no"."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(BROKEN_PIPE_STATUS)
+
     @property
     def _is_folded(self) -> bool:
         return self.is_terminal or "COLUMNS" in os.environ
@@ -72,6 +77,8 @@ class _StdoutConsole(_WrappingConsole):
         self.print(Rule(title, **how), width=self.width)
 
 
+BROKEN_PIPE_STATUS = 128 + 13
+"""Exit status if nobody reads the answer, as in `| head`: that of SIGPIPE."""
 UNFOLDED_COLUMNS = 10_000
 """Width in characters that is so large that no line is folded."""
 out = _StdoutConsole(markup=False, highlight=False)
@@ -96,8 +103,11 @@ def count_free_lines(beside: Iterable[str]) -> int | None:
 
 def print_json(answer: Mapping[str, object]) -> None:
     """Print the JSON object with which a command answers --json."""
-    sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
-    sys.stdout.flush()  # before what stderr says next, where both go to one file
+    try:
+        sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
+        sys.stdout.flush()  # before what stderr says next, where both go to one file
+    except BrokenPipeError:
+        out.on_broken_pipe()
 
 
 def escape_controls(text: str) -> str:

@@ -9,10 +9,10 @@ import typer
 from slipstream.cli.shared.console import err, exit_negative, refuse
 from slipstream.planner.job.file import JobError
 from slipstream.planner.model.problem import NoPlanError
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import LOSSES
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.placement import PlacementError
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.rendezvous import RendezvousError

@@ -29,7 +29,8 @@ def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
-        refuse(f"{option}: {error}")
+        is_node = option == "--failed" and any(text.startswith("node") for text in texts)  # as --kill has it
+        refuse(f"{option}: {error}" + "; all workers of node N: --failed-node N" * is_node)
 
 
 def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from slipstream.cli.shared.console import duration
 from slipstream.cli.shared.role_changes import role_change_lines
-from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares
+from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares, gap_text
 from slipstream.planner.job.file import Job
 from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.plan import FaultFree, Plan
@@ -20,6 +20,8 @@ BUSY_SHARE = 0.97
 CLOSE_GAP = 0.01
 """Largest gap between period and proven bound, relative to the period, at which the search does not count as what
 limits the plan."""
+NEGLIGIBLE_GAP = 1e-3
+"""Largest gap between period and proven bound, relative to the period, that a longer search is not advised for."""
 MAX_NAMED = 3
 """Maximum number of workers that a line names."""
 MIN_GAIN = 1.0005
@@ -45,7 +47,7 @@ def describe_proof(schedule: Schedule) -> str:
     if schedule.gap is None:
         return "with no proven bound on how short it could be"
     proof = "proven optimal" if schedule.status == "optimal" else \
-        f"at most {max(schedule.gap, 1e-4):.2%} above the best possible"
+        f"at most {gap_text(schedule.gap)} above the best possible"
     return f"{proof} {schedule.scope.description}"
 
 
@@ -57,7 +59,7 @@ def detail_lines(made: Plan, others: Sequence[Alternative], moved: Transition) -
         f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
     lines = [f"{bound}planned in {duration(made.solve_seconds)} by {schedule.method}" +
              (", interrupted" if made.interrupted else f", until {made.end}" if made.end else "")]
-    if made.evidence:
+    if made.evidence and (schedule.gap is None or schedule.gap > NEGLIGIBLE_GAP):
         lines.append(made.evidence)
     if schedule.failed:
         lines.append(f"{', '.join(map(str, schedule.failed))} down: {_runs_text(schedule.rerouted)} re-routed to peers")

@@ -54,7 +54,7 @@ def read_search_params(path: Path | None) -> SearchParams:
 
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,
-              ctrl_c: str = "ends the search, and keeps this schedule", clock: Clock | None = None) -> Plan:
+              ctrl_c: str = "ends the search, with the best found by then", clock: Clock | None = None) -> Plan:
     """Plan a schedule for the job without the failed workers, with progress on stderr, and return the plan.
 
     Set `normalise` to True if live workers may take over roles of dead ones. The clause `ctrl_c` says, in the progress

@@ -12,8 +12,7 @@ from slipstream.cli.shared.console import err, print_json
 from slipstream.cli.shared.error_exits import exit_on_errors
 from slipstream.cli.shared.train_inputs import find_checkpoint, find_checkpoint_or_refuse
 from slipstream.cli.shared.train_options import TrainRequest
-from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.checkpoints.checkpoint import (
+from slipstream.runtime.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
     CheckpointError,
@@ -26,9 +25,8 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     require_job,
     verify_checkpoint,
 )
-from slipstream.runtime.model.checkpoints.parameters import layer_path, load_layer
-from slipstream.runtime.model.state.digest import combined_digest, tensor_digest
-from slipstream.runtime.model.tensor_codec import TensorError
+from slipstream.runtime.checkpoints.parameters import layer_path, load_layer
+from slipstream.runtime.config import RunConfig
 from slipstream.runtime.run_folder import (
     CHECKPOINTS,
     count_iterations_done,
@@ -37,6 +35,8 @@ from slipstream.runtime.run_folder import (
     raise_unless_free,
     read_takeover_record,
 )
+from slipstream.runtime.state.checksum import combined_digest, tensor_digest
+from slipstream.runtime.tensor_codec import TensorError
 from slipstream.schedules.codec import read
 from slipstream.schedules.document import DocumentError
 

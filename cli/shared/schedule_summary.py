@@ -48,13 +48,18 @@ def summarize_schedule(schedule: Schedule) -> dict[str, object]:
     }
 
 
+def gap_text(gap: float) -> str:
+    """Return a gap to a bound in percent; one that is not 0 is never shown as 0."""
+    return f"{max(gap, 1e-4) if gap > 0 else 0.0:.2%}"
+
+
 def summary_line(schedule: Schedule) -> str:
     """Return one line with the main figures of a schedule."""
     parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
     if schedule.status == "optimal":
         parts.append(f"proven optimal {schedule.scope.description}")
     elif schedule.gap is not None:
-        parts.append(f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap {schedule.gap:.2%}")
+        parts.append(f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap {gap_text(schedule.gap)}")
     parts.append(f"bubbles {bubble_share(schedule):.1%}")
     if schedule.failed:
         parts.append(f"{len(schedule.failed)} down, {schedule.rerouted} re-routed")
@@ -71,4 +76,4 @@ def _describe_memory(schedule: Schedule) -> str:
     if schedule.memory is None or not peaks:
         return ""
     least, most = (peak * schedule.memory.unit for peak in (min(peaks), max(peaks)))
-    return f"peak memory {least:,.6g}" + (f" to {most:,.6g}" if most > least else "") + ", in the job's unit"
+    return f"peak memory {least:,.6g}" + (f" to {most:,.6g}" if most > least else "") + ", in the job file's unit"

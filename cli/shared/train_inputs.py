@@ -8,20 +8,20 @@ from slipstream.cli.shared.console import refuse
 from slipstream.cli.shared.inputs import load_table_or_refuse, may_exist
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.from_job import build_grid
-from slipstream.runtime.config import RunConfig
-from slipstream.runtime.device import choose_device
-from slipstream.runtime.model.checkpoints.checkpoint import (
+from slipstream.runtime.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
     CheckpointError,
     open_checkpoint,
     open_latest,
 )
-from slipstream.runtime.model.data.data import load_data, load_validation_data
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.layers.worker_group import simulating_rank
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.coordinator.run_fit import count_samples_read
+from slipstream.runtime.data.data import load_data, load_validation_data
+from slipstream.runtime.device import choose_device
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.placement import place_layers
-from slipstream.runtime.run_fit import count_samples_read
+from slipstream.runtime.ranks.worker_group import simulating_rank
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 from slipstream.schedules.tables.relabel import Nodes
 from slipstream.schedules.tables.table import Table

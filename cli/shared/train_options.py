@@ -9,11 +9,11 @@ from typer import Option
 from slipstream.cli.shared import options
 from slipstream.cli.shared.console import complete_from
 from slipstream.planner.options import LAYERS
+from slipstream.runtime.coordinator.run_options import STALL_TIMEOUT_SECONDS
 from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
-from slipstream.runtime.run_options import STALL_TIMEOUT_SECONDS
 
 MAX_ITERATIONS = 2**40
 MODEL, FILES, CLUSTER = "What is trained", "Files", "Several machines"

@@ -28,18 +28,21 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 # --- Which live workers form replicas, and the layouts of published systems -------------------------------------------
 
 
-def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
+def form_replicas(problem: Problem, *, anew: bool = False, narrow: bool = False) -> list[Replica]:
     """Divide the live workers into replicas: rows of workers that together can hold all layers. A replica is a
     pipeline, or what is left of one or several.
 
     A pipeline without failed or slow workers keeps its stages. In all other replicas (`is_recut`), which come first,
-    the layers are to be divided again; with `anew`, in all replicas. Raises LookupError if the workers have no room for
-    all layers.
+    the layers are to be divided again; with `anew`, in all replicas. If they are `narrow`, each has as few workers as
+    memory allows, whatever their pipelines. Raises LookupError if the workers have no room for all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
-    for workers in sorted(filter(None, problem.live_by_pipeline), key=len):
-        if not anew and _is_whole_pipeline(problem, workers):
+    rows: Sequence[Sequence[Worker]] = problem.live_by_pipeline
+    if narrow:
+        rows = [(worker,) for worker in problem.live_workers]
+    for workers in sorted(filter(None, rows), key=len):
+        if not (anew or narrow) and _is_whole_pipeline(problem, workers):
             replicas.append(Replica(tuple(_sorted_by_layers(workers)), is_recut=False))
         elif _can_hold_all(problem, workers):
             replicas.append(Replica(tuple(_sorted_by_layers(workers)), is_recut=True))
@@ -51,6 +54,8 @@ def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
     if pool:
         if not replicas:
             raise LookupError("the live workers have no room for all layers")
+        if narrow:  # the rest stays idle: beside them, a replica would pass micro-batches on
+            return [*replicas, *(Replica((worker,), is_recut=True) for worker in pool)]
         weakest = min(replicas, key=lambda replica: (not replica.is_recut, len(replica.workers), replica.workers))
         replicas.remove(weakest)
         replicas.append(Replica(tuple(_sorted_by_layers([*weakest.workers, *pool])), is_recut=True))
@@ -283,6 +288,8 @@ def _moving_makers(problem: Problem, largest_fine: float,
         return problem.question.sliced and size * parts <= min(largest_fine, most)
 
     yield make_recut(parts=1)
+    if size <= params.largest_narrow:
+        yield make_recut(narrow=True, parts=1)
     yield make_recut(anew=True, parts=1)
     yield make_recut(spread=False, parts=1)
     if is_small_enough(params.separate_parts):
@@ -314,22 +321,22 @@ def _require_layers(problem: Problem) -> None:
 
 
 def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
-                separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
-                params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
+                separate: bool = False, anew: bool = False, narrow: bool = False, staggered: bool = False,
+                parts: int = 0, params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
     """Divide the layers again in pipelines that lost workers or have slow ones, and return the layout in which the
     busiest worker has the least load; None if nothing fits.
 
-    With `anew`, the layers of all pipelines are divided again (`form_replicas`). The options `floating`, `spread`,
-    `anywhere`, `separate` and `staggered` are those of `Divider`. If `parts` is not 0, slices are then cut by
+    With `anew` or `narrow`, the layers of all pipelines are divided again (`form_replicas`). The options `floating`,
+    `spread`, `anywhere`, `separate` and `staggered` are those of `Divider`. If `parts` is not 0, slices are then cut by
     `with_finer_slices`.
     """
-    replicas = form_replicas(problem, anew=anew)
+    replicas = form_replicas(problem, anew=anew, narrow=narrow)
     division = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
                        staggered=staggered, params=params).find_division()
     if division is None:
         return None
     where = " anywhere" if anywhere else " separately" if separate else ""
-    kind = ", ".join(["all pipelines re-cut" if anew else "re-cut pipelines",
+    kind = ", ".join(["few workers a replica" if narrow else "all pipelines re-cut" if anew else "re-cut pipelines",
                       "floating layers" if floating else "one cut each",
                       f"the rest spread{where}" if spread else "whole micro-batches"])
     layout = build_layout(problem, replicas, division[1], kind)

@@ -28,6 +28,11 @@ def has_whole_stages(problem: Problem) -> bool:
     return not problem.can_cut_stages
 
 
+def runs_whole_units(problem: Problem) -> bool:
+    """Return whether each worker runs whole micro-batches at each stage, at the usual speed."""
+    return has_whole_stages(problem) and not problem.has_slow_workers
+
+
 def has_equal_holders(problem: Problem, stage: int) -> bool:
     """Return whether the live holders of a stage have equal speed and memory."""
     return len({problem.workers[worker] for worker in problem.holders_by_slice[stage]}) == 1

@@ -9,7 +9,12 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from slipstream.planner.model.assumptions import is_single_stage, is_synchronous, runs_own_microbatches
+from slipstream.planner.model.assumptions import (
+    is_single_stage,
+    is_synchronous,
+    runs_own_microbatches,
+    runs_whole_units,
+)
 from slipstream.planner.model.bounds_chunks import chunk_bounds
 from slipstream.planner.model.bounds_layouts import period_bound, ticks_of_work
 from slipstream.planner.model.bounds_passage import compute_whole_fill, passage_bounds
@@ -109,13 +114,16 @@ def _earliest_forward(problem: Problem, stage: int) -> int:
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
     """Return the least ticks in which the live workers of some columns do the work of these columns.
 
-    Lemma 1; the shortest reductions and optimizer step of these workers are added.
+    Lemma 1, and lemma 20; the shortest reductions and optimizer step of these workers are added.
     """
-    work = sum(_least_work(problem, stage) * count_microbatches_at(problem, stage)
-               for column in columns for stage in problem.grid.stages_of_column(column))
-    slowness = (problem.workers[Worker(pipeline, column)].per_mille for column in columns
-                for pipeline in problem.live_pipelines_by_column[column])
-    return ticks_of_work(work, slowness) + min(map(problem.column_closing_ticks, columns))
+    units = [(_least_work(problem, stage), count_microbatches_at(problem, stage))
+             for column in columns for stage in problem.grid.stages_of_column(column)]
+    slowness = [problem.workers[Worker(pipeline, column)].per_mille for column in columns
+                for pipeline in problem.live_pipelines_by_column[column]]
+    ticks = ticks_of_work(sum(work * count for work, count in units), slowness)
+    if runs_whole_units(problem) and (common := math.gcd(*(work for work, _ in units))):
+        ticks = Fraction(math.ceil(ticks / common) * common)
+    return ticks + min(map(problem.column_closing_ticks, columns))
 
 
 def _least_work(problem: Problem, stage: int) -> int:

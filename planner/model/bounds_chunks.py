@@ -176,6 +176,8 @@ def _busiest_chunks(problem: Problem, holders: Sequence[Worker], stages: Sequenc
     chunks = tuple(_make_chunk(problem, stage, holders[0], count_microbatches_at(problem, stage))
                    for stage in stages)
     work = Fraction(sum(chunk.work * chunk.most for chunk in chunks), len(holders))
+    if common := math.gcd(*(chunk.work for chunk in chunks)):
+        work = Fraction(math.ceil(work / common) * common)  # lemma 20
     held_per_work = min((Fraction(chunk.activation, chunk.work) for chunk in chunks if chunk.work),
                         default=0)
     return Chunks(

@@ -188,11 +188,14 @@ def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
     """
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
-    for column, live in enumerate(problem.live_pipelines_by_column):
-        down = sum(column in dead[pipeline] for pipeline in part)
-        extra = -(-total // len(live)) - count
+    for root in sorted(set(problem.reduction_root)):
+        tied = [column for column, first in enumerate(problem.reduction_root) if first == root]
+        live = sum(len(problem.live_pipelines_by_column[column]) for column in tied)
+        down = sum(column in dead[pipeline] for pipeline in part for column in tied)
+        extra = -(-total * len(tied) // live) - count
         if down:
-            need = max(need, -(-down * count // extra) - (len(part) - down))
+            helpers = -(-down * count // extra) + down
+            need = max(need, -(-helpers // len(tied)) - len(part))
     return need
 
 

@@ -116,9 +116,10 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
 
 
 def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the memory unit, in the job's unit: the coarsest that represents all memory exactly, but at least the
-    largest amount / MAX_MEMORY_UNITS.
+    """Return the memory unit, in the job's unit: the coarsest that represents all memory exactly.
 
+    It is at least the largest amount / MAX_MEMORY_UNITS, and then a power of ten: an activation that is as large as
+    the capacity must still fit after the one is rounded up and the other down, so decimal numbers stay exact.
     If `costs` is given, the memory of single layers is considered, too.
     """
     if job.memory is None:
@@ -127,7 +128,10 @@ def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fracti
               for value in (*job.memory.activation, *job.memory.weight_stash, *job.memory.capacity)]
     values += [] if costs is None else [*costs.activation, *costs.weight_stash, *costs.weights]
     positive = [value for value in values if value]
-    return max(_common_divisor(positive), max(positive) / MAX_MEMORY_UNITS) if positive else Fraction(1)
+    if not positive:
+        return Fraction(1)
+    exact, finest = _common_divisor(positive), max(positive) / MAX_MEMORY_UNITS
+    return exact if exact >= finest else Fraction(10) ** math.ceil(math.log10(finest))
 
 
 def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory | None:

@@ -156,4 +156,4 @@ def describe_gap(known: Incumbent, clock: Clock, seconds: float) -> str:
     if known.stale > STALE_SHARE and known.cycles >= MIN_CYCLES:
         return f"no improvement for the last {clock.format_duration(known.stale * seconds)} ({tried}): this is " \
                f"probably close to the best, and the bound a little low; {bound}"
-    return f"the plan was still improving when the time was up ({tried}): try 5 times the limit; {bound}"
+    return f"the plan was still improving when the search ended ({tried}): try 5 times the limit; {bound}"

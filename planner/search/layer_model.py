@@ -81,7 +81,7 @@ class _LayerModel:
         # Memory counts what a worker comes to hold, so no host is excluded here.
         self._free = msgspec.structs.replace(self._with_hosts(), memory=None)
         self._with_memory = self._with_hosts()
-        self.ample = ample_period(self._free)
+        self.ample = ample_period(self._free) + sum(problem.costs.optimizer)  # one worker may come to hold all layers
         horizon = 2 * (self.ample if longest is None else longest)
         self._variables = variables = Variables(self._model, self._free, horizon)
         self.is_exact = True

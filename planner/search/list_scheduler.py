@@ -26,6 +26,7 @@ from slipstream.planner.model.memory import (
 )
 from slipstream.planner.model.problem import UNLIMITED, Problem, Unit, choose_evenly
 from slipstream.planner.model.start_times import time_order
+from slipstream.planner.search.least_loaded import assign_least_loaded
 from slipstream.schedules.memory import memory_change
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -67,10 +68,27 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
         raise StuckError
     if rule == "spread":
         return hosts | _assign_spread(problem, rerouted, lost)
+    if rule == "least-loaded":
+        return hosts | assign_least_loaded(problem, rerouted, lost, hosts, _find_hosts(problem))
     for stage, units in rerouted.items():
-        live = problem.hosts_in_column(stage)
-        hosts |= _assign_round_robin(live, units) if rule == "round-robin" \
-            else _assign_least_loaded(problem, stage, units, lost)
+        hosts |= _assign_round_robin(problem.hosts_in_column(stage), units)
+    return hosts
+
+
+def _find_hosts(problem: Problem) -> Mapping[int, Sequence[Worker]]:
+    """Return the workers that may run re-routed units of each stage without a deadlock.
+
+    With two directions, workers of the other column may if none has to run one direction after
+    the other, and if they have room for what an F reserves.
+    """
+    reserved = _reserve_by_column(problem)
+    hosts: dict[int, Sequence[Worker]] = {}
+    for stage in range(len(problem.grid.stages)):
+        hosts[stage] = problem.hosts_in_column(stage)
+        if not reserved.chains_in_turn:
+            hosts[stage] = [worker for worker in problem.hosts_by_slice[stage]
+                            if worker in hosts[stage]
+                            or activation_room(problem, worker) >= reserved.needed[stage]]
     return hosts
 
 
@@ -172,24 +190,6 @@ def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
 def _host_by_pipeline(problem: Problem, stage: int) -> dict[int, Worker]:
     """Return the worker of each pipeline that may run this stage."""
     return {host.pipeline: host for host in problem.hosts_in_column(stage)}
-
-
-def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Assign each re-routed unit of a stage to the peer that would finish first or, of several, to the one whose
-    pipeline has the fewest dead workers; return the worker of each unit.
-
-    `lost` has the number of dead workers of each pipeline.
-    """
-    ticks_of, host_of = _ticks_by_pipeline(problem, stage), _host_by_pipeline(problem, stage)
-    live = sorted(ticks_of, key=lambda host: (lost[host], host))
-    loads = [(ticks_of[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
-    heapq.heapify(loads)
-    hosts = {}
-    for unit in units:
-        load, order, host = heapq.heappop(loads)
-        hosts[unit] = host_of[host]
-        heapq.heappush(loads, (load + ticks_of[host], order + len(live), host))
-    return hosts
 
 
 # --- The list scheduler -----------------------------------------------------------------------------------------------

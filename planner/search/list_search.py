@@ -316,7 +316,8 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
     schedulers: list[Scheduler | None] = []
     exchanging, is_over = _can_exchange(problem), False
     attempts: list[_Attempt] = []
-    for index, rule in _iterate_rules(best, params):
+    first_rules = list(_iterate_first_rules(problem, params))
+    for number, (index, rule) in enumerate(itertools.chain(first_rules, _iterate_grid(best))):
         if isinstance(rule, RoundRule):
             attempt = _try_other(best, schedulers, rule, RoundScheduler, TRIED_ROUNDS)
         elif isinstance(rule, InterleavedRule):
@@ -327,7 +328,8 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
             attempt = None
         if attempt:
             attempts.append(attempt)
-        if is_over := best.is_over or (exchanging and best.share_spent > params.grid_share):
+        can_exchange = exchanging and number + 1 >= len(first_rules)
+        if is_over := best.is_over or (can_exchange and best.share_spent > params.grid_share):
             break
     if best.solution is None or (not problem.assigned and (
             not is_over or (not best.has_reached_bound and problem.operation_count <= params.largest_untimed))):
@@ -337,12 +339,11 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
     return sorted(attempts, key=lambda attempt: attempt.period)[:params.starts]
 
 
-def _iterate_rules(best: _SearchState, params: ListParams) -> Iterator[tuple[int, Rule]]:
-    """Iterate over the rules to try, each with the index of its assignment in `ASSIGNMENT_RULES`.
+def _iterate_first_rules(problem: Problem, params: ListParams) -> Iterator[tuple[int, Rule]]:
+    """Iterate over the rules to try first, each with its index in `ASSIGNMENT_RULES`.
 
     Orders in rounds are tried if memory is limited, the first of them early: large jobs have time for few rules.
     """
-    problem = best.problem
     shortlist = iterate_shortlist(problem, params)
     rounds = iterate_round_rules(problem)
     yield from itertools.islice(shortlist, FIRST_RULES)
@@ -350,9 +351,16 @@ def _iterate_rules(best: _SearchState, params: ListParams) -> Iterator[tuple[int
     yield from ((0, rule) for rule in itertools.islice(rounds, FIRST_ROUNDS))
     yield from shortlist
     yield from ((0, rule) for rule in rounds)
-    for rule in iterate_rule_grid(problem):
+
+
+def _iterate_grid(best: _SearchState) -> Iterator[tuple[int, Rule]]:
+    """Iterate over the grid of rules under every assignment.
+
+    If a layout gives the assignment, the grid ends with the first plan.
+    """
+    for rule in iterate_rule_grid(best.problem):
         for index in range(len(ASSIGNMENT_RULES)):
-            if problem.assigned and best.solution is not None:
+            if best.problem.assigned and best.solution is not None:
                 return
             yield index, rule
 

@@ -67,8 +67,9 @@ def index_markdown(index: Index) -> str:
                           for name, width in zip(head, widths, strict=True)) + "|"
     basis = index.basis
     title = f"# {basis.job}: {basis.grid.pipelines} pipelines x {basis.grid.columns} stages"
+    effort = f"{basis.time_limit:g} s" if basis.steps is None else f"{basis.steps:,} steps"
     about = (f"Planned by {basis.method}, {basis.backward} backward, {basis.optimizer} optimizer, "
-             f"{basis.time_limit:g} s an entry. Throughput is relative to\nfault-free; fault-scaled is the share of "
+             f"{effort} an entry. Throughput is relative to\nfault-free; fault-scaled is the share of "
              "workers that are left; the gap is how far the period\ncan at most be from the best possible for these "
              "roles.\nAt once: no layer moves, whichever workers of these stages fail. Roles moved: for any failures of"
              "\nthat number; live workers take over the roles of the dead that are not down here, and load their"

@@ -19,7 +19,7 @@ from slipstream.runtime.coordinator.connections.server import Connection, Server
 from slipstream.runtime.coordinator.connections.stall_watch import StallReport, StallWatch
 from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
-from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, SendMessage
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleRequest, SendMessage
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.run_state import (
@@ -29,9 +29,7 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     TrainingPhase,
     build_initial_state,
 )
-from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, SpeedRequest
 from slipstream.runtime.coordinator.decisions.transition import (
     AbortIteration,
     ReportsReceived,

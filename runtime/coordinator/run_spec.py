@@ -5,20 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
-from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, Journal
+from slipstream.runtime.coordinator.decisions.effects import PreparedSchedule
+from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, Journal, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.run_state import RunRules
-from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 from slipstream.runtime.failure_domains import FailureDomains
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
-from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.run_folder import TakeoverRecord
-from slipstream.runtime.run_options import Resilience, RunOptions
+from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
+from slipstream.runtime.state.parts import ElementCounts
 from slipstream.schedules.schedule import Schedule, Worker
 
 
@@ -44,7 +43,7 @@ class RunSpec:
     """Bytes of parameters, buffers and optimizer state of each layer of the model, which are sent when the layer
     moves."""
     shared_layers: Sequence[Collection[int]] = ()
-    """Groups of layers of the model that share a parameter (`runtime.model.layers.sharing`)."""
+    """Groups of layers of the model that share a parameter (`runtime.models.sharing`)."""
     whole_schedules: bool = False
     """True if each worker needs all of every schedule, not only its own share, to deal samples or to evaluate."""
     elements: Sequence[ElementCounts]

@@ -1,7 +1,6 @@
 """Start, watch and end processes.
 
     fork_server            a process that imports torch once and forks others: the launcher's side
-    fork_server_process    the fork server's process itself
     fork_server_messages   messages between the launcher and the fork server
     parent_death           a signal to a process when its parent dies
     child_processes        parallel tasks, each in a process of its own that returns a result
@@ -14,4 +13,7 @@
     stop_signals           SIGTERM and Ctrl-C
     launch_environment     environment variables set by torchrun, srun or mpirun
     torchrun_store         finds node 0 by the store of torchrun's agent
+
+May import: `protocol`. The fork server's own process is `worker.fork_server_process`, since it imports what
+workers need before it forks them.
 """

@@ -80,13 +80,13 @@ class ForkServer:
 
     def __init__(self) -> None:
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
-        # from the working directory (`runtime.model.object_reference` adds it if the job names code of its own).
+        # from the working directory (`runtime.object_reference` adds it if the job names code of its own).
         # Signals that schedulers send to all processes stay blocked there; a worker unblocks SIGTERM later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULER_SIGNALS)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=theirs.fileno(),
+                [sys.executable, "-P", "-m", "slipstream.runtime.worker.fork_server_process"], stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL, env=build_environment(**ONE_THREAD_ENVIRONMENT), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._attach_connection(ours, f"slipstream-{secrets.token_hex(16)}")

@@ -14,8 +14,8 @@ COORDINATOR_TIMEOUT_SECONDS = 60.0
 """Default time to wait for another coordinator: long enough to start a process by hand that imports torch."""
 
 
-HUGGING_FACE = "slipstream.runtime.model.layers.hugging_face.model"
-TORCHTITAN = "slipstream.runtime.model.layers.torchtitan.model"
+HUGGING_FACE = "slipstream.runtime.models.hugging_face.model"
+TORCHTITAN = "slipstream.runtime.models.torchtitan.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         It is sent over a socket that no other process reads, so that the secret is in no command line and no
         environment. A worker that returns appends to its log.
         """
-        return ProcessSpec(format_process_name(self.worker, self.rank), "slipstream.runtime.worker.main:main",
+        return ProcessSpec(format_process_name(self.worker, self.rank), "slipstream.runtime.worker.main_thread:main",
                            msgspec.json.encode(self).decode(), str(self.log_path), append=self.restarted,
                            imports=self._slow_imports)
 

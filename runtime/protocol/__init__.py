@@ -19,4 +19,6 @@ are pushed, and arrive in the order in which they were sent. msgspec checks each
 unpickled, and no message names code or paths. Connections are accepted only from processes that know the run's secret.
 The coordinator's port is open on the given address and on no other, loopback by default. torch's key-value store, which
 asks for no secret, holds only the addresses of process groups. docs/threat-model.md describes the consequences.
+
+May import: `replay`, and the runtime's modules for configuration.
 """

@@ -2,8 +2,8 @@
 
 import torch
 
-from slipstream.runtime.model.layer_values import Form, TensorForm, TupleForm
 from slipstream.runtime.protocol.setup import FormSpec
+from slipstream.runtime.replay.layer_values import Form, TensorForm, TupleForm
 
 
 def encode_form(form: Form) -> FormSpec:

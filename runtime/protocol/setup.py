@@ -4,10 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.replay.transport import TransportName
 from slipstream.schedules.schedule import Worker
 
 JOIN_TIMEOUT_SECONDS = 600.0
@@ -19,7 +19,7 @@ VERIFY_EVERY = 50
 
 
 class FormSpec(msgspec.Struct, frozen=True, array_like=True):
-    """JSON form of a `runtime.model.layer_values.Form` (`form_codec`): the shapes and dtypes of a value that is passed
+    """JSON form of a `runtime.replay.layer_values.Form` (`form_codec`): the shapes and dtypes of a value that is passed
     between layers."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
@@ -51,7 +51,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     traced: int
     """Number of last iterations of the run in which workers report when each op ran."""
     nodes: int
-    transport: Transport
+    transport: TransportName
     device: Literal["cpu", "cuda"]
     store: Rendezvous
     """Address of torch's key-value store, where process groups find each other."""

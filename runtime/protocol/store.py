@@ -6,7 +6,7 @@ from torch.distributed import DistError
 
 from slipstream.runtime.errors import describe_reason
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
-from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.replay.torch_groups import TCPStore
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.to_worker import StepFactor
+from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
 from slipstream.schedules.measured_trace import MeasuredOp, OpTime
 from slipstream.schedules.schedule import Worker
@@ -41,7 +41,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 class HeldState(msgspec.Struct, frozen=True, array_like=True):
     """State that a worker holds: layers, and the parts of parameters and optimizer state that it keeps up to date
-    itself (`runtime.model.state.parts`)."""
+    itself (`runtime.state.parts`)."""
 
     layers: tuple[LayerRange, ...] = ()
     """Layers of the model that the worker holds, as ascending ranges that do not touch."""
@@ -90,6 +90,8 @@ class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
     """True if one of the worker's processes has not stepped `iteration`."""
     doubted: bool = False
     """True if the order has ended because copies of the members' state differ (`EndOrder`)."""
+    trusted_from: int = 0
+    """Latest `Train.trusted_from` that the worker knows."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -120,7 +122,7 @@ class TrainingStarted(msgspec.Struct, frozen=True, tag=True):
 
 class Checksum(msgspec.Struct, frozen=True, array_like=True):
     """Checksum of the elements from `start` up to `stop` of a layer that a worker holds
-    (`runtime.model.state.checksum`)."""
+    (`runtime.state.checksum`)."""
 
     layer: int
     start: int

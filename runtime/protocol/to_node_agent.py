@@ -7,7 +7,7 @@ import msgspec
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.to_worker import Acknowledged
-from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.replay.transport import TransportName
 from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0
@@ -22,7 +22,7 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     shares: tuple[int, ...]
     """Number of workers of each node that take part from the start."""
     device: Literal["cpu", "cuda"]
-    transport: Transport
+    transport: TransportName
     workers: tuple[Worker, ...]
     """Workers of the agent's own node, which it starts."""
     config: RunConfig

@@ -16,7 +16,7 @@ from slipstream.schedules.shares import WorkerShare
 
 class StepFactor(msgspec.Struct, frozen=True, array_like=True):
     """Number by which the gradients of an iteration are multiplied. None: the iteration made no step. See
-    `runtime.model.state.clipping`."""
+    `runtime.state.step_factors`."""
 
     iteration: int
     factor: float | None
@@ -36,7 +36,7 @@ class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 Addresses = tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...]
-"""Host and port at which each rank of some workers sends layers (`runtime.worker.layer_sender`), by worker and rank."""
+"""Host and port at which each rank of some workers sends layers (`runtime.moving.layer_sender`), by worker and rank."""
 JSON_NULL = msgspec.Raw(b"null")
 MAX_STORED_CONTENTS = 64
 """Number of `ScheduleContent` messages that a worker stores, the latest ones. The coordinator knows which these are."""
@@ -77,7 +77,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Transfers of parts of layers that are made before the first op, while all members wait."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
     """Ranges that keep their partition although some of its members are gone, each with the members it was made for
-    (`runtime.model.state.parts.StatePartition.after_losses`)."""
+    (`runtime.state.parts.StatePartition.after_losses`)."""
     addresses: Addresses = ()
     """Addresses from which the sources of `moves` send layers."""
     fetch: int = 0
@@ -89,6 +89,11 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     All members first drop all layers. They read these from the checkpoint of `first_iteration`, or build them as they
     were before the run began.
+    """
+    trusted_from: int = 0
+    """Number of the last order in which the run went back because copies differed; 0: none.
+
+    What a worker holds that has followed no order since is wrong, perhaps without its knowledge.
     """
 
     @property

@@ -1,9 +1,13 @@
-"""Run schedules: run ops in program order, and pass tensors between workers.
+"""The core of the runtime: runs a worker's program in order, and passes tensors between workers.
+
+It loads a program (`schedules.program`), runs it with the layers, optimizer, samples, recorder and
+transport that it is given (`seams`), and commits. It knows no run: of the runtime it imports
+`errors` alone. All other folders are built on it.
 
     executor       runs one worker's program, op by op
-    seams          what the executor is given, as interfaces: layers, their state, optimizer steps
-    own_loop       replay in a user's own loop: no coordinator, job file or run folder
-    evaluation     computes the loss of validation data with the forwards of the schedule
+    seams          what the executor is given, as interfaces
+    layer_values   values that pass from layer to layer: a tensor, or a tuple of tensors
+    microbatch     the name of a micro-batch
     exchange       passes the result of an op to the next op, on the same worker or another
     session        one worker's communication in a generation: sends, receives, sums, aborts, commit points
     group_cache    process groups, created when a generation begins, and reused if nothing was aborted in them
@@ -12,13 +16,12 @@
     backend        interface for creating and aborting process groups
     gloo           gloo, which forgets some of the calls that wait
     nccl           NCCL, whose communicators another thread must abort
-    nccl_streams   gives each communicator a stream of its own
     sockets        finds and shuts down the connections of gloo
-    transport      chooses gloo or NCCL for a run
+    transport      the names of the transports
+    torch_groups   stores and process groups of torch that its documentation does not cover
+    background_queue  work in a thread and a stream of its own
     group_store    key-value store in which the members of a process group leave their addresses
     membership     members of a generation, and the processes of each
-    part_exchange  sums of gradients, and parameters, if optimizer state is sharded
-    dealt_samples  assigns samples to the micro-batches of a schedule by their costs
     recorder       records when each op ran
     stuck_calls    finds a thread that is stuck in a process group
 """

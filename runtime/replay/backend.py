@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from slipstream.runtime.replay.group_store import GroupStore
 from slipstream.runtime.replay.sockets import Sockets
-from slipstream.runtime.torch_private import Group, Store
+from slipstream.runtime.replay.torch_groups import Group, Store
 
 
 class GroupRendezvous(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.runtime.model.layer_values import (
+from slipstream.runtime.replay.layer_values import (
     Form,
     Value,
     allocate_value,
@@ -16,8 +16,7 @@ from slipstream.runtime.model.layer_values import (
     pack_value,
     unpack_value,
 )
-from slipstream.runtime.replay.session import GenerationSession
-from slipstream.runtime.replay.transfers import IncomingTensor, OutgoingTensor
+from slipstream.runtime.replay.seams import Incoming, Outgoing, Transport
 from slipstream.schedules.program import RECEIVES, Instruction, ValueName, WorkerProgram
 from slipstream.schedules.schedule import Worker
 
@@ -28,7 +27,7 @@ MAX_POSTED_RECEIVES = 4
 class _SentTensor(NamedTuple):
     """A sent tensor that is kept because it may still be in transfer."""
 
-    outgoing: OutgoingTensor
+    outgoing: Outgoing
     sent_at: tuple[int, int]
     """Run of the program, counted from 0, and number of the sends to this target before it in the program."""
 
@@ -50,7 +49,7 @@ class Exchange:
         Shapes and dtypes of the inputs of each layer of the schedule, followed by those of the output of the last one.
     """
 
-    def __init__(self, program: WorkerProgram, session: GenerationSession, forms: Sequence[Form],
+    def __init__(self, program: WorkerProgram, session: Transport, forms: Sequence[Form],
                  iterations: range) -> None:
         self._session = session
         self._forms = forms
@@ -67,7 +66,7 @@ class Exchange:
         self._receive_places = None if session.ordered else [
             place for place, one in enumerate(self._transfers) if one.kind in RECEIVES]
         # Keys are numbers of transfers, counted over all iterations: transfers of two iterations may be pending.
-        self._arriving: dict[int, IncomingTensor] = {}
+        self._arriving: dict[int, Incoming] = {}
         self._ready: dict[int, Tensor] = {}
         self._awaited: dict[ValueName, int] = {}
         """Numbers of the transfers that bring the next inputs."""

@@ -6,19 +6,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
-from slipstream.runtime.model.layer_values import Value
-from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.replay.exchange import Exchange
-from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.seams import Batch, Runner, Slices, State, Steps
-from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.replay.layer_values import Value
+from slipstream.runtime.replay.microbatch import Microbatch
+from slipstream.runtime.replay.seams import Feed, OpRecorder, Reducer, Runner, Slices, State, Steps, Transport
+from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.program import Instruction, TransferKind, ValueName, WorkerProgram
 from slipstream.schedules.schedule import Op, OpKind
 
-Feed = Callable[[Microbatch], Batch]
-"""Function that returns a micro-batch: tokens and targets, each [B, T], and its other tensors, on the device that
-computes."""
 BeforeOp = Callable[[int, int, OpKind], None]
 """Function called before each op with the iteration, the op's index among the ops of the worker's program, and the
 kind of op.
@@ -44,6 +39,26 @@ class _ProgramStep(NamedTuple):
     """Name of the value that the instruction makes."""
 
 
+class WholeReducer:
+    """Sums of gradients over holders that keep all state of their layers."""
+
+    def __init__(self, session: Transport, state: State) -> None:
+        self._session, self._state = session, state
+
+    def sum_gradients(self, layers: LayerRange) -> None:
+        """Sum the gradients of a range of layers over the workers that hold it."""
+        self._session.sum_over_sharers(layers, self._state.gradients_to_sum(layers))
+
+    def wait_until_unread(self) -> None:
+        """Return at once: a sum has ended when it is returned."""
+
+    def gather_parameters(self, iteration: int) -> None:
+        """Do nothing: this worker has stepped all of its parameters."""
+
+    def mark_gathered(self, iteration: int) -> None:
+        """Do nothing."""
+
+
 class Executor:
     """Runner of one live worker's program: its ops on its slices, its sums of gradients, and its optimizer steps.
 
@@ -51,6 +66,8 @@ class Executor:
 
     The function `sample_of` returns the sample that a micro-batch of the schedule runs: its data, seeds and weights are
     the sample's, while tensors between workers bear the name of the micro-batch.
+
+    Without a `reducer`, all holders of a layer keep all of its state (`WholeReducer`).
 
     The function `before_exchange` is called before each input, transfer, reduction and step. An error that it raises
     ends the iteration.
@@ -60,7 +77,8 @@ class Executor:
     """
 
     def __init__(self, program: WorkerProgram, *, slices: Slices, steps: Steps,
-                 session: GenerationSession, exchange: Exchange, feed: Feed, recorder: Recorder,
+                 session: Transport, exchange: Exchange, feed: Feed, recorder: OpRecorder,
+                 reducer: Reducer | None = None,
                  before_op: BeforeOp = lambda *_: None,
                  before_exchange: Callable[[], None] = lambda: None,
                  before_step: Callable[[int], None] = lambda _: None,
@@ -72,7 +90,7 @@ class Executor:
         self._slices, self._holding = slices, slices.holding
         self._steps = steps
         self._session = session
-        self._parts = PartExchange(session)
+        self._reducer = reducer or WholeReducer(session, slices.holding)
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -96,7 +114,7 @@ class Executor:
             self._discard_round()
         self._exchange.end_iteration()
         self._session.reach_commit_point()
-        self._steps.when_validated(partial(_mark_gathered, self._holding, self._steps, iteration))
+        self._steps.when_validated(partial(_mark_gathered, self._reducer, self._steps, iteration))
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
@@ -113,7 +131,7 @@ class Executor:
         """Run all ops of the program. Return False if the optimizer step before was guessed wrong: the iteration must
         then be run again.
 
-        See `runtime.model.state.steps`.
+        See `runtime.state.steps`.
         """
         for step in self._program:
             if step.op is None:
@@ -140,9 +158,9 @@ class Executor:
         known to be right. Raises CommunicationError.
         """
         assert self._steps.validated is not None
-        self._gather_parameters()
+        self._reducer.gather_parameters(self._steps.iteration)
         self._session.reach_commit_point()
-        self._holding.mark_gathered(self._steps.validated[0])
+        self._reducer.mark_gathered(self._steps.validated[0])
         self._steps.leave_void_state()
 
     def _discard_round(self) -> None:
@@ -210,13 +228,8 @@ class Executor:
         """
         slice = step.instruction.slice
         assert slice is not None
-        layers = self._slices.layers[slice]
         with self._record_op(step):
-            whole = self._holding.gradients_to_sum(layers)
-            if (cut := self._holding.sharded_partition(layers)) is not None:
-                gradients, *whole = whole
-                self._parts.reduce_gradients(layers, gradients, cut, self._holding.copy_buffers(layers))
-            self._session.sum_over_sharers(layers, whole)
+            self._reducer.sum_gradients(self._slices.layers[slice])
 
     def _run_optimizer(self, step: _ProgramStep) -> None:
         """Run an O: sum the gradients of shared parameters, step, and gather parameters.
@@ -233,17 +246,9 @@ class Executor:
             for name in self._holding.shared_gradients:
                 self._session.sum_over_sharers(name, self._holding.gradients_to_sum(name))
             with self._session.waiting_for_device():  # reading the squares of gradients does
-                self._steps.step(self._iteration, self._loss, self._parts.wait_for_copies)
+                self._steps.step(self._iteration, self._loss, self._reducer.wait_until_unread)
             # Gather even if this worker knows that no step is made: others may have guessed one, and wait for its part.
-            self._gather_parameters()
-
-    def _gather_parameters(self) -> None:
-        """Gather the parameters of all ranges with sharded state from their owners, with all transfers in progress at
-        once."""
-        self._holding.mark_gathering(self._steps.iteration)
-        for finish in [self._parts.start_gather(*flat) for flat in self._holding.flat_parameters()]:
-            finish()
-        self._holding.start_copy_steps()
+            self._reducer.gather_parameters(self._steps.iteration)
 
     def _runner_of(self, step: _ProgramStep) -> Runner:
         assert step.runner is not None
@@ -291,11 +296,11 @@ def _build_steps(program: WorkerProgram, slices: Slices) -> list[_ProgramStep]:
     return steps
 
 
-def _mark_gathered(holding: State, steps: Steps, iteration: int) -> None:
+def _mark_gathered(reducer: Reducer, steps: Steps, iteration: int) -> None:
     """Mark the gathered parameters as those after `iteration`, unless the validation of its optimizer step has shown
     that the step was guessed wrong."""
     if steps.is_final:
-        holding.mark_gathered(iteration)
+        reducer.mark_gathered(iteration)
 
 
 _HANDLERS: Mapping[OpKind | TransferKind, Callable[[Executor, _ProgramStep], None]] = {

@@ -15,8 +15,8 @@ from torch.distributed import Work
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import GroupRendezvous
 from slipstream.runtime.replay.sockets import Sockets, find_open_sockets, is_any_open, shut_down_sockets
+from slipstream.runtime.replay.torch_groups import GlooDevice, Group, create_gloo_group, open_gloo_devices
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, UnreachableError
-from slipstream.runtime.torch_private import GlooDevice, Group, create_gloo_group, open_gloo_devices
 
 CLOSE_TIMEOUT_SECONDS = 0.5
 """Limit on the wait until gloo closes a connection that was shut down. It takes milliseconds, or never happens if

@@ -14,9 +14,9 @@ from slipstream.runtime.replay.membership import worker_of_process
 from slipstream.runtime.replay.nccl import NcclBackend
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
+from slipstream.runtime.replay.torch_groups import Group, Store
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationError, UnreachableError
-from slipstream.runtime.replay.transport import Transport
-from slipstream.runtime.torch_private import Group, Store
+from slipstream.runtime.replay.transport import TransportName
 
 _REUSABLE_DECODER = msgspec.json.Decoder(dict[str, tuple[int, int]])
 """Decoder of the groups that a process could reuse, by name: the order that created each, and the number of operations
@@ -71,7 +71,7 @@ class GroupCache:
     they need to end an iteration.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: TransportName) -> None:
         self.host = GlooBackend()
         """Gloo backend, which carries numbers and bytes in host memory."""
         self.backend: Backend = self.host if transport == "gloo" else NcclBackend()

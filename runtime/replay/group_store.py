@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from slipstream.runtime.torch_private import Store, TCPStore
+from slipstream.runtime.replay.torch_groups import Store, TCPStore
 
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005

@@ -1,9 +1,12 @@
 """Membership: the workers that train together in a generation, and the names of their processes."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from slipstream.runtime.model.layers.worker_group import WorkerGroup
+import torch
+
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
@@ -19,6 +22,37 @@ def worker_of_process(process: str) -> Worker:
     return Worker.parse(process.partition(":")[0])
 
 
+@dataclass(frozen=True, slots=True)
+class GroupConnection:
+    """Connection that carries the tensors of a worker's process group during one generation."""
+
+    backend: Any
+    """Backend of torch.distributed for these ranks, to which calls are passed on."""
+    guard: Callable[[str], AbstractContextManager[None]]
+    """Function that takes a description of a collective and returns a context for it, which converts errors for the
+    caller."""
+    device: torch.device
+    """Device on which this rank computes."""
+    staged: bool
+    """True if tensors pass through host memory."""
+
+
+class Ranks(Protocol):
+    """Processes of one worker, such as `runtime.ranks.worker_group.WorkerGroup`."""
+
+    def rank(self) -> int:
+        """Return the rank of this process among those of its worker."""
+
+    def size(self) -> int:
+        """Return the number of processes of the worker."""
+
+    def connect(self, connection: GroupConnection) -> None:
+        """Set the connection that carries tensors from now on."""
+
+    def disconnect(self, connection: GroupConnection) -> None:
+        """Remove a connection, unless another one has replaced it."""
+
+
 class Membership(NamedTuple):
     """Members of one generation, and which of them this worker is."""
 
@@ -27,7 +61,7 @@ class Membership(NamedTuple):
     ranks: Mapping[Worker, int]
     """Rank of each member, from 0 upwards; equal at every member."""
     worker: Worker
-    group: WorkerGroup | None = None
+    group: Ranks | None = None
     """Processes of this worker if it has several. Processes of the same rank in all workers communicate with each
     other."""
 

@@ -1,24 +1,31 @@
-"""What the executor is given: a worker's layers, their state, and its optimizer steps, as interfaces.
+"""What replays a program is given, as interfaces.
 
-`runtime.model` implements them for whole runs, `runtime.replay.own_loop` for a loop of a user's own.
+A worker's layers (`Slices`, `Runner`), their state (`State`), sums over the holders of layers
+(`Reducer`), optimizer steps (`Steps`), samples (`Feed`), a transport (`Transport`) and a recorder
+(`OpRecorder`). docs/library.md has a section on each. Runs implement them in `runtime.computing`,
+`runtime.state`, `runtime.data` and `runtime.worker`; a loop of a user's own in `runtime.own_loop`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from slipstream.runtime.model.layer_values import Value
-from slipstream.runtime.model.microbatch import Microbatch
-from slipstream.runtime.model.state.parts import Span, StatePartition
+from slipstream.runtime.replay.layer_values import Value
+from slipstream.runtime.replay.microbatch import Microbatch
 from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Op, Worker
 
 Batch = tuple[Tensor, ...]
 """Data of a micro-batch, on the device that computes: input, target, and others."""
+Feed = Callable[[Microbatch], Batch]
+"""Source of samples: a function that returns the data of a micro-batch, on the device that computes."""
 
 
 class Runner(Protocol):
-    """Runner of the ops of one slice, such as `runtime.model.computing.slices.SliceRunner`."""
+    """Runner of the ops of one slice, such as `runtime.computing.slices.SliceRunner`."""
 
     @property
     def first(self) -> bool:
@@ -50,7 +57,7 @@ class Runner(Protocol):
 
 
 class State(Protocol):
-    """Gradients and parameters of the layers that a worker holds, as they are summed and gathered."""
+    """Gradients of the layers that a worker holds, as they are summed."""
 
     @property
     def shared_gradients(self) -> Mapping[str, Any]:
@@ -59,27 +66,30 @@ class State(Protocol):
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
         """Return the gradients of a range of layers or of a shared parameter, to be summed in place."""
 
-    def sharded_partition(self, layers: LayerRange) -> StatePartition | None:
-        """Return the partition of a range's state; None if all holders keep all of it."""
 
-    def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
-        """Return the buffers for the sums of parts of which this worker keeps a copy."""
+class Reducer(Protocol):
+    """Sums of gradients over the holders of layers, and what follows a step.
 
-    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
-        """Iterate over the ranges with sharded state, whose parameters are gathered after a step."""
+    `runtime.replay.executor.WholeReducer` is for holders that keep all state of their layers,
+    `runtime.state.part_exchange.PartReducer` for those that keep a part. All methods except the last
+    raise CommunicationError.
+    """
 
-    def mark_gathering(self, iteration: int) -> None:
-        """Mark the parameters as being gathered after an iteration."""
+    def sum_gradients(self, layers: LayerRange) -> None:
+        """Sum the gradients of a range of layers over the workers that hold it."""
+
+    def wait_until_unread(self) -> None:
+        """Wait until no other worker reads this worker's gradients."""
+
+    def gather_parameters(self, iteration: int) -> None:
+        """Get the parameters that other workers have stepped in an iteration."""
 
     def mark_gathered(self, iteration: int) -> None:
-        """Mark the parameters as those after an iteration."""
-
-    def start_copy_steps(self) -> None:
-        """Start the steps of copies of others' state."""
+        """Mark the parameters as those after an iteration: a commit point has been reached."""
 
 
 class Slices(Protocol):
-    """Runners of a worker's slices, such as `runtime.model.computing.slices.WorkerSlices`."""
+    """Runners of a worker's slices, such as `runtime.computing.slices.WorkerSlices`."""
 
     @property
     def runners(self) -> Mapping[int, Runner]:
@@ -101,7 +111,7 @@ class Slices(Protocol):
 
 
 class Steps(Protocol):
-    """Optimizer steps of a worker, such as `runtime.model.state.steps.StepController`."""
+    """Optimizer steps of a worker, such as `runtime.state.steps.StepController`."""
 
     @property
     def iteration(self) -> int:
@@ -133,3 +143,67 @@ class Steps(Protocol):
 
     def when_validated(self, call: Callable[[], None]) -> None:
         """Call a function as soon as the last step is final."""
+
+
+class Outgoing(Protocol):
+    """A tensor that is being sent."""
+
+    @property
+    def target(self) -> Worker:
+        """Worker that receives it."""
+
+    def wait(self) -> None:
+        """Wait until the tensor may be freed. Raises CommunicationError."""
+
+
+class Incoming(Protocol):
+    """A tensor that is being received."""
+
+    def wait_for_tensor(self) -> Tensor:
+        """Wait for the tensor, and return it on the device that computes. Raises CommunicationError."""
+
+
+class Transport(Protocol):
+    """Transfers and sums of one worker, such as `runtime.replay.session.GenerationSession`.
+
+    All methods may raise CommunicationError.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Device that computes."""
+
+    @property
+    def ordered(self) -> bool:
+        """True if transfers are matched by their order instead of a tag."""
+
+    def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
+        """Start to send a tensor to a worker."""
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Incoming:
+        """Start to receive a tensor from a worker."""
+
+    def sum_over_sharers(self, what: LayerRange | str, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all workers that hold `what`: layers or a shared parameter."""
+
+    def reduce_in_background(self, reduce: Callable[[], None]) -> None:
+        """Call `reduce`, which sums gradients, concurrently with compute; calls run in order."""
+
+    def wait_for_reductions(self) -> None:
+        """Wait for all concurrent reductions, and raise the error of any."""
+
+    def waiting_for_device(self) -> AbstractContextManager[None]:
+        """Return a context within which this thread waits for the device."""
+
+    def reach_commit_point(self) -> None:
+        """Wait for the device, and raise CommunicationError unless all results up to now are good."""
+
+
+class OpRecorder(Protocol):
+    """Recorder of when ops ran, such as `runtime.replay.recorder.Recorder`."""
+
+    def record_op(self, op: Op) -> AbstractContextManager[None]:
+        """Return a context within which an op runs."""
+
+    def restart_iteration(self) -> None:
+        """Discard what was recorded of the present iteration, which begins again."""

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from slipstream.runtime.background_queue import BackgroundQueue
-from slipstream.runtime.model.layers.worker_group import GroupConnection
+from slipstream.runtime.replay.background_queue import BackgroundQueue
 from slipstream.runtime.replay.group_cache import GenerationGroups, GroupCache, GroupSpec
-from slipstream.runtime.replay.membership import GradientKey, Membership
+from slipstream.runtime.replay.membership import GradientKey, GroupConnection, Membership
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.sum_tree import SumTree
+from slipstream.runtime.replay.torch_groups import Group, Store
 from slipstream.runtime.replay.transfers import (
     CommunicationError,
     IncomingTensor,
@@ -31,7 +31,6 @@ from slipstream.runtime.replay.transfers import (
     PendingSum,
     one_line_errors,
 )
-from slipstream.runtime.torch_private import Group, Store
 from slipstream.schedules.layers import LayerRange, layers_text
 from slipstream.schedules.schedule import Worker
 

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.runtime.background_queue import BackgroundQueue
+from slipstream.runtime.replay.background_queue import BackgroundQueue
 from slipstream.runtime.replay.group_cache import GenerationGroups, GroupSpec
+from slipstream.runtime.replay.torch_groups import Group
 from slipstream.runtime.replay.transfers import PendingSum
-from slipstream.runtime.torch_private import Group
 
 MAX_CHILDREN = 4
 """Largest number of children of a process in the tree."""

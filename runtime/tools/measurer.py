@@ -11,25 +11,25 @@ import msgspec
 import torch
 from torch import Tensor
 
+from slipstream.runtime.computing.forms import find_forms
+from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layer_values import TensorForm, carrier_form, gradient_form
-from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
-from slipstream.runtime.model.layers.worker_group import enter_group
-from slipstream.runtime.model.state.held_layers import build_holding, build_on_meta, gradient_dtype
-from slipstream.runtime.model.state.parts import build_partition
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.models.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.protocol.network_interfaces import configure_interface
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.store import connect_store
+from slipstream.runtime.ranks.worker_group import enter_group
 from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.replay.layer_values import TensorForm, carrier_form, gradient_form
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.session import GenerationSession
-from slipstream.runtime.replay.transport import Transport, set_own_nccl_host
+from slipstream.runtime.replay.torch_groups import TCPStore
+from slipstream.runtime.replay.transport import TransportName, set_own_nccl_host
+from slipstream.runtime.state.held_layers import build_holding, build_on_meta, gradient_dtype
+from slipstream.runtime.state.part_exchange import PartExchange
+from slipstream.runtime.state.parts import build_partition
 from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, time_call
-from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.schedule import Worker
 
 MAX_DOCUMENTS, MIN_DOCUMENT_TOKENS = 8, 16
@@ -61,7 +61,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     reduce_group: int
     device: str
     cards: int
-    transport: Transport
+    transport: TransportName
     rendezvous: Rendezvous
     rounds: int
     copies: int

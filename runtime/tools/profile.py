@@ -16,11 +16,10 @@ import msgspec
 import torch
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.device import choose_device
+from slipstream.runtime.device import choose_device, choose_transport
 from slipstream.runtime.processes.child_processes import ChildError, ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.store import host_store
-from slipstream.runtime.replay.transport import choose_transport
 from slipstream.runtime.tools.measurer import MeasuredNetwork, Measurement, MeasuringTask
 from slipstream.runtime.tools.stage_bench import StageProfile
 

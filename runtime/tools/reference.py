@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import RunConfig, TrainingConfig
-from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, load_data, load_validation_data
-from slipstream.runtime.model.data.loss_weights import LossWeights
-from slipstream.runtime.model.layer_values import Value
-from slipstream.runtime.model.layers.calling import LayerCall, adapt_loss, collecting_losses, move_batch
-from slipstream.runtime.model.layers.layered_model import (
+from slipstream.runtime.data.data import Data, Microbatch, is_evaluated, load_data, load_validation_data
+from slipstream.runtime.data.loss_weights import LossWeights
+from slipstream.runtime.models.calling import LayerCall, adapt_loss, collecting_losses, move_batch
+from slipstream.runtime.models.layered_model import (
     LayeredModel,
     autocast_context,
     build_model,
     parameter_dtype,
     seeded_for_layer,
 )
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.clipping import clip_factor, sum_of_squares
-from slipstream.runtime.model.state.digest import parameter_digest
-from slipstream.runtime.model.state.parameter_groups import build_groups, rules_of
-from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.replay.layer_values import Value
+from slipstream.runtime.state.checksum import parameter_digest
+from slipstream.runtime.state.parameter_groups import build_groups, rules_of
+from slipstream.runtime.state.step_factors import clip_factor, sum_of_squares
+from slipstream.runtime.state.undoable_steps import OptimizerSteps
 
 CPU = torch.device("cpu")
 

@@ -7,16 +7,16 @@ import msgspec
 import numpy as np
 import torch
 
+from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Data, Microbatch
-from slipstream.runtime.model.data.document_data import PackedBatch
-from slipstream.runtime.model.layer_values import Form, TensorForm, Value, allocate_value, gradient_form, tensors_of
-from slipstream.runtime.model.layers.calling import move_batch
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.held_layers import HeldLayers
-from slipstream.runtime.model.state.part_state import count_elements
-from slipstream.runtime.model.state.parts import Span, build_partition
+from slipstream.runtime.data.data import Data, Microbatch
+from slipstream.runtime.data.document_data import PackedBatch
+from slipstream.runtime.models.calling import move_batch
+from slipstream.runtime.replay.layer_values import Form, TensorForm, Value, allocate_value, gradient_form, tensors_of
+from slipstream.runtime.state.held_layers import HeldLayers
+from slipstream.runtime.state.part_state import count_elements
+from slipstream.runtime.state.parts import Span, build_partition
+from slipstream.runtime.state.step_factors import needs_gradient_norm
 from slipstream.runtime.torch_private import LiveStorages, TensorWatchMode
 from slipstream.schedules.schedule import Worker
 

@@ -1,36 +1,32 @@
 """The process of a worker. Its most important threads:
 
     thread           number       purpose
-    main             one          reads messages of the coordinator and sends heartbeats, however long computing takes
     generation N     one an       computes, and waits for other workers; it may have to be abandoned when gloo
                      order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
     reductions       while it     reduces gradients while the generation computes, if the schedule has
-                     reduces      ops left to compute (`runtime.background_queue`)
+                     reduces      ops left to compute (`runtime.replay.background_queue`)
     finish           at the end   writes and digests parameters, while heartbeats continue
     steps of copies  one a step   steps the worker's copies of others' optimizer states, while it computes
-                                  (`runtime.model.state.late_steps`)
-    saving           now and      writes a checkpoint while training continues (`runtime.model.checkpoints.checkpoint`)
+                                  (`runtime.state.late_steps`)
+    saving           now and      writes a checkpoint while training continues (`runtime.checkpoints.checkpoint`)
                      then
     layer sender     one          sends state and gradients to workers that join, as fast as they can take them, while
-                                  this worker trains (`layer_sender`, `layer_server`)
+                                  this worker trains (`moving.layer_sender`, `moving.layer_server`)
     layers from D.S  one a        receives layers from one sender, which the worker will need, and applies the sender's
-                     sender       steps to them, each sender at its own pace (`layer_receiver`)
+                     sender       steps to them, each sender at its own pace (`moving.layer_receiver`)
 
 Its modules:
 
-    main                 the process: it connects, and reports an error that ends it
-    main_thread          actions for each message; the search for another coordinator
-    context_builder      builds the objects that last from order to order
-    context              the objects that last from order to order, and those of one order
+    main_thread          the process, from joining to its end; actions for each message
+    context              the objects that last from order to order, and those of one order; the present activity
     order_threads        long work, each in a thread
-    generation           one order for training, from connecting to closing the connections
-    layer_transition     gets the layers that an order needs, drops the others
-    training_loop        the iterations of an order
+    generation           one order for training, from connecting to closing; gets the layers for it
+    training_loop        the iterations of an order, and evaluations
     iteration_reports    reports of each iteration, and their acknowledgements
-    activity             the worker's present activity
     device_memory        reaction to a device out of memory; return of freed memory to the system after an order
-    layer_store          the layers that the worker holds
-    layer_*              transfer of layers from worker to worker
+    injected_faults      failures on purpose, and a slow worker
     checkpointer         when checkpoints are written, and which ones can be read
-    slowed_recorder      ops of a worker that is slow on purpose
+    fork_server_process  the process that imports what workers need, and forks them
+
+It joins the additions to one process. May import: all of them, and not the coordinator.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import UnsetType
 from torch import Tensor
 
-from slipstream.runtime.model.checkpoints.checkpoint import (
+from slipstream.runtime.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     PendingSave,
@@ -23,13 +23,13 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     remove_newer,
     start_saving,
 )
-from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.model.run_identity import RunIdentity
+from slipstream.runtime.models.sharing import Sharing
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Note
 from slipstream.runtime.protocol.to_worker import Finish
 from slipstream.runtime.run_folder import CHECKPOINTS
+from slipstream.runtime.run_identity import RunIdentity
 from slipstream.schedules.schedule import Worker
 
 _POLL_SECONDS = 0.05

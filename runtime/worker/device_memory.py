@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from slipstream.runtime.model.state.held_layers import HeldLayers
+from slipstream.runtime.state.held_layers import HeldLayers
 from slipstream.schedules.schedule import Worker
 
 MEBIBYTE = 2**20

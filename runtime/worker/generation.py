@@ -2,34 +2,95 @@
 
 It ends with the order: because all iterations are done, because the order stops before the next iteration, or because
 of an error. In all cases, `return_to_committed` returns to the last committed iteration.
+
+Get the layers that a worker needs for an order, from a checkpoint or other workers, and drop the rest.
 """
 
 import math
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
-from slipstream.runtime.model.data.token_data import DataEndedError
-from slipstream.runtime.model.seeds import GENERATOR_LOCK
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.version import VersionError
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.data.dealt_samples import DealtSamples
+from slipstream.runtime.data.token_data import DataEndedError
+from slipstream.runtime.moving.layer_receiver import FetchRequest, find_layer_sources
 from slipstream.runtime.protocol.to_coordinator import Note, Paused, RecoveryReport, WorkerStatus
-from slipstream.runtime.protocol.to_worker import Acknowledged, Order, StepFactor, Train
-from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.protocol.to_worker import Acknowledged, Finish, Order, StepFactor, Train
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.activity import Activity
-from slipstream.runtime.worker.context import OrderContext, WorkerContext
+from slipstream.runtime.seeds import GENERATOR_LOCK
+from slipstream.runtime.state.part_state import PartState
+from slipstream.runtime.state.parts import VersionError, build_partitions
+from slipstream.runtime.state.step_factors import needs_gradient_norm
+from slipstream.runtime.worker.context import WAITING_PREFIX, Activity, OrderContext, WorkerContext
 from slipstream.runtime.worker.device_memory import trim_host_memory
 from slipstream.runtime.worker.iteration_reports import IterationReports
-from slipstream.runtime.worker.layer_transition import take_layers
 from slipstream.runtime.worker.training_loop import TrainingLoop
 from slipstream.schedules.program import WorkerProgram
 from slipstream.schedules.schedule import Schedule, Worker
+
+
+def take_layers(part: OrderContext) -> None:
+    """Hold exactly the layers that the order's schedule needs of this worker, from a checkpoint or from other members.
+
+    A member drops its old layers only after all members have what they need of them; until then, it reports the parts
+    that it has received, too, as held. So if a worker dies meanwhile, nothing is lost: members that have not learned
+    that all are ready hold both the old layers and the new ones, the others the new ones. Raises CommunicationError.
+    """
+    order, context, store = part.order, part.context, part.context.layer_store
+    context.injector.fail_if_due(order.first_iteration, "met")
+    if order.restore is not None:
+        _restore_layers(part, next((layers for worker, layers in order.restore if worker == part.worker), ()))
+    elif order.first_iteration == context.setup.first_iteration:
+        if context.config.training.shard_optimizer:  # it may keep other parts of layers that it holds
+            store.drop_all()
+        store.restore_layers(context.placement.model_layers(part.program.holds) - store.holding.modules.keys(),
+                             order.first_iteration)
+    part.activity.set_activity(f"{WAITING_PREFIX} for layers to move", sorted(
+        {move.source for move in order.moves if move.target == part.worker}
+        | {move.target for move in order.moves if move.source == part.worker}))
+    store.add_received(move_layers(context, order, part.session.raise_if_ended, order.fetch))
+    if order.moves or order.fetch:
+        part.session.wait_for_all()
+    cuts = build_partitions(context.placement.reductions_of(part.program), dict(order.cut_for),
+                            store.count_elements,
+                            context.setup.failure_domains, sharded=context.config.training.shard_optimizer)
+    store.keep_parts(cuts, part.worker, order.first_iteration - 1)
+    context.injector.fail_if_due(order.first_iteration, "moved")
+
+
+def move_layers(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0
+                ) -> list[PartState]:
+    """Send the parts that others lack for `order`, and return those that this worker lacks, while all workers wait.
+
+    Parts fetched during training under the number `fetch` (0: there are none) are returned, too. The function `require`
+    is called meanwhile, and may raise. Raises CommunicationError.
+    """
+    senders = find_layer_sources(context.worker, order.moves, order.addresses, context.rank)
+    context.layer_receiver.start_fetch(FetchRequest(0, order.order, senders, follow=False))
+    receivers = {move.target for move in order.moves if move.source == context.worker}
+    context.layer_sender.send_to_waiting(order.order, order.first_iteration - 1, len(receivers), context.layer_store,
+                                         require)
+    return context.layer_receiver.take_parts(order.order, fetch, require)
+
+
+def _restore_layers(part: OrderContext, layers: tuple[int, ...]) -> None:
+    """Read layers from a checkpoint. Raises CommunicationError if it is damaged; the coordinator then chooses another
+    checkpoint."""
+    part.activity.set_activity("reads a checkpoint")
+    iteration = part.order.first_iteration
+    try:
+        part.context.layer_store.restore_layers(layers, iteration)
+    except CheckpointError as error:
+        part.context.channel.send(Note(part.worker, str(error)))
+        raise CommunicationError(f"returning to iteration {iteration} failed: {error}") from None
+
 
 STUCK_SECONDS = 1.0
 """Time after which a call is stuck: once connections are cut, calls return in milliseconds, or never."""
@@ -104,7 +165,7 @@ class GenerationRunner:
         losses = self._training.steps.losses if self._training is not None else ()
         return RecoveryReport(self.order_number, self._program.failed, reached,
                               self._context.layer_store.list_held_state(), validated, pending,
-                              max(begins - 1, self._context.layer_store.holding.last_final),
+                              max(begins - 1, self._context.layer_store.holding.optimizer.last_final),
                               {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
@@ -196,7 +257,7 @@ class GenerationRunner:
         assert self.paused
         committed, factor = order.first_iteration - 1, order.factor
         if self._training is None:
-            self._context.layer_store.holding.return_to(committed)
+            self._context.layer_store.holding.optimizer.return_to(committed)
         else:
             assert factor is None or factor.iteration == committed
             self._training.steps.return_to(committed, None if factor is None else factor.factor,

@@ -3,16 +3,15 @@
 import math
 import queue
 
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.protocol.node_reports import AGENT_ANSWER_SECONDS
 from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport, SampleDigest, StepValidated
 from slipstream.runtime.protocol.to_worker import Acknowledged, StepFactor
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.activity import WAITING_PREFIX
-from slipstream.runtime.worker.context import OrderContext
+from slipstream.runtime.state.step_factors import needs_gradient_norm
+from slipstream.runtime.state.steps import StepController
+from slipstream.runtime.worker.context import WAITING_PREFIX, OrderContext
 
 ANSWER_SECONDS = 600.0
 """Time limit for an acknowledgement. The coordinator usually acknowledges an iteration in a millisecond."""

@@ -1,18 +1,35 @@
-"""Run a worker's main thread: it reads messages and sends heartbeats, however long computing takes in other threads."""
+"""Run a worker's main thread: it reads messages and sends heartbeats, however long computing takes in other threads.
+
+Run one worker's process: it joins the run, and follows the coordinator until it may leave.
+"""
 
 import contextlib
+import faulthandler
 import selectors
 import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import torch
 
-from slipstream.runtime.processes.worker_start import WorkerSpec
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.computing.slices import SliceRunner
+from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.models.layered_model import build_model
+from slipstream.runtime.moving.layer_receiver import FetchRequest, find_layer_sources
+from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.worker_start import WorkerSpec, format_process_name
+from slipstream.runtime.protocol import to_worker
+from slipstream.runtime.protocol.channel import Channel
+from slipstream.runtime.protocol.coordinator_link import Connect, CoordinatorLink
 from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.store import connect_store
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_HELD,
@@ -22,6 +39,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     ReadableCheckpoints,
     Ready,
     RecoveryReport,
+    WorkerFailed,
     WorkerStatus,
 )
 from slipstream.runtime.protocol.to_worker import (
@@ -39,21 +57,23 @@ from slipstream.runtime.protocol.to_worker import (
     ToWorker,
     Train,
 )
+from slipstream.runtime.replay.transport import set_own_nccl_host
 from slipstream.runtime.run_folder import read_lock_holder
-from slipstream.runtime.worker.context import WorkerLink
-from slipstream.runtime.worker.context_builder import STORE_TIMEOUT, build_worker_context
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.worker.context import STORE_TIMEOUT, WorkerLink, build_worker_context
+from slipstream.runtime.worker.device_memory import NoRoomError
 from slipstream.runtime.worker.generation import GenerationRunner
-from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_sources
 from slipstream.runtime.worker.order_threads import OrderThreads
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.shares import assemble_program
+from slipstream.schedules.tables.relabel import preload_solver
 
 HEARTBEATS_PER_TIMEOUT = 5
 POLL_SECONDS = 0.02
 """Interval between checks while a generation ends."""
 RETRY_SECONDS = 0.2
-"""Interval between attempts to reach another coordinator."""
+"""Interval between attempts to reach a coordinator."""
 MAX_STORED_LOSSES = 256
 """Number of latest losses that a worker stores for another coordinator."""
 
@@ -78,6 +98,8 @@ class MainThread:
         """Workers that took no part in the last order for training."""
         self._doubted = False
         """True if the last order for training has ended because copies of its members' state differ."""
+        self._trusted_from = 0
+        """Latest `Train.trusted_from` that has come."""
         self._assigned: AssignedShare | None = None
         """This worker's share of the next order's schedule, as received last; None if none has come."""
         self._contents: dict[str, bytes] = {}
@@ -204,14 +226,15 @@ class MainThread:
         if generation is not None:
             known = generation.build_recovery_report()
             self._losses |= known.losses  # the next node 0 may be lost before it has written them, too
-            return msgspec.structs.replace(known, losses=self._losses, doubted=self._doubted)
+            return msgspec.structs.replace(known, losses=self._losses, doubted=self._doubted,
+                                           trusted_from=self._trusted_from)
         if self._finish_order is None:
             return RecoveryReport(0, (), self._context.setup.first_iteration - 1, NOTHING_HELD, None, pending=False,
-                                  losses=self._losses)
+                                  losses=self._losses, trusted_from=self._trusted_from)
         return RecoveryReport(
             self._finish_order.order, self._down, self._finish_order.first_iteration - 1,
             self._context.layer_store.list_held_state(), self._finish_order.factor, pending=False,
-            begun=self._finish_order.first_iteration - 1, losses=self._losses)
+            begun=self._finish_order.first_iteration - 1, losses=self._losses, trusted_from=self._trusted_from)
 
     def _handle_message(self, message: ToWorker) -> None:
         generation = self._generation
@@ -224,6 +247,10 @@ class MainThread:
                 self._assigned = message
             case Train():
                 self._finish_order, self._down, self._doubted = None, message.failed, False
+                self._trusted_from = max(self._trusted_from, message.trusted_from)
+                # Where the run goes back, losses of iterations since then may be wrong.
+                self._losses = {number: loss for number, loss in self._losses.items()
+                                if number < message.first_iteration}
                 if self._assigned is not None and self._assigned.order == message.order:
                     program = assemble_program(message.failed, self._assigned.share, self._contents)
                     whole = decode(bytes(message.schedule)) if message.has_schedule else None
@@ -271,3 +298,65 @@ class MainThread:
         if self._threads.is_finishing:
             return WorkerStatus(self._worker, "writes its parameters", 0.0, waits=False)
         return WorkerStatus(self._worker, "waits for an order", 0.0, waits=True)
+
+
+CONNECT_SECONDS = 60.0
+_SPEC = msgspec.json.Decoder(WorkerSpec)
+
+
+def main(task: bytes) -> int:
+    """Run the worker that `task`, a `WorkerSpec` in JSON, describes; return the exit status. Errors are reported to the
+    coordinator."""
+    spec = _SPEC.decode(task)
+    name_process(f"worker {format_process_name(spec.worker, spec.rank)}", "/".join(Path(spec.settings.out).parts[-2:]))
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes the stacks of a hanging worker to its log
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+    if spec.settings.config.training.share_devices:
+        set_own_nccl_host(f"{spec.worker}:{spec.rank}")
+    try:
+        def connect(hello: msgspec.Struct, seconds: float) -> Channel[ToWorker]:
+            return Channel(spec.coordinator, spec.settings.secret, hello, to_worker.decode, seconds)
+
+        channel, setup = _join_run(spec, connect)
+        link = CoordinatorLink(channel, setup, connect)
+        try:
+            return MainThread(spec, link).serve()
+        except RendezvousError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            link.send(WorkerFailed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
+                                   everywhere=isinstance(error, ConfigError | NoRoomError | CheckpointError)))
+        finally:
+            link.close()
+    except RendezvousError as error:
+        # Without node 0 there is no coordinator to report to.
+        print(first_line(error), file=sys.stderr)
+    return 1
+
+
+def _join_run(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToWorker], WorkerSetup]:
+    """Connect to node 0 by calling `connect`, and return the connection and node 0's answer. Raises RendezvousError. If
+    node 0 dies before it has answered, this tries again, to reach another node 0."""
+    deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
+    while True:
+        channel = connect(JoinWorker(spec.worker, rank=spec.rank), CONNECT_SECONDS)
+        try:
+            return channel, channel.read_first(WorkerSetup)
+        except RendezvousError:
+            channel.close()
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)
+
+
+def import_slow_modules() -> None:
+    """Trigger slow imports once, before workers are forked.
+
+    At first use, torch and the code that orders transfers import many modules.
+    """
+    preload_solver()
+    config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
+    model = build_model(config.model, 0, torch.float32, torch.device("cpu"))
+    holding = build_holding(model, range(model.layers), config.training)
+    SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import torch
 
-from slipstream.runtime.model.checkpoints.parameters import draft_layer_with_retry, publish_layer
-from slipstream.runtime.model.layers.shards import gather_layer
-from slipstream.runtime.model.state.digest import tensor_digest
-from slipstream.runtime.model.state.part_state import PartState
-from slipstream.runtime.model.state.version import VersionError
+from slipstream.runtime.checkpoints.parameters import draft_layer_with_retry, publish_layer
 from slipstream.runtime.protocol.to_coordinator import Checksum, Finished, Note, Paused, Published
 from slipstream.runtime.protocol.to_worker import Finish, Order, Train
+from slipstream.runtime.ranks.shards import gather_layer
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import AbandonedError
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.checksum import tensor_digest
+from slipstream.runtime.state.part_state import PartState
+from slipstream.runtime.state.parts import VersionError
 from slipstream.runtime.worker.context import WorkerContext
-from slipstream.runtime.worker.generation import GenerationRunner
-from slipstream.runtime.worker.layer_transition import move_layers
+from slipstream.runtime.worker.generation import GenerationRunner, move_layers
 
 
 class OrderThreads:

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from slipstream.cli.fleet import AvailabilityTrace, Comparison
+    from slipstream.planner.simulation import AvailabilityTrace, Comparison
     from slipstream.planner.failures import FailurePlanner as FailurePlanner
     from slipstream.planner.job.file import Job as Job
     from slipstream.planner.job.file import JobError as JobError
     from slipstream.planner.model.problem import NoPlanError as NoPlanError
     from slipstream.planner.options import PlanOptions as PlanOptions
     from slipstream.planner.plan import Plan as Plan
-    from slipstream.runtime.replay.own_loop import replay as replay
-    from slipstream.runtime.run_options import Resilience as Resilience
-    from slipstream.runtime.run_options import RunOptions as RunOptions
-    from slipstream.runtime.run_result import RunResult as RunResult
+    from slipstream.runtime.own_loop import replay as replay
+    from slipstream.runtime.coordinator.run_options import Resilience as Resilience
+    from slipstream.runtime.coordinator.run_options import RunOptions as RunOptions
+    from slipstream.runtime.coordinator.run_result import RunResult as RunResult
     from slipstream.schedules.check import check as check
     from slipstream.schedules.codec import ScheduleError as ScheduleError
     from slipstream.schedules.schedule import Schedule as Schedule
@@ -41,10 +41,10 @@ __all__ = [
 
 _HOMES = {
     "FailurePlanner": "planner.failures", "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
-    "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.run_options",
-    "RunOptions": "runtime.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
+    "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.coordinator.run_options",
+    "RunOptions": "runtime.coordinator.run_options", "RunResult": "runtime.coordinator.run_result", "Schedule": "schedules.schedule",
     "ScheduleError": "schedules.codec", "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
-    "replay": "runtime.replay.own_loop",
+    "replay": "runtime.own_loop",
 }
 """Public names that are defined elsewhere, and the module of each."""
 
@@ -114,7 +114,7 @@ def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedul
     from slipstream.planner.failures import FailurePlanner
     from slipstream.runtime.config import parse_run_config
     from slipstream.runtime.launch import run
-    from slipstream.runtime.run_options import Resilience, RunOptions
+    from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 
     job = _load_job(job)
     config = parse_run_config(job.model, job.training)
@@ -132,7 +132,7 @@ def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | Ava
 
     Args:
         job: The job, or the path of its file.
-        trace: A file in one of the formats of docs/simulation.md, or a trace from `slipstream.cli.fleet.draw_trace`.
+        trace: A file in one of the formats of docs/simulation.md, or a trace from `slipstream.planner.simulation.draw_trace`.
         policies: Names of policies; None: all.
         parameters: Number of parameters of the model, on which published costs of restarts depend.
         samples_per_microbatch: Number of samples in a micro-batch.
@@ -140,7 +140,7 @@ def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | Ava
 
     Raises NoPlanError if no schedule can run the job, KeyError for an unknown policy, and TraceFileError, in one line.
     """
-    from slipstream.cli.fleet import (
+    from slipstream.planner.simulation import (
         POLICIES,
         AvailabilityTrace,
         Throughputs,

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.curves import keep_results, load_results
-from slipstream.cli.pipelines.memory_curves import (
+from slipstream.planner.published.memory_curves import (
     Setting,
     Settings,
     describe,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks.fleet import __main__ as command
 from benchmarks.fleet import cases as benchmark
 from benchmarks.fleet.cases import CASES, Case, fidelity, job_of, returned, run_case, trace_of
-from slipstream.cli.fleet.policies import POLICIES
+from slipstream.planner.simulation.policies import POLICIES
 from tests.patience import SECONDS
 
 SMALL = Case(name="small", title="a small one", job="uniform-3", parameters=1e9, tokens=100, days=20,

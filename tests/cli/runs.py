@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import compute_schedule_digest
+from slipstream.runtime.coordinator.decisions.effects import compute_schedule_digest
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import (
     CheckpointWritten,

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import COMMANDS, app, load_command
 from tests.patience import SECONDS
+from tests.runtime.running import tiny_text
 
 
 def test_lists_every_command():
@@ -43,3 +44,15 @@ def test_planning_does_not_wait_for_torch(command):
     code = f"import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
            f"result = CliRunner().invoke(app, {command!r}); sys.exit(result.exit_code or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0
+
+
+def test_a_plan_imports_neither_simulation_nor_published_pipelines(tmp_path):
+    (tmp_path / "job.toml").write_text(tiny_text(pipelines=2, iterations=1))
+    code = "import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
+           "result = CliRunner().invoke(app, ['plan', 'job.toml', '--method', 'greedy', '--json']); " \
+           "others = ('slipstream.planner.simulation', 'slipstream.planner.published', 'slipstream.cli.figures'); " \
+           "assert result.exit_code == 0 and 'slipstream.planner.plan' in sys.modules, result.output; " \
+           "print([name for name in sys.modules if name.startswith(others)])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS,
+                          check=True)
+    assert done.stdout == "[]\n"

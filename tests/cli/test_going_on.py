@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.runtime import launch
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from tests.patience import HEARTBEATS
 from tests.runtime.counted_data import FOLDER

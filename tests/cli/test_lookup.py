@@ -91,6 +91,7 @@ def test_the_answer_at_once_to_one_failure_is_in_the_table_and_moves_no_layer(ta
         assert option or (answer["answer"], answer["moves"], answer["layers_moved"]) == ("at once", [], 0)
         assert check(read(tmp_path / "now.json")) == []
     assert answers[()]["period"] >= answers["--normalise",]["period"] >= answers["--settled",]["period"]
+    assert answers["--settled",]["answer"] == "settled", "also where whole roles have moved"
     assert any(answer["layers_moved"] for answer in answers.values()) or worker == "2.2"
 
 
@@ -109,7 +110,8 @@ def test_what_is_not_in_the_table_is_planned_on_the_spot(table, tmp_path):
     result = slipstream("lookup", table, *failed, "--out", out, "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 0 and answer["key"] is None and answer["moves"] == []
-    assert "not in the table, which covers up to 2 failures; planning on the spot" in result.stderr.replace("\n", " ")
+    assert "not in the table, which covers up to 2 failures; planning on the spot with layers in place (with " \
+        "layers moved: --settled)" in result.stderr.replace("\n", " ")
     assert check(read(out)) == [] and len(read(out).failed) == 3
 
 

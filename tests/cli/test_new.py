@@ -118,6 +118,7 @@ def test_whole_backwards_gpu_ranges_and_other_names(tmp_path):
     (["--preset", "gpt-1.5b", "--layers", 3], "four ways to begin: take one"),
     ([*MODEL, "--gpu", "abacus"], "--gpu abacus: expected one of"),
     ([*MODEL, "--stages", 9], "9 stages for 8 layers"),
+    ([*MODEL, "--stages", 2, "--tensor-parallel", 32], "--tensor-parallel 32: expected a divisor of 16"),
     (["--trace", "no.json"], "no.json: cannot be read"),
     (["--trace", "bad.json"], "bad.json: not a Chrome trace"),
     (["--trace", "bad.json.gz"], "bad.json.gz: cannot be read"),

@@ -89,6 +89,7 @@ def test_methods_and_modes(job):
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--failed", "9.9"], "--failed: the job has no worker 9.9"),
     (["--failed", "x"], "'x' is not a worker: write PIPELINE.STAGE"),
+    (["--failed", "node3"], "; all workers of node N: --failed-node N"),
     (["--backward", "both"], "--backward both: expected split or fused"),
     (["--optimizer", "lazy"], "--optimizer lazy: expected staggered or synchronous"),
     (["--method", "magic"], "--method magic: expected cp-sat or greedy or 1f1b"),

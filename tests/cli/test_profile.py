@@ -18,9 +18,9 @@ from slipstream.planner.job.network import Network
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.layers.worker_group import simulating_rank
+from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.processes import fork_server
+from slipstream.runtime.ranks.worker_group import simulating_rank
 from slipstream.runtime.tools.measurer import MeasuredNetwork
 from slipstream.runtime.tools.profile import Profile, profile_stages
 from slipstream.runtime.tools.stage_bench import StageProfile

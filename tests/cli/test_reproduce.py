@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 from benchmarks.figures import worked_example
 from slipstream.cli import reproduce
 from slipstream.cli.app import app
+from slipstream.cli.figures.unlike_layers import reproduce_unlike_layers
+from slipstream.planner.published.measured_layers import MODELS
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
 
@@ -38,3 +40,12 @@ def test_an_unknown_figure_exits_2():
 def test_what_has_moved_to_benchmarks_says_so():
     result = slipstream("benchmark", "--case", "100k")
     assert result.exit_code == 2 and "python -m benchmarks.fleet" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_table_of_one_model_of_unlike_layers():
+    """In a process of its own, as by the command."""
+    model = next(model for model in MODELS if model.name == "gemma-2b")
+    figure = reproduce_unlike_layers(lambda done, total: None, [model])
+    row = dict(zip(figure.header, figure.rows[0], strict=True))
+    assert float(row["bound"]) <= float(row["ours"]) <= float(row["interleaved 1F1B"]) / 1.2

@@ -15,7 +15,10 @@ from slipstream.cli.drawing.op_labels import worker_label
 from slipstream.cli.drawing.svg_timeline import draw_schedule
 from slipstream.cli.drawing.text_timeline import MAX_ROWS, draw_timeline
 from slipstream.cli.exporters.perfetto import perfetto_trace
+from slipstream.cli.shared.schedule_summary import gap_text
 from slipstream.cli.timeline_page import ShownSchedule, timeline_page
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_with
 from slipstream.schedules.codec import write
 from slipstream.schedules.layers import compact_layers_text
 from slipstream.schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -89,13 +92,24 @@ def test_any_schedule_fits_the_width(schedule):
         assert all(len(line) <= width for line in drawn(schedule, width))
 
 
+def test_no_gap_is_shown_as_none():
+    assert [gap_text(gap) for gap in (0, 1e-9, 0.0123)] == ["0.00%", "0.01%", "1.23%"]
+
+
+def test_reductions_beside_other_ops_are_not_in_the_legend_as_drawn():
+    job = grid(2, 2, 3, times="forward = 2\nbackward_input = 2\nbackward_weight = 2\nall_reduce = 1\n",
+               more="[network]\noverlap = true\n")
+    text = "\n".join(drawn(plan_with(PlanOptions(steps=1000), job, ()).schedule, 80))
+    assert "all-reduces run beside other ops, not drawn" in text and "A  all-reduce" not in text
+
+
 def test_summary(tmp_path):
     memory = Memory(unit=0.5, capacity=(9, 9), activation=(2, 2), weight_stash=(1, 1))
     write(by_hand(BROKEN, memory=memory), tmp_path / "plan.json")
     done = run(tmp_path / "plan.json", "--width", 100)
     assert done.exit_code == 0
     assert done.stdout.splitlines()[0] == ("by hand: period 7 s · bound 500 ms, gap 1300.00% · bubbles 28.6% · 1 down, "
-                                           "2 re-routed · peak memory 2 to 3, in the job's unit")
+                                           "2 re-routed · peak memory 2 to 3, in the job file's unit")
     answer = json.loads(run(tmp_path / "plan.json", "--json").stdout)
     assert answer.pop("bubble_share") == pytest.approx(12 / 42)
     assert answer == {

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.cli.drawing.simulation_report import COLOURS, policy_colour
-from slipstream.cli.fleet import settled
-from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.simulate import DEFAULT_PARAMETERS
 from slipstream.cli.simulate import _estimate_parameters as parameters_of
 from slipstream.planner.job.file import read_job
+from slipstream.planner.simulation import settled
+from slipstream.planner.simulation.policies import POLICIES
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
@@ -63,7 +63,9 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert text.startswith("<!doctype html>") and "Hours lost to failures, by cause" in text
     assert text.count('<div class="wide">') == text.count('<div class="narrow">') == 2, "bars with text of one size"
     assert '<select id="theme">' in text and "dataset.theme" in text
-    assert "slipstream trains most: " in text and ", the last." in text
+    assert "slipstream trains most: " in text and ", the last. With the same schedules it is " in text
+    assert "With the same schedules it is " in result.stdout, "the first ratios also tell of the schedule"
+    assert "simulating: 13 of 13 runs" in result.stderr, "a log has no bar"
     # Nothing is fetched from anywhere.
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
 

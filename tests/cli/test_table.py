@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.table import fit_rows
+from slipstream.cli.table import FINISHING, fit_rows
 from slipstream.planner.report import format_gigabytes
 from slipstream.schedules.tables.table import Table
 from tests.patience import SECONDS
@@ -58,6 +58,17 @@ def test_writes_a_table_and_says_what_it_is_worth(job, tmp_path):
     assert "| failures |" in again.stdout and "count-2" in again.stdout and "66.67%" in again.stdout
     assert [row.key for row in Table.load(out).rows()] == [
         "count-0", "count-1", "count-2", "pattern-0", "pattern-1", "settled-count-1", "settled-count-2"]
+
+
+def test_a_log_tells_how_far_a_table_is_and_the_index_how_long_was_searched(job, tmp_path):
+    options = ("--steps", "2000", "--jobs", "1")
+    done = slipstream("table", job, "--max-failures", "1", *options, "--out", tmp_path / "table")
+    assert done.exit_code == 0 and "2,000 steps an entry" in done.stdout
+    told = [line for line in done.stderr.splitlines() if line.startswith("planning: ")]
+    assert told == [f"planning: {count} of 5 entries" for count in range(6)]
+    assert FINISHING in done.stderr
+    one = slipstream("table", job, "--max-failures", "0", *options, "--out", tmp_path / "one")
+    assert "\n1 entry, 1 planned now" in one.stdout
 
 
 def test_a_job_from_a_pipe_is_kept_beside_the_table(tmp_path):
@@ -115,7 +126,8 @@ def test_a_job_without_any_plan_exits_1(job, tmp_path):
 def test_a_job_that_is_too_large_exits_2_in_one_line(job, tmp_path):
     job.write_text(JOB.replace("microbatches = 3", "microbatches = 65_536").replace("stages = 2", "stages = 16"))
     result = slipstream("table", job, "--max-failures", "1", "--time-limit", "1", "--out", tmp_path / "t")
-    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("planning: 0 of 19 entries\nslipstream: ") and result.stderr.count("\n") == 2
     assert "65,536 micro-batches a pipeline" in result.stderr and "--time-limit" in result.stderr
 
 

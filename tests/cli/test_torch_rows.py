@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slipstream.cli.exporters.torch_rows import write_rows
-from slipstream.cli.exporters.whole_stages import with_whole_stages
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.check import check
 from slipstream.schedules.precedence import consumers_with_rules, op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
+from slipstream.schedules.whole_stages import with_whole_stages
 from tests.cli.test_export import V, with_merged_stages
 from tests.generate import SHED, by_chance, by_hand, planned
 from tests.jobs import grid

@@ -172,7 +172,7 @@ def test_what_the_planner_has_computed_again_changes_no_number(job, tmp_path):
 
 
 def test_a_lost_stage_takes_the_run_back_to_its_checkpoint(job, tmp_path, monkeypatch):
-    after_each_iteration(monkeypatch, saved(tmp_path / "out", 9))
+    after_each_iteration(monkeypatch, saved(tmp_path / "out", 6))
     common = ("--dtype", "float64", "--method", "greedy", "--iterations", 40, "--json")
     whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 40\ndtype = 'float64'"))
     kill = ("--kill", "0.1@12", "--kill", "1.1@16")
@@ -184,7 +184,7 @@ def test_a_lost_stage_takes_the_run_back_to_its_checkpoint(job, tmp_path, monkey
 
 
 def test_a_run_without_workers_ends_and_says_how_to_go_on(job, tmp_path, monkeypatch):
-    after_each_iteration(monkeypatch, saved(tmp_path / "o", 9))
+    after_each_iteration(monkeypatch, saved(tmp_path / "o", 6))
     kill = [part for worker in ("0.0@12", "0.1@12", "1.0@16", "1.1@16") for part in ("--kill", worker)]
     lost = train(job, "--method", "greedy", "--iterations", 40, *kill, "--checkpoint-every", 3, "--out", tmp_path / "o")
     assert lost.exit_code == 1 and re.search("no (live )?worker is left|no live worker left", lost.stderr), lost.output

@@ -17,7 +17,7 @@ SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "planner/__init__.py", "cli/__init__.py")
 MODEL = """
 import helper
-from slipstream.runtime.model.layers.gpt import GPT
+from slipstream.runtime.models.gpt import GPT
 
 def model(config, seed, dtype, device):
     return GPT(config, seed, dtype, device)

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app, load_command
-from slipstream.cli.fleet import failure_cost
+from slipstream.cli.figures import failure_cost
 from slipstream.planner import PlanOptions, parse_job, plan_job
 from slipstream.planner.job.presets import preset_text
 from slipstream.planner.plan import plan_only

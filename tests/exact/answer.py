@@ -42,6 +42,8 @@ class Answer:
     schedule: Schedule | None
     is_impossible: bool = False
     """True if it is proven that no schedule is as short as was asked for."""
+    effort: float = 0.0
+    """Deterministic time that the solver took."""
 
     @property
     def is_exact(self) -> bool:
@@ -60,16 +62,23 @@ def answer(
     upwards = in_whole_units(question, up=True)
     limit = None if at_most is None else int(at_most / upwards.tick)
     rounding = 0 if upwards.is_exact or limit is None else max(1, int(limit * CLOSE / 2))
-    above = solve(upwards, at_most=limit if limit is None else limit + rounding, effort=effort)
-    below = above if upwards.is_exact else solve(in_whole_units(question, up=False), at_most=limit,
-                                                 effort=effort)
+    above = below = solve(upwards, at_most=limit if limit is None else limit + rounding,
+                          effort=effort if upwards.is_exact else effort / 2)
+    taken = above.effort
+    if not upwards.is_exact:
+        below = solve(
+            in_whole_units(question, up=False), at_most=limit, effort=max(0.0, effort - taken)
+        )
+        taken += below.effort
     lower, is_impossible = below.bound * upwards.tick, below.solution is None and below.is_decided
     if above.solution is None:
-        return Answer(lower=lower, upper=None, schedule=None, is_impossible=is_impossible)
+        return Answer(lower=lower, upper=None, schedule=None, is_impossible=is_impossible,
+                      effort=taken)
     schedule = write_schedule(upwards, above.solution)
     violations = check(schedule)
     assert not violations, f"the checker refuses what the reference found: {violations[0]}"
-    return Answer(lower=lower, upper=schedule.period_ticks * upwards.tick, schedule=schedule)
+    upper = schedule.period_ticks * upwards.tick
+    return Answer(lower=lower, upper=upper, schedule=schedule, effort=taken)
 
 
 def write_schedule(question: Question, solution: Solution) -> Schedule:

@@ -51,6 +51,10 @@ LAYERS_BESIDE_REDUCTIONS = Case("any layers", job(
 STASH_OF_NO_TIME = Case("own micro-batches", job(
     1, 2, 2, {"forward": 3, "backward_input": [3, 1], "backward_weight": [0, 3], "transfer": 1},
     memory={"capacity": 2, "activation": 0.94, "weight_stash": 2}))
+WHOLE_MODELS = Case("any layers", job(
+    2, 2, 1, {**ONES, "transfer": 3},
+    memory={"capacity": [4.1, 3], "activation": 2, "weight_stash": 1}), ((1, 1),))
+"""Two workers run one whole micro-batch each; the third has no room for that, and stays idle."""
 ONE_LAYER_EACH = Case("any layers", job(1, 2, 2))
 
 NAMED = {name: case for name, case in globals().items() if isinstance(case, Case)}

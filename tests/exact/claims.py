@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from slipstream.planner import NoPlanError, PlanOptions, normalised, parse_job
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
+from slipstream.planner.model.from_job import has_exact_units
 from slipstream.planner.placement import find_placement
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import Schedule, Worker
@@ -95,11 +96,22 @@ def judge(case: Case, *, steps: int = STEPS, seed: int = 0, effort: float = EFFO
         _seconds(schedule, schedule.lower_bound_ticks),
     )
     found = ask(case, schedule.scope.value, period * (1 + ROUNDING), effort)
-    wrong = dict(_wrong_claims(schedule, found, period, bound))
+    wrong = dict(_wrong_claims(schedule, found, period, bound, _rounding(case, schedule)))
     return Verdict(case, schedule, found, wrong)
 
 
-def _wrong_claims(schedule: Schedule, found: Answer, period: Fraction, bound: Fraction) -> Any:
+def _rounding(case: Case, schedule: Schedule) -> Fraction:
+    """Return by how many seconds a file's times, rounded up to ticks, may lengthen its ops in all.
+
+    The witness proves a bound for the times of the file.
+    """
+    if has_exact_units(parse_job(case.text), [Worker(*worker) for worker in case.failed]):
+        return Fraction(0)
+    return _seconds(schedule, sum(len(schedule.programs[seat.program]) for seat in schedule.seats))
+
+
+def _wrong_claims(schedule: Schedule, found: Answer, period: Fraction, bound: Fraction,
+                  rounding: Fraction) -> Any:
     scope = schedule.scope.value
     if found.is_impossible or period * (1 + ROUNDING) < found.lower:
         yield (
@@ -116,7 +128,7 @@ def _wrong_claims(schedule: Schedule, found: Answer, period: Fraction, bound: Fr
     except Exception as error:
         yield "witness crash", f"{type(error).__name__}: {error}"
     else:
-        claims.append(("witness", _seconds(schedule, proven)))
+        claims.append(("witness", _seconds(schedule, proven) - rounding))
         if proven < schedule.lower_bound_ticks:
             yield (
                 "unproven",

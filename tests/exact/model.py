@@ -17,7 +17,9 @@ from tests.exact.question import Batch, Question, Worker
 Op = tuple[str, Batch, int]
 """Compute op as (kind, micro-batch, part)."""
 EFFORT = 2.0
-"""Deterministic time of the solver for one question, in its unit of about a second."""
+"""Deterministic time of the solver for one job, in its unit of about a second."""
+COARSE = 10_000
+"""Most ticks of a period for which the solver raises its bound tick by tick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class Solved:
     solution: Solution | None
     bound: int
     is_decided: bool
+    effort: float
+    """Deterministic time that the solver took."""
 
 
 class ExactModel:
@@ -298,14 +302,15 @@ def solve(question: Question, *, at_most: int | None = None, effort: float = EFF
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = effort
-    solver.parameters.use_objective_lb_search = True
+    # The search raises the bound by one tick at a time, which leads nowhere if ticks are fine.
+    solver.parameters.use_objective_lb_search = exact.limit <= COARSE
     status = solver.solve(exact.model)
     assert status != cp_model.MODEL_INVALID, exact.model.validate()
     if status == cp_model.INFEASIBLE:
-        return Solved(None, exact.limit + 1, is_decided=True)
+        return Solved(None, exact.limit + 1, True, solver.deterministic_time)
     bound = max(0, round(solver.best_objective_bound))
     if status == cp_model.UNKNOWN:
-        return Solved(None, bound, is_decided=False)
+        return Solved(None, bound, False, solver.deterministic_time)
     held = {worker: tuple(part for part in exact.parts if solver.value(exact.holds[worker, part]))
             for worker in question.live}
     hosts = {visit: next(worker for worker, literal in choice.items() if solver.value(literal))
@@ -326,4 +331,4 @@ def solve(question: Question, *, at_most: int | None = None, effort: float = EFF
         reductions=tuple(map(solver.value, exact.reductions)),
         steps={worker: solver.value(step) for worker, step in exact.steps.items()},
     )
-    return Solved(solution, bound, is_decided=status == cp_model.OPTIMAL)
+    return Solved(solution, bound, status == cp_model.OPTIMAL, solver.deterministic_time)

@@ -18,6 +18,7 @@ def answer_any_placement(job: Mapping[str, Any], *, backward: str, optimizer: st
                          at_most: Fraction | None = None, effort: float = EFFORT) -> Answer:
     """Return the shortest period over all placements of a job's layers, with all workers alive.
 
+    The placements that are left share the effort that is left.
     Raises NotCoveredError if the first stage alone has no I: it moves with the first layers.
     """
     given = read_question(job, scope="own micro-batches", backward=backward, optimizer=optimizer)
@@ -26,17 +27,21 @@ def answer_any_placement(job: Mapping[str, Any], *, backward: str, optimizer: st
         raise NotCoveredError(
             "time.backward_input is 0 for the first stage only, which moves with its place"
         )
-    best, lower = Answer(lower=Fraction(0), upper=None, schedule=None, is_impossible=True), []
-    for question in _placements(given, layers):
+    best = Answer(lower=Fraction(0), upper=None, schedule=None, is_impossible=True)
+    lower, taken = [], 0.0
+    placements = list(_placements(given, layers))
+    for number, question in enumerate(placements):
+        share = max(0.0, effort - taken) / (len(placements) - number)
         found = answer(question, at_most=at_most if best.upper is None else best.upper * BETTER,
-                       effort=effort)
+                       effort=share)
+        taken += found.effort
         lower.append(found.lower)
         if found.upper is not None and (best.upper is None or found.upper < best.upper):
             best = found
         elif not found.is_impossible and best.upper is None:
             best = replace(best, is_impossible=False)
     least = min(lower) if best.upper is None else min(best.upper, *lower)
-    return replace(best, lower=least)
+    return replace(best, lower=least, effort=taken)
 
 
 def _placements(given: Question, layers: Sequence[Part]) -> Iterator[Question]:

@@ -27,6 +27,8 @@ UNCUT = ("own micro-batches", "whole stages")
 """Scopes in which each slice is a stage; in others it is any layers, also of several stages."""
 FINEST = 10**6
 """Largest number of ticks of the longest op, and of units in the largest amount of memory."""
+FINEST_WITHOUT_MEMORY = 10**12
+"""Largest number of ticks if memory is not counted; the solver multiplies the two."""
 
 
 class NotCoveredError(ValueError):
@@ -253,8 +255,9 @@ def in_whole_units(question: Question, *, up: bool) -> Question:
     times = [part.times[kind] for part in parts for kind in "AO"] + [question.transfer]
     times += [part.times[kind] * factor for part in parts for kind in "FIW" for factor in factors]
     sizes = [size for part in parts for size in (part.activation, part.stash, part.weights)]
-    (tick, is_time_whole), (unit, is_size_whole) = _coarsest(times), _coarsest(
-        [*sizes, *(question.capacity or ()), *question.capacity_of.values()])
+    sizes += [*(question.capacity or ()), *question.capacity_of.values()]
+    finest = FINEST_WITHOUT_MEMORY if question.capacity is None else FINEST
+    (tick, is_time_whole), (unit, is_size_whole) = _coarsest(times, finest), _coarsest(sizes)
     fused, is_cut = question.backward == "fused", question.scope not in UNCUT
     is_stash_free = fused or not is_cut or all(part.stash <= part.activation for part in parts)
     towards, away = (math.ceil, math.floor) if up else (math.floor, math.ceil)
@@ -291,11 +294,11 @@ def in_whole_units(question: Question, *, up: bool) -> Question:
     )
 
 
-def _coarsest(values: Iterable[Fraction]) -> tuple[Fraction, bool]:
+def _coarsest(values: Iterable[Fraction], finest: int = FINEST) -> tuple[Fraction, bool]:
     """Return the greatest common divisor, or a coarser unit, and whether it is exact."""
     positive = [value for value in values if value]
     if not positive:
         return Fraction(1), True
     common = math.lcm(*(value.denominator for value in positive))
     divisor = Fraction(math.gcd(*(int(value * common) for value in positive)), common)
-    return max(divisor, max(positive) / FINEST), divisor >= max(positive) / FINEST
+    return max(divisor, max(positive) / finest), divisor >= max(positive) / finest

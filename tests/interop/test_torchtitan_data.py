@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.model.data.data import Microbatch, get_data_state, load_data, use_saved_states
-from slipstream.runtime.model.microbatch import SamplesRead
+from slipstream.runtime.data.data import Microbatch, get_data_state, load_data, use_saved_states
+from slipstream.runtime.replay.microbatch import SamplesRead
 from tests.interop.titan_training import write_assets
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None,
@@ -25,7 +25,7 @@ def read(data, iteration: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("grown", [False, True])
 def test_a_stream_goes_on_from_a_saved_state(grown, tmp_path, monkeypatch):
     """Also on a grid that reads more, where the samples of earlier runs need not be read."""
-    from slipstream.runtime.model.data import torchtitan_data
+    from slipstream.runtime.data import torchtitan_data
 
     assets = str(write_assets(tmp_path))
     config = parse_run_config({"torchtitan": "llama3/debugmodel", "context": 16}, {

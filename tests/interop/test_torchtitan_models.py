@@ -10,17 +10,17 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.runtime.checkpoints.checkpoint import identity_of, start_saving
+from slipstream.runtime.checkpoints.parameters import load_parameters
 from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.coordinator.run_options import Resilience
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, start_saving
-from slipstream.runtime.model.checkpoints.parameters import load_parameters
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.compiling import require_compilable
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.layers.sharing import replace_tensor
-from slipstream.runtime.model.layers.split_backward import backward_weight, deferring_weights
+from slipstream.runtime.models.compiling import require_compilable
+from slipstream.runtime.models.layered_model import build_model
+from slipstream.runtime.models.split_backward import backward_weight, deferring_weights
 from slipstream.runtime.protocol.failure_injection import Injection
-from slipstream.runtime.run_options import Resilience
+from slipstream.runtime.ranks.shards import replace_tensor
 from slipstream.schedules.schedule import Worker
 from tests.interop.titan_training import write_assets
 from tests.jobs import grid
@@ -289,10 +289,10 @@ OTHERS = """
 import sys
 import torch
 sys.modules["torchtitan"] = None  # who imports it fails
-import slipstream.runtime.processes.fork_server_process, slipstream.runtime.worker.main
+import slipstream.runtime.worker.fork_server_process, slipstream.runtime.worker.main_thread
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.models.layered_model import build_model
 given = parse_run_config({}, {})
 load_data(given, (1,))
 build_model(given.model, 0, torch.float32, torch.device("cpu")).build(0)

@@ -17,7 +17,7 @@ RANKS = ("--parallelism.tensor_parallel_degree", "2")
 def said(tmp_path, monkeypatch, capsys):
     """Runs our program in this process, as torchrun starts it, on CPUs: the lines by which it refuses."""
     from slipstream.cli import torchtitan
-    from slipstream.runtime.model.layers.torchtitan import training
+    from slipstream.runtime.models.torchtitan import training
 
     monkeypatch.setattr(training, "device_type", "cpu")
     monkeypatch.setenv("TITAN_ASSETS", str(write_assets(tmp_path / "assets")))
@@ -78,7 +78,7 @@ def test_what_a_configuration_is_of(said, config, words, options):
 
 @installed
 def test_masks_in_compiled_layers_where_there_are_gpus(said, monkeypatch):
-    from slipstream.runtime.model.layers.torchtitan import training
+    from slipstream.runtime.models.torchtitan import training
 
     monkeypatch.setattr(training, "device_type", "cuda")
     [line] = said("--module", "tests.interop.titan_refused", "--config", "documents", COMPILED)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.data.data import load_data
 from slipstream.runtime.events import EVENTS, METRICS, OrderGiven, decode_event, decode_metrics
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layers.compiling import require_compilable
+from slipstream.runtime.models.compiling import require_compilable
 from tests.interop.titan_training import write_assets
 from tests.runtime.running import below, command_environment, free_port, losses_in
 
@@ -239,8 +239,8 @@ def test_what_cannot_be_done_is_refused_in_one_line_before_anything_starts(tmp_p
 
 @installed
 def test_what_is_done_in_another_way_is_said():
-    from slipstream.runtime.model.layers.torchtitan.specification import parse_arguments
-    from slipstream.runtime.model.layers.torchtitan.training import describe_differences
+    from slipstream.runtime.models.torchtitan.specification import parse_arguments
+    from slipstream.runtime.models.torchtitan.training import describe_differences
 
     options = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_layers_per_stage", "3",
                "--parallelism.tensor_parallel_degree", "2", "--checkpoint.enable", "--debug.deterministic"]
@@ -323,7 +323,7 @@ def test_where_torchtitan_is_not_installed_one_line_says_how(tmp_path):
     ({"torchtitan": "llama3/8B"}, {"tokens": "tokens.bin"}), ({"torchtitan": "llama3/8B"}, {"compile": True}),
     ({}, {"data": "torchtitan"})])
 def test_nor_does_a_job_that_names_it(model, training, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("slipstream.runtime.model") and "torchtitan" in name]:
+    for name in [name for name in sys.modules if name.startswith("slipstream.runtime.") and "torchtitan" in name]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchtitan.trainer", None)
     given = parse_run_config(model, training)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from tests.launchers import paced_model
 from tests.launchers.documents import blocks, replaced

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, open_latest
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint, open_latest
 from tests.launchers import paced_model, slurm
 from tests.launchers.documents import blocks, replaced
 from tests.launchers.processes import wait_until

@@ -96,3 +96,21 @@ def test_what_steers_the_search_is_passed_on(monkeypatch):
     params = SearchParams(lists=ListParams(most_steps=9))
     FailurePlanner(JOB, FIRST, params=params).after((Worker(1, 1),))
     assert asked == [params]
+
+
+def test_plans_claim_no_bound_of_one_choice_of_what_is_recomputed():
+    """The job is what the planner made of `recompute = "auto"`; another choice may be shorter than a bound of it."""
+    job, free = grid(3, 2, 2, more="[training]\nrecompute = 'auto'\n"), grid(3, 2, 2)
+    down, stage_down = (Worker(1, 1),), (Worker(0, 1), Worker(1, 1), Worker(2, 1))
+    held = tuple((worker, FIRST.held_layers_of_column(worker.column)) for worker in FIRST.members
+                 if worker not in down)
+    claims = {}
+    for given in (job, free):
+        failures = FailurePlanner(given, FIRST, settled_seconds=0.1)
+        made = (failures.after(down), failures.after(stage_down), failures.at_speeds(down, ((Worker(0, 0), 2.0),)),
+                failures.plan_at_once(down, held, ()), failures.plan_settled(down, held, ()),
+                failures.plan_from_checkpoint(down, ()))
+        assert not any(map(check, made))
+        claims[given.training.get("recompute")] = {schedule.lower_bound_ticks for schedule in made}
+    assert claims["auto"] == {0}
+    assert 0 not in claims[None]

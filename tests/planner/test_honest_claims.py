@@ -9,8 +9,6 @@ from msgspec.structs import replace
 
 import slipstream.cli.plan as plan_command
 import slipstream.planner.plan as planner_plan
-from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
-from slipstream.cli.fleet.loads import Loads
 from slipstream.planner.blockwise import Blocks
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError
@@ -21,6 +19,8 @@ from slipstream.planner.normalise import normalised, window_bounds_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import BlockParams, SearchParams
 from slipstream.planner.plan import plan_job, plan_with
+from slipstream.planner.simulation.availability_trace import AvailabilityTrace, Change
+from slipstream.planner.simulation.loads import Loads
 from slipstream.schedules import codec
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Room, Scope, Worker

@@ -145,6 +145,20 @@ def test_progress_tells_of_no_period_that_the_plan_does_not_have(times, method, 
     assert all(later < before for before, later in pairwise(told)), "several layouts are planned: only news is told"
 
 
+def test_progress_names_periods_without_all_reductions():
+    """They and their bounds are those of other problems, and may be above or below those of the plan."""
+    job = grid(4, 2, 6, times="forward = 8\nbackward_input = 8\nbackward_weight = 8\noptimizer = 4\nall_reduce = 9\n",
+               more="[network]\noverlap = true\n")
+    lines = []
+    plan = plan_with(PlanOptions(steps=20_000), job, [Worker(1, 1)], progress=lines.append)
+    told = [line for line in lines if "period" in line and not line.startswith("reference")]
+    assert all(line.startswith(("without reductions: ", "with 50% of each reduction: ", "all reductions added: "))
+               for line in told)
+    bound = plan.schedule.lower_bound_ticks * plan.schedule.tick_seconds
+    last = [line for line in told if line.startswith("all")][-1]
+    assert last == f"all reductions added: period {plan.period:g} s, bound {bound:g} s"
+
+
 @pytest.mark.parametrize(("pipelines", "stages", "dead", "bound"), [(8, 3, 1, 129), (10, 4, 2, 171)])
 def test_live_workers_hand_on_micro_batches_of_a_stage_that_has_lost_one(pipelines, stages, dead, bound):
     """With as few micro-batches as stages, a worker that runs one more has all of them late. While live workers keep

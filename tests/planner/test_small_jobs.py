@@ -58,6 +58,20 @@ def test_memory_in_units_finer_than_the_solver_can_count(activation):
     assert "CP-SAT" in solved.ran
 
 
+def test_an_activation_as_large_as_the_capacity_fits_where_other_amounts_are_finer_than_a_unit():
+    """The activation is rounded up and the capacity down: a third of the other amount once made them differ."""
+    job = grid(2, 2, 1, times=ONES, more="[memory]\ncapacity = [1, 1.5]\nactivation = 1\n"
+               "weight_stash = 0.333333333333\n")
+    assert planned(job, "1.1")[1] == 7  # 0.1 waits for the first F, then works for 6 s
+
+
+def test_one_worker_that_comes_to_hold_all_layers_steps_them_all():
+    """F0 F1 I1 W1 I0 W0 fits its memory. CP-SAT once allowed too short a period, and so proved that no plan exists."""
+    job = grid(1, 2, 1, times=ONES, more="optimizer = 3\n[memory]\ncapacity = 2\nactivation = 1\n"
+               "weight_stash = [2, 0.5]\n")
+    assert planned(job, "0.1", layers="move", from_checkpoint=True)[1] == 12
+
+
 # --- Plans where list schedules get stuck -----------------------------------------------------------------------------
 
 

@@ -5,8 +5,8 @@ import pytest
 from slipstream.runtime import launch
 from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.planning.background import run_in_thread
+from slipstream.runtime.coordinator.run_options import Resilience
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.run_options import Resilience
 from tests import patience
 from tests.runtime.failing import TIMEOUT_SECONDS
 from tests.runtime.forked import own_fork_server

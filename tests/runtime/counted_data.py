@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.runtime.api import Microbatch, RunConfig
-from slipstream.runtime.model.data.token_data import TokenData
-from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.data.token_data import TokenData
+from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
 
 FOLDER = "COUNTED_DATA_FOLDER"
 

@@ -12,13 +12,13 @@ from slipstream.planner.failures import FailurePlanner, with_speeds
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
+from slipstream.runtime.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.planning.schedule_finder import Scheduler
 from slipstream.runtime.events import Event
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
-from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.processes.stop_signals import RunStopped

@@ -13,8 +13,8 @@ import msgspec
 
 from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer, build_environment
 from slipstream.runtime.processes.fork_server_messages import ServerAdopted
-from slipstream.runtime.processes.fork_server_process import _Server
 from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS
+from slipstream.runtime.worker.fork_server_process import _Server
 from tests.runtime.launchers import START_SECONDS, Launcher
 
 HIGHEST = 4096

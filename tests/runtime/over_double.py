@@ -9,7 +9,7 @@ from pathlib import Path
 from slipstream.runtime.protocol.failure_injection import Place
 from slipstream.runtime.replay import group_cache, session
 from slipstream.runtime.replay.nccl import NcclBackend
-from slipstream.runtime.worker import injector
+from slipstream.runtime.worker import injected_faults
 from tests.patience import SECONDS
 from tests.runtime.replay.double import BEGUN, HASTY, SLOW, Double
 
@@ -21,10 +21,10 @@ def _commit_point(self: session.GenerationSession) -> None:
         _USUAL(self)
 
 
-_FAIL = injector.Injector.fail_if_due
+_FAIL = injected_faults.Injector.fail_if_due
 
 
-def _fail_if_due(self: injector.Injector, iteration: int, place: Place) -> None:
+def _fail_if_due(self: injected_faults.Injector, iteration: int, place: Place) -> None:
     is_awaited = HASTY in os.environ and SLOW in os.environ and place == "reported"
     if is_awaited and (iteration, place) in self._mine:
         begun, ends = Path(f"{os.environ[SLOW].split()[-1]}{BEGUN}"), time.monotonic() + SECONDS
@@ -33,6 +33,6 @@ def _fail_if_due(self: injector.Injector, iteration: int, place: Place) -> None:
     _FAIL(self, iteration, place)
 
 
-injector.Injector.fail_if_due = _fail_if_due  # type: ignore[method-assign]
+injected_faults.Injector.fail_if_due = _fail_if_due  # type: ignore[method-assign]
 group_cache.NcclBackend = partial(NcclBackend, Double)  # type: ignore[misc, assignment]
 session.GenerationSession.reach_commit_point = _commit_point  # type: ignore[method-assign]

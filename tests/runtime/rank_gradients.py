@@ -9,18 +9,18 @@ import msgspec
 import torch
 from torch import Tensor, distributed
 
+from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.layers.shards import gather_layer
-from slipstream.runtime.model.layers.worker_group import GroupConnection, WorkerGroup, enter_group
-from slipstream.runtime.model.state.held_layers import build_holding
-from slipstream.runtime.model.tensor_codec import write_tensors
+from slipstream.runtime.data.data import Microbatch, load_data
+from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.store import connect_store, host_store
+from slipstream.runtime.ranks.shards import gather_layer
+from slipstream.runtime.ranks.worker_group import GroupConnection, WorkerGroup, enter_group
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.tensor_codec import write_tensors
 
 CPU = torch.device("cpu")
 NAME = Microbatch(0, 0, 0)

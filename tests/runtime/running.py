@@ -14,11 +14,11 @@ import torch
 
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.plan import plan_job
+from slipstream.runtime.checkpoints.checkpoint import load_layers, open_latest
+from slipstream.runtime.checkpoints.parameters import load_parameters
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.events import EVENTS, METRICS, Metrics, decode_metrics
 from slipstream.runtime.launch import RunResult
-from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
-from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run

@@ -6,6 +6,7 @@ import socket
 
 from slipstream.planner.job.file import Job
 from slipstream.runtime.config import RunConfig
+from slipstream.runtime.moving.layer_messages import encode_message, read_message
 from slipstream.runtime.node_agent import NodeJob
 from slipstream.runtime.protocol.authentication import (
     GREETING_BYTES,
@@ -18,7 +19,6 @@ from slipstream.runtime.protocol.authentication import (
     authenticate_connection,
 )
 from slipstream.runtime.protocol.channel import FrameParser, encode_frame
-from slipstream.runtime.worker.layer_messages import encode_message, read_message
 from slipstream.schedules.schedule import Worker
 
 SECRET = Secret(b"the secret of tests has 32 bytes")

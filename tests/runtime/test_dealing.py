@@ -7,16 +7,16 @@ import pytest
 
 from slipstream.cli.run_page import run_page
 from slipstream.runtime.config import ConfigError
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.data.dealt_samples import DealtSamples, check_costs, digest_costs
+from slipstream.runtime.data.loss_weights import LossWeights
+from slipstream.runtime.data.token_data import BadSampleError
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.data.loss_weights import LossWeights
-from slipstream.runtime.model.data.token_data import BadSampleError
-from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.placement import place_layers
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Slowdown
-from slipstream.runtime.replay.dealt_samples import DealtSamples, check_costs, digest_costs
 from slipstream.runtime.replay.group_cache import GenerationEndedError
+from slipstream.runtime.replay.microbatch import Microbatch
 from slipstream.runtime.run_record import read_run
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

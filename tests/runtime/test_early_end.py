@@ -18,7 +18,7 @@ from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.protocol.to_node_agent import NodeTaken
-from slipstream.runtime.worker import context_builder, main
+from slipstream.runtime.worker import context, main_thread
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.talking import SETUP
 from tests.runtime.speaking import SECRET, be_asked
@@ -54,7 +54,7 @@ def test_a_worker_whose_node_0_dies_before_it_has_answered_joins_the_next_one():
     node_0 = Node0s(None, SETUP)
     spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
                            settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
-    channel, setup = main._join_run(spec, lambda hello,
+    channel, setup = main_thread._join_run(spec, lambda hello,
                                     seconds: Channel(node_0.address, SECRET, hello, to_worker.decode,
                                                                          seconds))
     channel.close()
@@ -63,7 +63,7 @@ def test_a_worker_whose_node_0_dies_before_it_has_answered_joins_the_next_one():
 
 def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeypatch):
     """It would wait for the other's store, and end, and nobody would know that it was waited for."""
-    monkeypatch.setattr(context_builder, "STORE_TIMEOUT", context_builder.timedelta(seconds=5))
+    monkeypatch.setattr(context, "STORE_TIMEOUT", context.timedelta(seconds=5))
     store, address = host_store()
     setups = [msgspec.structs.replace(SETUP, epoch=1), msgspec.structs.replace(SETUP, epoch=2, store=address)]
     node_0 = Node0s(*setups)
@@ -77,7 +77,7 @@ def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeyp
     spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
                            settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
     with closing(link):
-        assert context_builder._connect_to_store(spec, link).port == address.port
+        assert context._connect_to_store(spec, link).port == address.port
         assert link.setup == setups[1] and node_0.heard[1].epoch == 1
     del store
 

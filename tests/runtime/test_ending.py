@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.stop_signals import REPEAT_SECONDS, SIGNALS, RunStopped

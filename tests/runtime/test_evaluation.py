@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
+from slipstream.runtime.computing.slices import WorkerSlices, find_forms
 from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.data.data import load_data, load_validation_data
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
-from slipstream.runtime.model.computing.slices import WorkerSlices, find_forms
-from slipstream.runtime.model.data.data import load_data, load_validation_data
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.state.held_layers import build_holding
-from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.store import host_store
-from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.state.steps import StepController
+from slipstream.runtime.worker.training_loop import Evaluation, EvaluationMode
 from slipstream.schedules.program import build_program
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

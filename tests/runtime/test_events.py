@@ -8,9 +8,9 @@ from typing import get_args
 import msgspec
 import pytest
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.events import AnyEvent, Event, Iteration, decode_event, decode_iteration
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.schedules.codec import read

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from slipstream.runtime.checkpoints.checkpoint import load_layers, open_checkpoint, open_latest
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_checkpoint, open_latest
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker

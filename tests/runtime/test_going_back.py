@@ -5,11 +5,11 @@ import time
 import pytest
 
 from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.checkpoints.checkpoint import find_complete, load_layers, open_checkpoint, open_latest
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import CheckpointWritten
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import find_complete, load_layers, open_checkpoint, open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -24,12 +24,15 @@ def on_the_spot(job):
     return FailurePlanner(job, planned(job)(()), None).after
 
 
-def saved(out, *iterations):
+def saved(out, *iterations, kills=()):
     """Have the run wait until the checkpoint of the state before each of these iterations is complete.
 
     It becomes one when its writers hear that the iteration is committed. They have heard that before they begin the
-    second next one, after which the run waits.
+    second next one, at whose commit the run waits. A worker may begin the third next one before that, and one that dies
+    there may not have written yet: `kills` have to be later, or before anything is saved.
     """
+    assert not any(number <= kill.iteration < number + 4 for number in iterations for kill in kills)
+
     def wait(iteration, _):
         deadline, before = time.monotonic() + 120, iteration - 2
         while before in iterations and before not in find_complete(out / "checkpoints"):
@@ -58,20 +61,22 @@ def test_without_a_checkpoint_they_begin_anew(fork_server, tmp_path):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_they_go_back_to_the_newest_checkpoint(optimizer, fork_server, tmp_path):
     """Also where the last one who wrote it dies with the stage, and while the next one is being written."""
-    seen = []
-    result = lose([at("0.1", 7, 3), at("1.1", 9, 3)], fork_server, tmp_path, checkpoint_every=4,
+    seen, kills = [], [at("0.1", 8, 3), at("1.1", 10, 3)]
+    wait = saved(tmp_path, 4, kills=kills)
+    result = lose(kills, fork_server, tmp_path, checkpoint_every=4,
                   config=tiny(iterations=14, optimizer=optimizer, momentum=0.5 if optimizer == "sgd" else 0.0),
-                  progress=lambda iteration, loss: (seen.append(iteration), saved(tmp_path, 4)(iteration, loss)))
+                  progress=lambda iteration, loss: (seen.append(iteration), wait(iteration, loss)))
     *_, back = result.recoveries
-    assert back.went_back_to in (4, 8) and back.repeated in (0, 1, 4, 5)
+    assert back.went_back_to in (4, 8) and back.went_back_to + back.repeated in (9, 10)
     assert seen[-14 + back.went_back_to:] == list(range(back.went_back_to, 14))
     assert open_latest(tmp_path / "checkpoints").iteration == 14
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1.8])
 def test_with_clipping_and_several_that_die_at_once(clip_norm, fork_server, tmp_path):
-    result = lose([at("0.1", 6, "stepped"), at("1.1", 6, "O"), at("2.1", 6, "A")], fork_server, tmp_path, job=WIDE,
-                  config=tiny(iterations=10, clip_norm=clip_norm), checkpoint_every=3, progress=saved(tmp_path, 3))
+    kills = [at("0.1", 7, "stepped"), at("1.1", 7, "O"), at("2.1", 7, "A")]
+    result = lose(kills, fork_server, tmp_path, job=WIDE, config=tiny(iterations=10, clip_norm=clip_norm),
+                  checkpoint_every=3, progress=saved(tmp_path, 3, kills=kills))
     assert sorted(dead(result)) == ["0.1", "1.1", "2.1"]
     assert [one.went_back_to for one in result.recoveries if one.went_back_to is not None] in ([3], [6])
 
@@ -79,16 +84,17 @@ def test_with_clipping_and_several_that_die_at_once(clip_norm, fork_server, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["ordered", "met", "moved", 1])
 def test_another_dies_while_they_go_back(place, fork_server, tmp_path):
-    again = [at("0.0", iteration, place) for iteration in range(8)]
-    result = lose([at("0.1", 6, 1), at("1.1", 6, 2), at("2.1", 6, 3), *again[4:5]], fork_server, tmp_path, job=WIDE,
-                  checkpoint_every=4, progress=saved(tmp_path, 4))
+    kills = [at("0.1", 8, 1), at("1.1", 8, 2), at("2.1", 8, 3)]
+    result = lose([*kills, at("0.0", 4, place)], fork_server, tmp_path, job=WIDE, checkpoint_every=4,
+                  progress=saved(tmp_path, 4, kills=kills))
     assert sorted(dead(result)) == ["0.0", "0.1", "1.1", "2.1"] and result.recoveries[-1].live == 2
 
 
 def test_one_that_is_back_takes_part_at_once(fork_server, tmp_path):
     """Everybody reads the checkpoint."""
-    result = lose([at("0.1", 3), at("1.1", 60)], fork_server, tmp_path, config=tiny(iterations=110),
-                  checkpoint_every=50, progress=saved(tmp_path, 50), returns=(Return(Worker(1, 1), 61),))
+    kills = [at("0.1", 3), at("1.1", 60)]
+    result = lose(kills, fork_server, tmp_path, config=tiny(iterations=110), checkpoint_every=50,
+                  progress=saved(tmp_path, 50, kills=kills), returns=(Return(Worker(1, 1), 61),))
     assert dead(result) == ["0.1", "1.1"] and returned(result) == ["1.1"]
     assert [one.went_back_to for one in result.recoveries if one.dead] == [None, 50]
 
@@ -107,27 +113,28 @@ def test_a_run_that_began_from_a_checkpoint_goes_back_to_it(fork_server, tmp_pat
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(fork_server, tmp_path):
-    seen, told, events = [], [], []
+    seen, told, events, kills = [], [], [], [at("0.1", 9), at("1.1", 14, 4)]
+    wait = saved(tmp_path, 5, 10, kills=kills)
 
     def damage(iteration, loss):  # before anybody can have begun the iteration after the next
-        saved(tmp_path, 3, 6)(iteration, loss)
-        if iteration == 8:
+        wait(iteration, loss)
+        if iteration == 12:
             seen.append(iteration)
             if len(seen) == 1:
-                for path in (tmp_path / "checkpoints" / "iteration-6").glob("*.safetensors"):
+                for path in (tmp_path / "checkpoints" / "iteration-10").glob("*.safetensors"):
                     path.write_bytes(b"\0" + path.read_bytes()[1:])
             else:
-                assert load_layers(open_checkpoint(find_complete(tmp_path / "checkpoints")[6]),
+                assert load_layers(open_checkpoint(find_complete(tmp_path / "checkpoints")[10]),
                                    range(4)), "it is written anew"
 
-    resilience = Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=3,
-                            injections=(at("0.1", 8), at("1.1", 9, 4)))
-    result = run(schedule_for(JOB), tiny(iterations=12), out=tmp_path, fork_server=fork_server, resilience=resilience,
+    resilience = Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=5,
+                            injections=tuple(kills))
+    result = run(schedule_for(JOB), tiny(iterations=16), out=tmp_path, fork_server=fork_server, resilience=resilience,
                  progress=damage, options=RunOptions(notify=told.append, observe=events.append))
-    assert_same_numbers(result, judge(tiny(iterations=12), JOB.microbatches, 12))
-    assert result.recoveries[-1].went_back_to == 3
-    assert any("iteration-6" in str(line) for line in told) and len(seen) == 2
-    assert [event.checkpoint for event in events if isinstance(event, CheckpointWritten)].count(6) == 2
+    assert_same_numbers(result, judge(tiny(iterations=16), JOB.microbatches, 16))
+    assert result.recoveries[-1].went_back_to == 5
+    assert any("iteration-10" in str(line) for line in told) and len(seen) == 2
+    assert [event.checkpoint for event in events if isinstance(event, CheckpointWritten)].count(10) == 2
 
 
 @pytest.mark.slow
@@ -135,15 +142,16 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(fork_server, t
 def test_fewer_workers_than_stages_go_on_down_to_one_and_up_again(settling, fork_server, tmp_path):
     """One holds all layers then; those that come back take theirs from it."""
     job, pids = grid(2, 3, 2, more="optimizer = 1"), set()
-    kills = [at(name, 4, place) for name, place in (("0.0", 1), ("1.0", 2), ("0.1", 1), ("1.1", 2))]
-    back = [Return(Worker.parse(name), 7 + number) for number, name in enumerate(["0.0", "1.0", "0.1", "1.1", "0.2"])]
+    kills = [*(at(name, 6, place) for name, place in (("0.0", 1), ("1.0", 2), ("0.1", 1), ("1.1", 2))), at("0.2", 8)]
+    wait = saved(tmp_path, 2, kills=kills)
+    back = [Return(Worker.parse(name), 9 + number) for number, name in enumerate(["0.0", "1.0", "0.1", "1.1", "0.2"])]
 
     def progress(iteration, loss):
-        saved(tmp_path, 2)(iteration, loss)
+        wait(iteration, loss)
         pids.update(fork_server.pids.items())
 
-    result = lose([*kills, at("0.2", 6)], fork_server, tmp_path, job=job, config=tiny(iterations=80),
-                  checkpoint_every=2, rebalancer=Planning(job), settling=settling, returns=back, progress=progress)
+    result = lose(kills, fork_server, tmp_path, job=job, config=tiny(iterations=80), checkpoint_every=2,
+                  rebalancer=Planning(job), settling=settling, returns=back, progress=progress)
     assert sorted(dead(result)) == ["0.0", "0.1", "0.2", "1.0", "1.1"]
     live = [one.live for one in result.recoveries]
     assert 1 in live and live[-1] == 6, live

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream.runtime.coordinator.connections import stall_watch
 from slipstream.runtime.events import Event, Failed
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.layers.gpt import GPT
+from slipstream.runtime.models.gpt import GPT
 from tests.jobs import grid
 from tests.runtime.exact_parallel import Exact
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned

@@ -16,6 +16,7 @@ from slipstream.runtime.coordinator.connections import server
 from slipstream.runtime.coordinator.decisions import transition
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.moving.layer_messages import LayerRequest, encode_message
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.authentication import (
@@ -47,7 +48,6 @@ from slipstream.runtime.protocol.to_coordinator import (
 )
 from slipstream.runtime.protocol.to_worker import EndOrder, Finish, Leave, StepFactor
 from slipstream.runtime.run_folder import read_takeover_record
-from slipstream.runtime.worker.layer_messages import LayerRequest, encode_message
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import GRACE_SECONDS, TIMEOUT_SECONDS, assert_same_so_far

@@ -14,21 +14,21 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.runtime.checkpoints.checkpoint import describe_difference, identity_of
+from slipstream.runtime.computing.forms import find_forms
+from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import HUGGING_FACE_FOLDER, Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import describe_difference, identity_of
-from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers import worker_group
-from slipstream.runtime.model.layers.compiling import COMPILABLE_MODELS
-from slipstream.runtime.model.layers.flops import counting_flops
-from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.model.seeds import derive_seed
-from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.models.compiling import COMPILABLE_MODELS
+from slipstream.runtime.models.flops import counting_flops
+from slipstream.runtime.models.hugging_face.configuration import FAMILIES
+from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.ranks import worker_group
+from slipstream.runtime.ranks.worker_group import simulating_rank
+from slipstream.runtime.seeds import derive_seed
+from slipstream.runtime.state.held_layers import build_holding
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, at, dead

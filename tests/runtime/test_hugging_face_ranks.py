@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.planner.job.model_shape import experts_shape
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.layers.split_backward import backward_input, deferring_weights
-from slipstream.runtime.model.layers.worker_group import simulating_rank
-from slipstream.runtime.model.tensor_codec import read_tensors
+from slipstream.runtime.models.layered_model import build_model
+from slipstream.runtime.models.split_backward import backward_input, deferring_weights
+from slipstream.runtime.ranks.worker_group import simulating_rank
+from slipstream.runtime.tensor_codec import read_tensors
 from tests.runtime.failing import at, dead
 from tests.runtime.rank_gradients import file_of, find_on_ranks, whole_gradients
 from tests.runtime.test_hugging_face import CPU, CUT, EVEN, KINDS, configured

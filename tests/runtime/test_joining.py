@@ -12,8 +12,8 @@ from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
-from tests.runtime.model.state.test_steps import OFTEN, RARELY, SAME, SPIKY
 from tests.runtime.running import metrics_in, tiny
+from tests.runtime.state.test_steps import OFTEN, RARELY, SAME, SPIKY
 
 BACK = Worker(0, 0)
 SLOWLY = 60e3

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from slipstream.planner.job.file import Job
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.runtime.tools.reference import ReferenceResult, _compute_loss
 from tests.jobs import grid
 from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
-from tests.runtime.model.state.test_optimizer import OWN
 from tests.runtime.running import assert_same_numbers, schedule_for, tiny
+from tests.runtime.state.test_optimizer import OWN
 from tests.runtime.test_routes import LINEAR, eight_layers
 from tests.runtime.test_settling import phases
 from tests.runtime.test_settling import train as settle

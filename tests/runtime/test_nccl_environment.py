@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed import DebugLevel, distributed_c10d
 
 from slipstream.runtime.protocol.store import host_store
-from slipstream.runtime.torch_private import BLOCKING_VARIABLE, NCCL_ENVIRONMENT, create_nccl_group
+from slipstream.runtime.replay.torch_groups import BLOCKING_VARIABLE, NCCL_ENVIRONMENT, create_nccl_group
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint, Manifest, open_latest
 from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.coordinator.run_fit import check_fit, compare_with_checkpoint
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, Manifest, open_latest
 from slipstream.runtime.processes.process_manager import Return
-from slipstream.runtime.run_fit import check_fit, compare_with_checkpoint
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

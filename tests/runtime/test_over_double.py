@@ -8,7 +8,7 @@ import pytest
 from benchmarks.chaos import TOLERANCE, train_through
 from benchmarks.chaos_checks import Tally
 from benchmarks.chaos_scenario import settings
-from slipstream.runtime import run_fit
+from slipstream.runtime.coordinator import run_fit
 from slipstream.runtime.events import Event, Failed
 from slipstream.runtime.launch import run
 from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, WIDE, Planning, at, dead, returned, train

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from slipstream.planner.job.file import parse_job
+from slipstream.runtime.checkpoints.checkpoint import open_checkpoint
+from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import Resilience, RunError, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_checkpoint
-from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.run_folder import CHECKPOINTS
+from slipstream.runtime.state.held_layers import build_holding
 from tests.runtime.failing import JOB, planned
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
+from slipstream.runtime.checkpoints.parameters import load_parameters
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.events import METRICS, decode_metrics
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
-from slipstream.runtime.model.checkpoints.parameters import load_parameters
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import build_model, seeded_for_layer
+from slipstream.runtime.models.layered_model import build_model, seeded_for_layer
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
 from tests.runtime.running import tiny
 

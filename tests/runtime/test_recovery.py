@@ -11,10 +11,10 @@ import pytest
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return

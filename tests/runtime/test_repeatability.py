@@ -8,14 +8,14 @@ from msgspec.structs import replace
 from torch import nn
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.model.data.data import batch_form, load_data
-from slipstream.runtime.model.data.sample_digests import check_first_samples, digest_sample
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.microbatch import Microbatch
-from slipstream.runtime.model.seeds import GENERATOR_LOCK
-from slipstream.runtime.model.state.held_layers import build_on_device
-from slipstream.runtime.run_fit import check_fit
-from slipstream.runtime.run_options import RunOptions
+from slipstream.runtime.coordinator.run_fit import check_fit
+from slipstream.runtime.coordinator.run_options import RunOptions
+from slipstream.runtime.data.data import batch_form, load_data
+from slipstream.runtime.data.sample_digests import check_first_samples, digest_sample
+from slipstream.runtime.models.layered_model import build_model
+from slipstream.runtime.replay.microbatch import Microbatch
+from slipstream.runtime.seeds import GENERATOR_LOCK
+from slipstream.runtime.state.held_layers import build_on_device
 from tests.jobs import grid
 from tests.runtime.careless import Seeded
 from tests.runtime.running import schedule_for, tiny
@@ -122,5 +122,5 @@ def test_models_of_this_package_are_not_built_for_a_check(monkeypatch):
     """It takes long, and they repeat."""
     model = build_model(tiny().model, 0, torch.float64, CPU)
     monkeypatch.setattr(type(model), "build", None)
-    from slipstream.runtime.model.layers.repeatability import require_repeatable_layers
+    from slipstream.runtime.computing.repeatability import require_repeatable_layers
     require_repeatable_layers(model, tiny(), [10] * model.layers)

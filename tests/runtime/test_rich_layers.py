@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.checkpoints.checkpoint import load_layers, open_latest
+from slipstream.runtime.checkpoints.parameters import load_parameters
 from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.data.data import Microbatch
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
-from slipstream.runtime.model.checkpoints.parameters import load_parameters
-from slipstream.runtime.model.data.data import Microbatch
-from slipstream.runtime.model.layers.calling import collecting_losses
-from slipstream.runtime.model.layers.layered_model import seeded_for_layer
+from slipstream.runtime.models.calling import collecting_losses
+from slipstream.runtime.models.layered_model import seeded_for_layer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.tools.profile import profile_stages
 from slipstream.runtime.tools.reference import reference_run

@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.decisions import checkpoint_timer
-from slipstream.runtime.coordinator.records.run_log import RunLog
-from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import (
+from slipstream.runtime.checkpoints.checkpoint import (
     KEPT_CHECKPOINTS,
     load_layers,
     open_checkpoint,
     open_latest,
     start_saving,
 )
-from slipstream.runtime.model.checkpoints.parameters import draft_layer, publish_layer
+from slipstream.runtime.checkpoints.parameters import draft_layer, publish_layer
+from slipstream.runtime.coordinator.decisions import commit_log
+from slipstream.runtime.coordinator.records.run_log import RunLog
+from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import FolderError, claim_folder, clean_up_folder, hold_folder_lock
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Worker
 from tests import patience
 from tests.jobs import grid
+from tests.runtime.checkpoints.test_checkpoint import IDENTITY, assert_same, share, states, write
 from tests.runtime.failing import at, train
-from tests.runtime.model.checkpoints.test_checkpoint import IDENTITY, assert_same, share, states, write
 from tests.runtime.pacing import Pauses
 from tests.runtime.running import assert_same_numbers, command_environment, judge, schedule_for, tiny
 
@@ -253,8 +253,8 @@ def load_all(folder: Path):
 @pytest.mark.slow
 def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_path, monkeypatch):
     """By the run's own measure; a worker dies and comes back meanwhile."""
-    monkeypatch.setattr(checkpoint_timer, "MIN_INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(checkpoint_timer, "MAX_TIME_SHARE", 0.1)
+    monkeypatch.setattr(commit_log, "MIN_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(commit_log, "MAX_TIME_SHARE", 0.1)
     began = time.monotonic()
     seen = set()
 

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.events import EVENTS, Failed, FetchBegun, HandedOver, WentBack
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
@@ -26,7 +26,6 @@ from tests.runtime.failing import (
     returned,
     train,
 )
-from tests.runtime.model.state.test_steps import FIRST, SAME
 from tests.runtime.pacing import slowly_until
 from tests.runtime.running import (
     assert_same_evaluations,
@@ -37,6 +36,7 @@ from tests.runtime.running import (
     schedule_for,
     tiny,
 )
+from tests.runtime.state.test_steps import FIRST, SAME
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 FOUR = grid(4, 1, 2, more="optimizer = 1")

@@ -35,7 +35,7 @@ from slipstream.runtime.events import (
 )
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.failure_injection import Slowdown, find_slowdown_factor
-from slipstream.runtime.worker.slowed_recorder import prolong_block
+from slipstream.runtime.worker.injected_faults import prolong_block
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.data.data import Microbatch, load_data
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.data.data import Microbatch, load_data
-from slipstream.runtime.model.layers.layered_model import build_model, seeded_for_layer
-from slipstream.runtime.model.layers.step_rules import leave_gradient
-from slipstream.runtime.model.state.held_layers import build_layer
-from slipstream.runtime.model.state.part_optimizer import PartOptimizer
-from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.models.layered_model import build_model, seeded_for_layer
+from slipstream.runtime.models.step_rules import leave_gradient
+from slipstream.runtime.moving.received_part import SteppedPart
+from slipstream.runtime.state.held_layers import build_layer
+from slipstream.runtime.state.part_optimizer import PartOptimizer
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 from tests.jobs import grid
 from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, at, dead, returned, train

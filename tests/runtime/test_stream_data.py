@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
@@ -45,8 +45,9 @@ def test_a_run_that_resumes_reads_on(fork_server, tmp_path):
 def test_a_worker_that_comes_back_reads_on_from_the_last_checkpoint(fork_server, tmp_path):
     """Late in a long run, the beginning is hours of reading away."""
     reads, out = tmp_path / "reads", tmp_path / "run"
-    result = train([at("0.0", 7)], fork_server, out, config=reading(reads, 50), checkpoint_every=4,
-                   returns=(Return(Worker(0, 0), 8),), progress=saved(out, 4))
+    kills = [at("0.0", 8)]
+    result = train(kills, fork_server, out, config=reading(reads, 50), checkpoint_every=4,
+                   returns=(Return(Worker(0, 0), 9),), progress=saved(out, 4, kills=kills))
     assert dead(result) == returned(result) == ["0.0"]
     *others, last = first_reads(reads)
     assert others == [0] * 4 and last >= 4

@@ -3,18 +3,18 @@
 
 import pytest
 
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
-from tests.runtime.model.state.test_steps import RARELY, SAME
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
+from tests.runtime.state.test_steps import RARELY, SAME
 
 TWO = grid(2, 2, 2, more="optimizer = 1")
 WIDE = grid(3, 2, 2, more="optimizer = 1")

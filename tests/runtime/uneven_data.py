@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.microbatch import Microbatch
-from slipstream.runtime.model.seeds import derive_seed
+from slipstream.runtime.replay.microbatch import Microbatch
+from slipstream.runtime.seeds import derive_seed
 
 IGNORED = -100
 

@@ -2,8 +2,8 @@
 
 from slipstream.cli import train
 from slipstream.planner.compiled import ensure_compiled
+from slipstream.runtime.coordinator.run_fit import check_fit
 from slipstream.runtime.launch import RunOptions
-from slipstream.runtime.run_fit import check_fit
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from slipstream.runtime.model.run_identity import combine_identities
-from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_HELD,
     Checksum,
@@ -29,6 +27,8 @@ from slipstream.runtime.protocol.to_coordinator import (
     WorkerStatus,
     intersect_held_state,
 )
+from slipstream.runtime.run_identity import combine_identities
+from slipstream.runtime.state.checksum import combined_digest
 from slipstream.schedules.schedule import Worker
 
 MessageKey = tuple[type, int, int]
@@ -181,6 +181,7 @@ def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport |
     return replace(last, kept=intersect_held_state([one.kept for one in found]) if same else NOTHING_HELD,
                    behind=any(one.iteration < last.iteration for one in found),
                    doubted=any(one.doubted for one in found),
+                   trusted_from=max(one.trusted_from for one in found),
                    pending=any(one.pending for one in found), begun=max(one.begun for one in found),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from slipstream.runtime.coordinator.decisions import orders
-from slipstream.runtime.coordinator.decisions.lost_workers import describe_layer_loss
+from slipstream.runtime.coordinator.decisions.effects import PlannerFailedError
+from slipstream.runtime.coordinator.decisions.orders import describe_layer_loss, find_restored_schedule
 from slipstream.runtime.coordinator.decisions.part_moves import LayersByWorker
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.decisions.run_state import TransitionBuilder
-from slipstream.runtime.coordinator.decisions.schedule_choice import find_restored_schedule
-from slipstream.runtime.coordinator.decisions.schedule_requests import PlannerFailedError
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import WentBack
 from slipstream.runtime.protocol.to_worker import ReportCheckpoints
@@ -80,7 +79,9 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
     iteration, readers = target
     recovery = state.recovery.with_begin(step.at).with_rollback(iteration, first - iteration,
                                                                 in_doubt=state.doubt is not None)
-    step.update_state(recovery=recovery, doubt=None, log=state.log.without_iterations_from(iteration),
+    step.update_state(recovery=recovery, doubt=None,
+                      trusted_from=state.trusted_from if state.doubt is None else state.order + 1,
+                      log=state.log.without_iterations_from(iteration),
                       asked=PersistentMap(),
                       readable=PersistentMap())
     step.add_effect(WentBack(lost=first - iteration, reason=why))

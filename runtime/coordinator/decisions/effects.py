@@ -4,18 +4,24 @@ Besides the classes below, the following objects are effects:
 
 - an event of the run (`runtime.events`): write it, and store the schedule of an order or drop the losses of a rollback
   that belong to it; a `Noted` event is also reported to users;
-- a request (`schedule_requests`, `speed_planning`): find the answer, which arrives as an event;
+- a request (`ScheduleRequest`, `slow_workers.SpeedRequest`): find the answer, which arrives as an event;
 - a `SpeedEvent`, a `Recovery` or a string: report it to users;
 - a committed iteration (`commit_log`), or the result of a failover (`failover`): write the losses.
+
+Requests for schedules. Planning takes seconds, so training continues and the answer arrives as an event.
 """
 
-from collections.abc import Iterable
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
+from slipstream.runtime.events import Phase
 from slipstream.runtime.protocol.to_worker import ToWorker
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule, Speeds, Worker
+from slipstream.schedules.shares import DividedSchedule
 
 
 class SendMessage(msgspec.Struct, frozen=True):
@@ -46,3 +52,68 @@ class EffectCollector:
     def send(self, workers: Iterable[Worker], message: ToWorker) -> None:
         """Add the effect of sending a message to workers."""
         self.effects.append(SendMessage(tuple(workers), message))
+
+
+DIGEST_CHARACTERS = 16
+"""Length of the digest by which events name a schedule."""
+
+SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
+"""Function that returns the schedule in which the given workers are down and the others have the given speeds; it is
+called like a `planning.schedule_finder.Scheduler`."""
+
+
+class ScheduleRequest(NamedTuple):
+    """Request for a schedule without the workers that are down, which states what is known about layers and speeds."""
+
+    down: tuple[Worker, ...]
+    speeds: Speeds | None = None
+    """Speeds of workers to plan for; None: those of the first schedule."""
+    held: HeldLayers | None = None
+    """Layers that each worker holds; None: the layers of the stages of its column."""
+    settled: bool = False
+    """True if layers may move between workers to get the best schedule."""
+    from_checkpoint: bool = False
+    """True if all layers are read from a checkpoint, whatever workers hold."""
+
+    @property
+    def phase(self) -> Phase:
+        """Name, in events, of the kind of schedule that is requested: "settled" if layers may move or come from a
+        checkpoint, otherwise "at once"."""
+        return "settled" if self.settled or self.from_checkpoint else "at once"
+
+
+class PreparedSchedule(NamedTuple):
+    """Schedule with the forms in which orders send it.
+
+    They take long to compute, so they are made where the schedule is found, before the event that brings it.
+    """
+
+    schedule: Schedule
+    text: bytes
+    """Contents of the schedule's JSON file."""
+    digest: str
+    """Digest of the text, by which events name the schedule."""
+    parts: DividedSchedule
+    """Share of the schedule that each worker receives."""
+
+
+def prepare_schedule(schedule: Schedule, parts: DividedSchedule) -> PreparedSchedule:
+    """Return a schedule with the forms in which orders send it, of which `parts` is one."""
+    text = encode(schedule)
+    return PreparedSchedule(schedule, text, compute_schedule_digest(text), parts)
+
+
+def compute_schedule_digest(text: bytes) -> str:
+    """Return the digest by which events name a schedule, given as the contents of its file."""
+    return hashlib.sha256(text).hexdigest()[:DIGEST_CHARACTERS]
+
+
+class PlannerFailedError(NoScheduleError):
+    """Error of the planner other than that no schedule exists; another attempt may succeed."""
+
+
+class ScheduleAnswer(NamedTuple):
+    """Event: the schedule that was requested, or the error if there is none (NoScheduleError, RunError)."""
+
+    question: ScheduleRequest
+    answer: PreparedSchedule | Exception

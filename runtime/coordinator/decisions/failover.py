@@ -9,17 +9,35 @@ No worker steps an iteration before the preceding one is committed. So the state
 after one of the last two iterations: the last one that any worker has stepped, if it was committed, otherwise the one
 before it. A worker may have begun the step of an iteration that it does not report. Then the preceding iteration was
 committed, whatever was written, and the worker cannot undo it (`RecoveryReport.begun`).
+
+If copies differed, and the dead coordinator had the run go back, some workers may not know that yet. Nothing that they
+hold or report counts (`Train.trusted_from`).
 """
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.errors import NoLiveWorkerError
+from slipstream.runtime.events import (
+    EVENTS,
+    CheckpointWritten,
+    Event,
+    Failed,
+    Joined,
+    NodeLost,
+    OrderGiven,
+    Recovered,
+    Slowed,
+    decode_event,
+)
 from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, HeldState, RecoveryReport
 from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.schedule import Worker
@@ -53,6 +71,8 @@ class FailoverResult:
     """Members of the last order that were not found."""
     doubted: bool
     """True if the last order ended because copies of state differed, so that the run must go back."""
+    trusted_from: int
+    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
 
 
 class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +143,11 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         """Return the state from which this coordinator continues the run, found from the workers' reports and the
         training losses in the run's file."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
-        everyone, last_order = self.known.values(), self._last_order
+        last_order = self._last_order
+        trusted_from = max((known.trusted_from for known in self.known.values()), default=0)
+        trusted = {worker: known for worker, known in self.known.items()
+                   if known.order >= trusted_from and (known.order == last_order or not known.doubted)}
+        everyone = sorted(trusted.values(), key=lambda known: known.order)  # so that what is newer counts
         holders = [known for known in everyone if known.kept.layers and known.order == last_order]
         before = max((max(known.iteration - 1, known.begun) for known in holders), default=self.first - 1)
         # A file may end with lines that a rollback should have removed, if node 0 died before it removed them.
@@ -141,9 +165,64 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
                                       *(losses_of_workers.get(iteration, math.nan) for iteration in unwritten)),
                               missing=tuple(sorted(self.missing_members)) if last_order else (),
                               doubted=any(known.doubted and known.order == last_order for known in everyone),
-                              kept={worker: known.kept if _can_resume_at(known, committed) else NOTHING_HELD
+                              trusted_from=trusted_from,
+                              kept={worker: known.kept if worker in trusted and _can_resume_at(known, committed)
+                                    else NOTHING_HELD
                                     for worker, known in self.known.items() if known.order or not last_order})
 
 
 def _can_resume_at(known: RecoveryReport, committed: int) -> bool:
     return known.begun <= committed <= known.iteration <= committed + 1
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of the events of one run, over all coordinators that have led it."""
+
+    began: float | None = None
+    """Time of the run's first order, on this process's `time.monotonic` clock, as is the time in `checkpoint`."""
+    failures: int = 0
+    """Number of failures of workers since the first order; workers of one machine that were lost together count as
+    one."""
+    speeds: Mapping[Worker, float] = {}
+    """Factor by which each worker's ops were last measured to take longer than usual, for workers that were ever
+    slow."""
+    checkpoint: CheckpointWritten | None = None
+    """Event of the last complete checkpoint; None if there is none."""
+
+    def with_event(self, event: Event) -> "Journal":
+        """Return the journal after the next event; the first order of a run begins a new journal."""
+        match event:
+            case OrderGiven(order=1):
+                return Journal(began=event.time)  # earlier events belong to another run in the same folder
+            case Slowed():
+                return replace(self, speeds={**self.speeds, event.worker: event.factor})
+            case Recovered():
+                return replace(self, speeds={**self.speeds, event.worker: 1.0})
+            case Failed():
+                return replace(self._without_speed_of(event.worker), failures=self.failures + 1)
+            case Joined():  # it may be on another machine now, or its usual speed is assumed again
+                return self._without_speed_of(event.worker)
+            case NodeLost():
+                return replace(self, failures=self.failures + 1 - len(event.workers))
+            case CheckpointWritten():
+                return replace(self, checkpoint=event)
+        return self
+
+    def _without_speed_of(self, worker: Worker) -> "Journal":
+        return replace(self, speeds={other: factor for other, factor in self.speeds.items() if other != worker})
+
+
+EMPTY_JOURNAL = Journal()
+
+
+def read_journal(folder: Path) -> Journal:
+    """Return the journal of a run's folder; lines that cannot be decoded and a missing file are ignored."""
+    journal = EMPTY_JOURNAL
+    with suppress(OSError):
+        for line in (folder / EVENTS).read_bytes().splitlines():
+            with suppress(msgspec.MsgspecError):
+                journal = journal.with_event(decode_event(line))
+    now, wall, last = time.monotonic(), time.time(), journal.checkpoint
+    return replace(
+        journal, began=None if journal.began is None else now - max(0.0, wall - journal.began),
+        checkpoint=None if last is None else replace(last, time=now - max(0.0, wall - last.time)))

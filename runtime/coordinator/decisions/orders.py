@@ -1,12 +1,25 @@
-"""Orders: messages that make workers train, stop, finish or leave, and the matching changes of the state."""
+"""Orders: messages that make workers train, stop, finish or leave, and the matching changes of the state.
+
+Schedule choice: which schedule to request, depending on the layers that workers hold and on whether layers may move.
+
+Each function returns None while its schedule is being planned; the caller asks again later. All functions raise
+NoScheduleError if there is no schedule, PlannerFailedError if another attempt may find one, and RunError if the
+schedule does not fit the job.
+
+Lost workers: record their losses, and say why each is lost and which layers are missing with it.
+"""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.layer_fetches import LayerFetch
+from slipstream.runtime.coordinator.decisions.effects import (
+    PlannerFailedError,
+    PreparedSchedule,
+    ScheduleRequest,
+)
 from slipstream.runtime.coordinator.decisions.part_moves import NO_PREVIOUS_OWNERS
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.decisions.run_state import (
@@ -14,10 +27,11 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     FinishingPhase,
     TrainingPhase,
     TransitionBuilder,
+    WorkerLoss,
 )
-from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule
-from slipstream.runtime.events import HandedOver, Joined, Noted, OrderGiven
-from slipstream.runtime.model.state.parts import OriginalMembers
+from slipstream.runtime.coordinator.decisions.settling import LayerFetch
+from slipstream.runtime.events import Failed, HandedOver, Joined, NodeLost, Noted, OrderGiven
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_worker import (
     JSON_NULL,
     MAX_STORED_CONTENTS,
@@ -29,7 +43,8 @@ from slipstream.runtime.protocol.to_worker import (
     ScheduleContent,
     Train,
 )
-from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from slipstream.runtime.state.parts import OriginalMembers
+from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, HeldLayers, NoScheduleError, Schedule, Worker
 from slipstream.schedules.shares import DividedSchedule
 
 
@@ -52,7 +67,7 @@ def send_train_order(step: TransitionBuilder, prepared: PreparedSchedule, moves:
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.find_source_addresses(moves), failed=parts.failed,
         schedule=msgspec.Raw(prepared.text) if step.rules.whole_schedules else JSON_NULL,
-        restore=None if restore is None else tuple(restore.items())))
+        restore=None if restore is None else tuple(restore.items()), trusted_from=step.state.trusted_from))
     if join is not None:
         step.add_effect(HandedOver(fetch=join.fetch, order=step.state.order))
     for worker in sorted(step.state.members - before.members) if before.order else ():
@@ -170,3 +185,164 @@ def _find_idle_members(schedule: Schedule) -> frozenset[Worker]:
     idle = {number for number, program in enumerate(schedule.programs)
             if not any(op.kind in COMPUTE_KINDS for op in program)}
     return frozenset(seat.worker for seat in schedule.seats if seat.program in idle)
+
+
+ScheduleAttempt = Callable[[], PreparedSchedule | None]
+"""Function that returns a schedule, or None while it is being planned; it raises NoScheduleError if there is none."""
+
+
+def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
+    """Return the schedule for these workers before the first step, when each worker can build every layer; None while
+    it is being planned."""
+    return _try_in_order(_attempt_whole_stages(step, live), _attempt_from_checkpoint(step, live))
+
+
+def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
+    """Return the schedule with which these workers, all of which have paused, can continue soonest; None while it is
+    being planned.
+
+    If some of them lack layers of their stages, a schedule for which no layer moves is preferred to one in which each
+    worker holds its stages.
+    """
+    holds, placement, grid = step.state.held_by_paused, step.rules.placement, step.state.grid
+    held = _convert_held_layers(step, live, holds)
+    ways = [_attempt_whole_stages(step, live)]
+    if all(holds.get(worker) for worker in live):
+        displaced = any(not holds[worker] >= placement.layers_in_column(grid, worker.column) for worker in live)
+        ways.insert(0 if displaced else 1, lambda: _request_schedule(step, live, held=held))
+    return _try_in_order(*ways, lambda: _request_settled(step, held))
+
+
+def find_joining_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
+    """Return the schedule for these members and joining workers, for which layers are fetched during training; None
+    while it is being planned."""
+    held = _convert_held_layers(step, live, step.state.find_held_layers(step.rules.placement))
+    return _choose_by_layer_policy(step, live, lambda: _request_settled(step, held))
+
+
+def find_restored_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
+    """Return the schedule for which these workers read all layers from a checkpoint; None while it is being planned."""
+    return _choose_by_layer_policy(step, live, _attempt_from_checkpoint(step, live))
+
+
+def find_settled_schedule(step: TransitionBuilder) -> PreparedSchedule | None:
+    """Return the best schedule for the current members, whatever layers move for it; None while it is being planned."""
+    return _request_settled(step, _convert_held_layers(step, step.state.members,
+                                                       step.state.find_held_layers(step.rules.placement)))
+
+
+def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
+                            moved: ScheduleAttempt) -> PreparedSchedule | None:
+    """Return the schedule in which each worker holds the stages of its column, or the one that the function `moved`
+    finds; None while it is being planned.
+
+    Runs that move layers to better schedules (`RunRules.settles`) prefer the schedule of `moved`, others the former. If
+    the preferred one does not exist, the other is returned.
+    """
+    ways = (_attempt_whole_stages(step, live), moved)
+    return _try_in_order(*(ways if step.rules.settles is None else reversed(ways)))
+
+
+def _attempt_whole_stages(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
+    """Return a function without arguments that returns the schedule for `live` workers in which each holds the stages
+    of its column, or None while that schedule is being planned."""
+    return lambda: step.rules.first if _is_first_schedule_for(step, live) else _request_schedule(step, live)
+
+
+def _attempt_from_checkpoint(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
+    """Return a function without arguments that requests the schedule for which `live` workers read all layers from a
+    checkpoint.
+
+    The function returns None while that schedule is being planned; a later call returns the schedule. The argument
+    `step` builds the run's next state: it has the answers so far, and collects the request.
+    """
+    return lambda: _request_schedule(step, live, from_checkpoint=True)
+
+
+def _request_settled(step: TransitionBuilder, held: HeldLayers) -> PreparedSchedule | None:
+    live = [worker for worker, _ in held]
+    return step.rules.first if _is_first_schedule_for(step, live) \
+        else _request_schedule(step, live, held=held, settled=True)
+
+
+def _is_first_schedule_for(step: TransitionBuilder, live: Collection[Worker]) -> bool:
+    """Return whether the run's first schedule is for exactly these workers at their present speeds."""
+    return step.state.slow.planned_speeds is None and step.rules.first.schedule.seat_of.keys() == set(live)
+
+
+def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held: HeldLayers | None = None,
+                      settled: bool = False, from_checkpoint: bool = False) -> PreparedSchedule | None:
+    """Return the answer to a request for a schedule for `live` workers; if there is none yet, make the request and
+    return None.
+
+    The other arguments are the fields of `ScheduleRequest`. Raises the exception with which the request was answered.
+    """
+    down = tuple(sorted(set(step.state.grid.workers()).difference(live)))
+    question = ScheduleRequest(down, step.state.slow.planned_speeds, held, settled, from_checkpoint)
+    answer = step.state.answers.get(question)
+    if isinstance(answer, Exception):
+        raise answer
+    if answer is None:
+        step.add_effect(question)
+    return answer
+
+
+def _try_in_order(*ways: ScheduleAttempt) -> PreparedSchedule | None:
+    """Call the functions until one does not raise NoScheduleError, and return its result: a schedule, or None while
+    that is being planned. If all raise, raise an error with all messages."""
+    errors = list[NoScheduleError]()
+    for way in ways:
+        try:
+            return way()
+        except NoScheduleError as error:
+            errors.append(error)
+    kind = PlannerFailedError if any(isinstance(failure, PlannerFailedError) for failure in errors) else NoScheduleError
+    raise kind(", and ".join(filter(None, dict.fromkeys(map(str, errors)))))
+
+
+def _convert_held_layers(step: TransitionBuilder, live: Collection[Worker],
+                         held: Mapping[Worker, frozenset[int]]) -> HeldLayers:
+    placement = step.rules.placement
+    return tuple((worker, placement.schedule_layers(held.get(worker, frozenset()))) for worker in sorted(live))
+
+
+def describe_losses(losses: Mapping[Worker, WorkerLoss]) -> str:
+    """Return the reasons of all losses in one line, separated by commas, or a clause that says so if there are none."""
+    return ", ".join(loss.reason for loss in losses.values()) or "none was there from the start"
+
+
+def describe_layer_loss(losses: Mapping[Worker, WorkerLoss], layer: int, grid: Grid, placement: Placement,
+                        members: Collection[Worker], ready: Collection[Worker]) -> str:
+    """Return, as one text, the reasons why no worker holds a layer: the losses of all workers that may have held it,
+    and the workers of its stage that are neither lost nor members.
+
+    The argument `losses` has each lost worker's loss; the workers in `ready` are connected and wait for an order.
+    """
+    own = [layer in placement.layers_in_column(grid, column) for column in range(grid.columns)]
+    causes = [loss.reason for worker, loss in losses.items() if layer in loss.layers or own[worker.column]]
+    for worker in grid.workers():
+        if own[worker.column] and worker not in losses and worker not in members:
+            causes.append(f"worker {worker} is back, but has no layers yet" if worker in ready
+                          else f"worker {worker} was not there from the start")
+    return ", ".join(causes)
+
+
+def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
+    """Record the losses of members, which happened at `since` (`time.monotonic`); `reasons` has each member with the
+    reason as text. Members that share a machine and are lost together count as one failure."""
+    for worker, reason in reasons:
+        state, together = step.state, step.rules.domains.workers_failing_with(worker)
+        if state.settler is not None and not any(other in together for other in state.recovery.dead_workers):
+            step.update_state(settler=replace(state.settler, failures=state.settler.failures + 1))
+        step.update_state(recovery=state.recovery.with_loss(worker, reason, since))
+        step.add_effect(Failed(worker=worker, reason=reason))
+
+
+def record_node_losses(step: TransitionBuilder, lost: Iterable[Worker]) -> None:
+    """Record the loss of each failure domain, such as a node, of which some worker is in `lost` and none is connected
+    now."""
+    domains = step.rules.domains
+    for node, workers in {domains.domain_of(worker): domains.workers_failing_with(worker) for worker in lost}.items():
+        if node is not None and len(workers) > 1 and not any(worker in step.state.live for worker in workers):
+            step.update_state(recovery=step.state.recovery.with_node_loss(node))
+            step.add_effect(NodeLost(node=node, workers=workers))

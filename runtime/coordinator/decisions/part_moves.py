@@ -3,7 +3,7 @@
 A layer whose state is not sharded is one part, which all its holders keep. For a schedule with other workers or layers,
 all affected ranges of layers get a new partition. Workers fetch their new parts while all train by the current
 schedule: the state once, then the gradients of each step, in whole parts of the workers that step them now
-(`runtime.model.state.received_part`). After a failure, the remaining holders of a sharded range continue with the parts
+(`runtime.moving.received_part`). After a failure, the remaining holders of a sharded range continue with the parts
 that they keep, and buddies step the parts of lost workers (`StatePartition.after_losses`), so no worker waits for
 state. These ranges, too, get a new partition while all train.
 """
@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from slipstream.runtime.model.state.parts import (
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, HeldState
+from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.state.parts import (
     Domains,
     ElementCounts,
     OriginalMembers,
@@ -24,9 +27,6 @@ from slipstream.runtime.model.state.parts import (
     parts_of_worker,
     subtract,
 )
-from slipstream.runtime.placement import Placement
-from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, HeldState
-from slipstream.runtime.protocol.to_worker import LayerMove
 from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
 from slipstream.schedules.schedule import Schedule, Worker
 

@@ -8,25 +8,21 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.checkpoint_timer import CheckpointTimer
-from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.effects import EffectCollector
+from slipstream.runtime.coordinator.decisions.commit_log import CheckpointTimer, CommitLog
+from slipstream.runtime.coordinator.decisions.effects import EffectCollector, PreparedSchedule, ScheduleRequest
 from slipstream.runtime.coordinator.decisions.empty_orders import EmptyOrders
-from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
-from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, Journal
-from slipstream.runtime.coordinator.decisions.layer_fetches import FetchState
+from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, Journal, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.decisions.recovery_clock import RecoveryClock
-from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule, ScheduleRequest
-from slipstream.runtime.coordinator.decisions.settling import MoveCost, SettlingPolicy
+from slipstream.runtime.coordinator.decisions.settling import FetchState, MoveCost, SettlingPolicy
 from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, SpeedEvent, build_slow_workers
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
-from slipstream.runtime.model.state.parts import OriginalMembers
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import Finished, HeldState, IterationReport
 from slipstream.runtime.protocol.to_worker import Addresses, LayerMove
+from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
+from slipstream.runtime.state.parts import OriginalMembers
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -156,6 +152,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Members of the current order that took no part in the order before."""
     doubted: int = -1
     """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
+    trusted_from: int = 0
+    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
     data_end: int | None = None
     """First iteration for which the data have no samples; None if none is known. The run ends before it."""
     repeated: int = -1

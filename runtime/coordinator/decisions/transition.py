@@ -2,7 +2,7 @@
 
 The event loop calls `apply_event` with each event in turn; the result depends only on the state, the event and its
 time. An order to train ends when a member is lost or reports an error, or before an iteration that was chosen for all
-members to stop at (`iteration_boundary`). When all remaining members have paused and a schedule for them is available,
+members to stop at (`next_order`). When all remaining members have paused and a schedule for them is available,
 the next order is given (`next_order`). It begins at the first iteration that is not committed. An event that arrives
 while a schedule is being planned only changes which workers are waited for.
 """
@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions import iteration_boundary, next_order, orders
+from slipstream.runtime.coordinator.decisions import next_order, orders
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
-from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference, find_difference
-from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
+from slipstream.runtime.coordinator.decisions.comparisons import CopyDifference, SampleDifference, find_difference
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleAnswer
 from slipstream.runtime.coordinator.decisions.empty_orders import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
-from slipstream.runtime.coordinator.decisions.layer_fetches import MAX_FETCH_FAILURES
-from slipstream.runtime.coordinator.decisions.lost_workers import record_losses, record_node_losses
+from slipstream.runtime.coordinator.decisions.orders import record_losses, record_node_losses
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.decisions.run_state import (
     ConnectedWorker,
@@ -31,12 +30,10 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     TransitionBuilder,
     WorkerLoss,
 )
-from slipstream.runtime.coordinator.decisions.sample_comparison import SampleDifference
-from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedAnswer
+from slipstream.runtime.coordinator.decisions.settling import MAX_FETCH_FAILURES
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedAnswer
 from slipstream.runtime.errors import OtherRunError, RunError
 from slipstream.runtime.events import CoordinatorRestarted, Noted, Resumed
-from slipstream.runtime.model.run_identity import describe_difference
 from slipstream.runtime.protocol.to_coordinator import (
     CheckpointSaved,
     FetchFailed,
@@ -53,6 +50,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     TrainingStarted,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, Publish
+from slipstream.runtime.run_identity import describe_difference
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2
@@ -163,7 +161,7 @@ def _decide_next(step: TransitionBuilder) -> None:
                 step.update_state(recovery=state.recovery.with_begin(step.at))
             next_order.issue_next_order(step)
         case TrainingPhase():
-            iteration_boundary.prepare_changes(step, state.phase)
+            next_order.prepare_changes(step, state.phase)
         case FinishingPhase(outdated=True):
             if not next_order.give_up_unreachable(step) and step.at >= _compute_finish_time(step.state, state.phase):
                 next_order.issue_next_order(step)
@@ -513,6 +511,7 @@ def _adopt_found_workers(step: TransitionBuilder, phase: RejoiningPhase) -> None
     why = f"node 0 was restarted and has found {len(members)} workers"
     state = step.state
     step.update_state(phase=TrainingPhase(ended=True), order=result.order, members=members,
+                      trusted_from=result.trusted_from,
                       settled=not result.missing, paused=PersistentMap(result.kept.items()),
                       log=state.log.with_losses(result.losses, result.factor),
                       recovery=state.recovery.with_cause(why, step.at))

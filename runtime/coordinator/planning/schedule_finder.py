@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import (
+from slipstream.runtime.coordinator.decisions.effects import (
     PlannerFailedError,
     PreparedSchedule,
     ScheduleAnswer,
@@ -15,7 +15,7 @@ from slipstream.runtime.coordinator.decisions.schedule_requests import (
     ScheduleRequest,
     prepare_schedule,
 )
-from slipstream.runtime.coordinator.decisions.speed_planning import (
+from slipstream.runtime.coordinator.decisions.slow_workers import (
     SpeedAnswer,
     SpeedDecision,
     SpeedRequest,

@@ -5,6 +5,5 @@
     tensorboard          writes these figures for TensorBoard
     prometheus           writes these figures for Prometheus
     progress_lines       progress lines for users
-    appended_file        files whose write errors never end a run
     writer_thread        thread that accesses the files
 """

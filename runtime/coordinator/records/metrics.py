@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
-from slipstream.runtime.model.state.learning_rate import learning_rate_at
+from slipstream.runtime.state.step_factors import learning_rate_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class IterationWork:
 
     tokens: int
     flops: float
-    """Floating-point operations of the forwards and backwards of one iteration (`runtime.model.layers.flops`)."""
+    """Floating-point operations of the forwards and backwards of one iteration (`runtime.models.flops`)."""
     peak_flops: float | None
     """Peak floating-point operations per second of a worker's device; None if it is not known."""
 

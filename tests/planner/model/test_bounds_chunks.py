@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.cli.pipelines.memory_curves import SAME, iterate_points, read_settings
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.bounds import exact_bound, lower_bound
@@ -15,6 +14,7 @@ from slipstream.planner.model.bounds_chunks import chunk_bounds, most_ticks
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.plan import plan_job
+from slipstream.planner.published.memory_curves import SAME, iterate_points, read_settings
 from slipstream.planner.search.cpsat import improve_solution
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.schedule import Worker

@@ -23,8 +23,8 @@ def listed():
 
 @pytest.mark.parametrize(("orders", "stale", "cycles", "says"), [
     (0, 0.0, 0, "only list schedules were tried"),
-    (1000, 0.9, 2, "still improving when the time was up (1,000 orders were tried): try 5 times the limit;"),
-    (1000, 0.4, 9, "still improving when the time was up"),
+    (1000, 0.9, 2, "still improving when the search ended (1,000 orders were tried): try 5 times the limit;"),
+    (1000, 0.4, 9, "still improving when the search ended"),
     (1000, 0.9, 9, "no improvement for the last 18 s (1,000 orders were tried): this is probably close to the best")])
 def test_little_tried_asks_for_more_time_and_much_in_vain_does_not(listed, orders, stale, cycles, says):
     text = describe_gap(msgspec.structs.replace(listed, orders=orders, stale=stale, cycles=cycles), Clock(), 20.0)

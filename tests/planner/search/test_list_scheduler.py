@@ -1,6 +1,7 @@
 """The list scheduler: interpreted as compiled, never better than the optimum, never stuck where a plan exists."""
 
 import itertools
+from collections import Counter
 from typing import get_args
 from unittest import mock
 
@@ -25,8 +26,8 @@ from slipstream.planner.search.list_scheduler import (
     assign_hosts,
 )
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import OpKind
-from tests.jobs import failures, jobs
+from slipstream.schedules.schedule import OpKind, Worker
+from tests.jobs import failures, grid, jobs
 from tests.planner.search.brute_force import optimal_period
 from tests.planner.search.test_optimal import SHARED, tiny
 
@@ -199,3 +200,20 @@ def test_a_stash_larger_than_the_activation_waits_for_weight_gradients():
     assert check(build_schedule(problem, solution, method="greedy")) == []
     with pytest.raises(NoPlanError, match=r"has room for 3, but one micro-batch needs 4 there"):
         build_problem(parse_job(INTERLEAVED.replace("capacity = 4", "capacity = 3")))
+
+
+@pytest.mark.parametrize(("order", "down"), list(itertools.product(
+    ("interleaved", "v", "bidirectional"), (1, 2, 3))))
+def test_the_least_loaded_share_what_dead_workers_ran_at_all_stages(order, down):
+    """No worker runs more than the mean of those that hold the same layers, rounded up."""
+    chunks = "" if order == "bidirectional" else "chunks = 2\n"
+    job = grid(4, 4, 16, more=f"[placement]\norder = '{order}'\n{chunks}")
+    failed = [Worker(pipeline, pipeline + 1) for pipeline in range(down)]
+    problem = build_problem(job, failed)
+    hosts = assign_hosts(problem, "least-loaded")
+    loads = Counter(hosts.values())
+    for root in set(problem.reduction_root):
+        holders = [worker for worker in problem.live_workers
+                   if problem.reduction_root[worker.column] == root]
+        total = sum(loads[worker] for worker in holders)
+        assert max(loads[worker] for worker in holders) == -(-total // len(holders))

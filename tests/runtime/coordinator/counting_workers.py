@@ -4,7 +4,6 @@ from collections import deque
 
 from msgspec.structs import replace
 
-from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.protocol.to_coordinator import (
     FetchFailed,
     FetchUpToDate,
@@ -27,6 +26,7 @@ from slipstream.runtime.protocol.to_worker import (
     ReportCheckpoints,
     Train,
 )
+from slipstream.runtime.run_identity import RunIdentity
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.holding import holding, partition

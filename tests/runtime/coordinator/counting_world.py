@@ -6,11 +6,10 @@ import random
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommittedIteration
-from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, SendMessage
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleAnswer, ScheduleRequest, SendMessage
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer, ScheduleRequest
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedRequest
 from slipstream.runtime.coordinator.decisions.transition import TimePassed, WorkerLost, apply_event
 from slipstream.runtime.coordinator.planning.schedule_finder import (
     NoScheduleError,

@@ -1,6 +1,6 @@
 """What tests drive transitions with."""
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import PreparedSchedule, prepare_schedule
+from slipstream.runtime.coordinator.decisions.effects import PreparedSchedule, prepare_schedule
 from slipstream.schedules.shares import divide_schedule
 
 

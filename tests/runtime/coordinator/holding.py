@@ -1,10 +1,10 @@
 """What workers hold that keep whole layers, each of one element."""
 
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
-from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import HeldState
 from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.state.parts import ElementCounts
 
 
 def partition(cuts):

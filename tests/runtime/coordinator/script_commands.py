@@ -12,8 +12,8 @@ from slipstream.runtime.coordinator.decisions.transition import (
     WorkerDisconnected,
 )
 from slipstream.runtime.errors import NoLiveWorkerError, OtherRunError, RunError
-from slipstream.runtime.model.run_identity import RunIdentity
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, Leaving
+from slipstream.runtime.run_identity import RunIdentity
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.scripted_world import MESSAGE_SECONDS, ScriptedWorld
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from slipstream.runtime.model.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.runtime.protocol.to_coordinator import (
     Checksum,
     FetchFailed,
@@ -15,6 +14,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 )
 from slipstream.runtime.protocol.to_worker import EndOrder, ReportCheckpoints, StepFactor
 from slipstream.runtime.replay.recorder import OpTime
+from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from slipstream.schedules.timing import period_at
@@ -63,6 +63,7 @@ class Scripted(Apart):
 
     def __init__(self, worker, world) -> None:
         self.faults, self.found_damaged, self.has_doubts = world.faults, set(), False
+        self.trusted_from = 0
         super().__init__(worker, world)
 
     def ready(self, known):
@@ -92,7 +93,7 @@ class Scripted(Apart):
     def train(self, order) -> None:
         if order.restore is not None and not self.faults.flips_again:
             self.faults.flipped.pop(self.worker, None)
-        self.has_doubts = False
+        self.has_doubts, self.trusted_from = False, order.trusted_from
         super().train(order)
 
     def begin(self) -> None:
@@ -122,7 +123,8 @@ class Scripted(Apart):
             )
 
     def known(self):
-        return replace(super().known(), validated=self.validated(), doubted=self.has_doubts)
+        return replace(super().known(), validated=self.validated(), doubted=self.has_doubts,
+                       trusted_from=self.trusted_from)
 
     def step(self) -> None:
         end = self.faults.data_end

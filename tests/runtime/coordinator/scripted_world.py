@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import ReportsReceived, WorkerLost
 from slipstream.runtime.coordinator.planning.background import capture_result

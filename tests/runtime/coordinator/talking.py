@@ -7,8 +7,8 @@ import time
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.records.run_log import RunLog
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 from slipstream.runtime.coordinator.run_spec import RunSpec
-from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol import to_worker
 from slipstream.runtime.protocol.rendezvous import Rendezvous, open_listener
@@ -27,7 +27,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     WorkerStatus,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, Publish, ReportStatus, Train
-from slipstream.runtime.run_options import Resilience, RunOptions
+from slipstream.runtime.state.parts import ElementCounts
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.holding import holding

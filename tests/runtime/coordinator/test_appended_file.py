@@ -3,7 +3,7 @@
 import errno
 from io import FileIO
 
-from slipstream.runtime.coordinator.records import appended_file
+from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import Writer
 from slipstream.runtime.events import EVENTS, LOSSES, Noted, decode_event
@@ -24,7 +24,7 @@ class Full(FileIO):
 
 
 def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(appended_file, "FileIO", Full)
+    monkeypatch.setattr(run_log, "FileIO", Full)
     told, write = [], Writer()
     write.report_problem = told.append
     with RunLog(tmp_path, write=write) as log:
@@ -40,7 +40,7 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_o
 
 
 def test_what_a_disk_that_stays_full_lacks_is_said_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(appended_file, "FileIO", Full)
+    monkeypatch.setattr(run_log, "FileIO", Full)
     told, write = [], Writer()
     write.report_problem = told.append
     with RunLog(tmp_path, write=write) as log:

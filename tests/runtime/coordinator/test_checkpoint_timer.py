@@ -1,6 +1,6 @@
 """When the run itself chooses when to save: not before the last checkpoint has paid for itself."""
 
-from slipstream.runtime.coordinator.decisions.checkpoint_timer import (
+from slipstream.runtime.coordinator.decisions.commit_log import (
     MAX_TIME_SHARE,
     MIN_INTERVAL_SECONDS,
     CheckpointTimer,

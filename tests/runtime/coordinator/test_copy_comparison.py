@@ -3,8 +3,7 @@
 import pytest
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
-from slipstream.runtime.coordinator.decisions.copy_comparison import find_difference
-from slipstream.runtime.coordinator.decisions.sample_comparison import find_sample_difference
+from slipstream.runtime.coordinator.decisions.comparisons import find_difference, find_sample_difference
 from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport, SampleDigest
 from slipstream.schedules.schedule import Worker
 

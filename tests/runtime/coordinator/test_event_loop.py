@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.connections import stall_watch
 from slipstream.runtime.coordinator.connections.worker_connections import CHECKS_PER_TIMEOUT
-from slipstream.runtime.coordinator.decisions import iteration_boundary
+from slipstream.runtime.coordinator.decisions import next_order
 from slipstream.runtime.coordinator.decisions.transition import WorkerLost
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.protocol import to_node_agent, to_worker
@@ -409,7 +409,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path, mon
 def test_what_decides_nothing_is_followed_by_no_look_at_all_workers(tmp_path, monkeypatch):
     """Heartbeats pass beside the queue, and of an iteration's reports only the last can change anything."""
     looked = []
-    monkeypatch.setattr(iteration_boundary, "prepare_changes", lambda step, phase: looked.append(step))
+    monkeypatch.setattr(next_order, "prepare_changes", lambda step, phase: looked.append(step))
     setup = replace(SETUP, iterations=90, heartbeat_timeout_seconds=1000.0)
     monkeypatch.setattr(talking, "SETUP", setup)
     world = World(tmp_path, setup=setup)

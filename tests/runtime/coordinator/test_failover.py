@@ -103,6 +103,25 @@ def test_one_that_knows_that_copies_differ_is_enough_where_it_has_followed_the_l
     assert not taking(6, known(3, order=4, begun=3), doubting, known(3, order=4, begun=3)).build_result().doubted
 
 
+def test_what_was_held_before_the_run_went_back_does_not_count():
+    """Copies differed in order 3. One has heard of order 4, and dropped its layers; of the others, one does not even
+    know that they differed."""
+    ahead = replace(known(2, order=4, layers=(), begun=2), trusted_from=4)
+    doubting = replace(known(6, losses={5: 9.0}, validated=StepFactor(5, 9.0)), doubted=True)
+    unknowing = known(6, losses={5: 9.0}, validated=StepFactor(5, 9.0))
+    found = taking(4, ahead, doubting, unknowing).build_result()
+    assert found.order == found.trusted_from == 4 and not found.doubted and found.factor is None
+    assert set(found.kept) == set(ALL) and not any(kept.layers for kept in found.kept.values())
+    found = taking(6, replace(known(6, order=5, begun=5), trusted_from=4), doubting, unknowing).build_result()
+    assert [worker for worker, kept in found.kept.items() if kept.layers] == [ONE] and found.committed == 6
+
+
+def test_who_doubts_and_was_away_during_an_order_does_not_count():
+    """The others, who did not know it, have trained on."""
+    found = taking(6, replace(known(7), doubted=True), known(7, order=4), known(7, order=4)).build_result()
+    assert not found.doubted and [worker for worker, kept in found.kept.items() if kept.layers] == [OTHER, THIRD]
+
+
 def test_all_members_are_waited_for_but_for_those_that_died_with_the_last_coordinator():
     assert not taking(7).is_complete(0.0)
     assert not taking(7, known(7), known(7)).is_complete(0.0)

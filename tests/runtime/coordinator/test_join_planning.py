@@ -1,7 +1,7 @@
 """What the events of a fetch say, and that nothing else is counted."""
 
 from slipstream.runtime.coordinator.decisions.effects import EffectCollector, SendMessage
-from slipstream.runtime.coordinator.decisions.layer_fetches import FetchState, LayerFetch
+from slipstream.runtime.coordinator.decisions.settling import FetchState, LayerFetch
 from slipstream.runtime.events import FetchBegun, FetchProgressed
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

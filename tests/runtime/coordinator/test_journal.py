@@ -5,10 +5,9 @@ import time
 import pytest
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
-from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, read_journal
+from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest
+from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, RejoiningPhase, read_journal
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import TimePassed, apply_event
 from slipstream.runtime.coordinator.records import run_log

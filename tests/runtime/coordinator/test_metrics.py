@@ -8,15 +8,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slipstream.cli.shared.device_peak import peak_of_gpu
+from slipstream.runtime.computing.slices import find_forms
 from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_config
 from slipstream.runtime.coordinator.records import run_log, tensorboard
 from slipstream.runtime.coordinator.records.metrics import IterationWork, MetricsBuilder, read_recovery_count
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.coordinator.records.writer_thread import Writer
 from slipstream.runtime.events import METRICS, OrderGiven, Resumed, decode_metrics
-from slipstream.runtime.model.computing.slices import find_forms
-from slipstream.runtime.model.layers.flops import counting_flops
-from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.models.flops import counting_flops
+from slipstream.runtime.models.layered_model import build_model
 from tests.runtime.coordinator.clock import Clock
 
 CONFIG = TrainingConfig(learning_rate=0.1, learning_rate_schedule="linear", iterations=10)

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
-from slipstream.runtime.model.state.parts import (
+from slipstream.runtime.placement import place_layers
+from slipstream.runtime.state.parts import (
     ElementCounts,
     StatePartition,
     build_partition,
@@ -16,7 +17,6 @@ from slipstream.runtime.model.state.parts import (
     parts_of_worker,
     subtract,
 )
-from slipstream.runtime.placement import place_layers
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.relabel import relabel_schedule
 from tests.jobs import grid

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from slipstream.runtime.coordinator.decisions import checkpoint_timer
+from slipstream.runtime.coordinator.decisions import commit_log
 from slipstream.runtime.coordinator.decisions.run_state import EndedPhase
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import LOSSES
@@ -20,7 +20,7 @@ from tests.runtime.coordinator.counting_world import CutWorld, OtherWorld, Ranke
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch):
-    monkeypatch.setattr(checkpoint_timer, "MIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(commit_log, "MIN_INTERVAL_SECONDS", 0.0)
 
 
 class Played:

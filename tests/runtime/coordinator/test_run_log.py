@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import compute_schedule_digest
+from slipstream.runtime.coordinator.decisions.effects import compute_schedule_digest
 from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import Failed, Finished, Noted, decode_event

@@ -3,8 +3,8 @@
 import asyncio
 import threading
 
-from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest
+from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedRequest
 from slipstream.runtime.coordinator.planning import schedule_finder
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, SchedulePlanners, ScheduleService
 from slipstream.schedules.schedule import Worker

@@ -5,12 +5,10 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import slow_detector
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.effects import SendMessage
+from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest, SendMessage
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest, period_at
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, SpeedRequest, period_at
 from slipstream.runtime.coordinator.decisions.transition import WorkerLost, apply_event
 from slipstream.runtime.coordinator.planning.background import capture_result
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, SchedulePlanners, ScheduleService

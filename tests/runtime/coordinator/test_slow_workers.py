@@ -3,8 +3,13 @@
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.coordinator.decisions.commit_log import CommittedIteration
 from slipstream.runtime.coordinator.decisions.effects import EffectCollector
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, build_slow_workers
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedAnswer, SpeedRequest, answer_request
+from slipstream.runtime.coordinator.decisions.slow_workers import (
+    SpeedAnswer,
+    SpeedEvent,
+    SpeedRequest,
+    answer_request,
+    build_slow_workers,
+)
 from slipstream.runtime.protocol.to_coordinator import IterationReport
 from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker

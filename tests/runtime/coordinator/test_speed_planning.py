@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.planner.failures import FailurePlanner
-from slipstream.runtime.coordinator.decisions.speed_planning import decide_for_speeds, period_at
+from slipstream.runtime.coordinator.decisions.slow_workers import decide_for_speeds, period_at
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

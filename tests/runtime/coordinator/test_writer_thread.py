@@ -5,8 +5,8 @@ import threading
 import time
 from io import FileIO
 
-from slipstream.runtime.coordinator.records import appended_file, writer_thread
-from slipstream.runtime.coordinator.records.appended_file import IterationLines
+from slipstream.runtime.coordinator.records import run_log, writer_thread
+from slipstream.runtime.coordinator.records.run_log import IterationLines
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.events import EVENTS, Iteration, Noted, decode_event, decode_iteration
 from slipstream.runtime.launch import Resilience, RunOptions, run
@@ -45,7 +45,7 @@ def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(for
         if iteration > 6 and not any("are written again" in text for text in told):
             time.sleep(0.5)  # what is slow is looked for with the heartbeats: ten times within the timeout
 
-    monkeypatch.setattr(appended_file, "FileIO", Hanging)
+    monkeypatch.setattr(run_log, "FileIO", Hanging)
     config = tiny(iterations=30)
     result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, progress=progress,
                  resilience=Resilience(heartbeat_timeout_seconds=10.0),

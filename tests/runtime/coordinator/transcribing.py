@@ -9,7 +9,12 @@ from itertools import groupby
 from msgspec.structs import asdict
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommittedIteration
-from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, SendMessage
+from slipstream.runtime.coordinator.decisions.effects import (
+    GiveUpWorker,
+    ScheduleAnswer,
+    ScheduleRequest,
+    SendMessage,
+)
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.coordinator.decisions.run_state import (
@@ -19,14 +24,10 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     RunState,
     TrainingPhase,
 )
-from slipstream.runtime.coordinator.decisions.schedule_requests import (
-    ScheduleAnswer,
-    ScheduleRequest,
-)
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.decisions.speed_planning import (
+from slipstream.runtime.coordinator.decisions.slow_workers import (
     SpeedAnswer,
     SpeedDecision,
+    SpeedEvent,
     SpeedRequest,
 )
 from slipstream.runtime.coordinator.decisions.transition import (

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.runtime.model.state import late_steps
+from slipstream.runtime.moving import layer_receiver, layer_sender
 from slipstream.runtime.replay import group_cache, group_store, nccl, session, sum_tree, transfers
-from slipstream.runtime.worker import generation, iteration_reports, layer_receiver, layer_sender, order_threads
+from slipstream.runtime.state import late_steps
+from slipstream.runtime.worker import generation, iteration_reports, order_threads
 
 
 class Gone(BaseException):
@@ -83,7 +84,7 @@ def let_others_run(*_) -> None:
 
 
 class BackgroundQueue:
-    """As `runtime.background_queue.BackgroundQueue`: in a fiber of its own."""
+    """As `runtime.replay.background_queue.BackgroundQueue`: in a fiber of its own."""
 
     def __init__(self, *_, **__) -> None:
         self._works, self._fiber, self._error, self.thread = deque(), None, None, None

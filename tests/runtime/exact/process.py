@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import torch
 
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.held_layers import build_holding, build_layer
-from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.moving.layer_messages import LayerRequest, UpToDate
+from slipstream.runtime.moving.layer_receiver import LayerReceiver, ReceiverCallbacks, _Transfer
+from slipstream.runtime.moving.layer_sender import LayerSender
+from slipstream.runtime.moving.layer_store import LayerStore
+from slipstream.runtime.moving.received_part import SteppedPart
 from slipstream.runtime.protocol.node_reports import ReportSender
 from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
@@ -24,14 +27,11 @@ from slipstream.runtime.protocol.to_worker import Leave, ReportCheckpoints
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.nccl import NcclBackend
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.held_layers import build_holding, build_layer
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.device_memory import DeviceMemory
-from slipstream.runtime.worker.injector import Injector
-from slipstream.runtime.worker.layer_messages import LayerRequest, UpToDate
-from slipstream.runtime.worker.layer_receiver import LayerReceiver, ReceiverCallbacks, _Transfer
-from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.worker.injected_faults import Injector
 from slipstream.runtime.worker.main_thread import MainThread
 from slipstream.runtime.worker.order_threads import OrderThreads
 from tests.runtime.coordinator.counting_workers import PLACEMENT
@@ -59,7 +59,7 @@ class Receiver:
 
 
 class Server:
-    """As `runtime.worker.layer_server.LayerServer`."""
+    """As `runtime.moving.layer_server.LayerServer`."""
 
     def __init__(self) -> None:
         self.receivers = []
@@ -142,29 +142,31 @@ class Told(ReceiverCallbacks):
 
 
 class Saving(Checkpointer):
-    """Keeps checkpoints in the memory of the world: one of all layers is complete."""
+    """Keeps checkpoints in the memory of the world: one of all layers is complete. A draft becomes one as in files."""
 
     def __init__(self, process, sharing) -> None:
         self.process, self._every, self._first, self._damaged = process, process.world.every, 0, set()
-        self._sharing = sharing
+        self._sharing, self._drafts = sharing, {}
 
     def save(self, iteration, copied, require=lambda: None) -> None:
         states = copied()
-        self.process.world.save(iteration, states)
         if states:
+            self._drafts[iteration] = states
             self.process.say(CheckpointSaved(self.process.worker, iteration, 0.0))
 
     def save_last(self, order, copied) -> None:
         self.save(order.first_iteration, copied)
 
     def begin_order(self, order, first_iteration) -> None:
-        pass
+        self.allow_committed(first_iteration - 1)
+        self._drafts.clear()
 
     def allow_committed(self, iteration) -> None:
-        pass
+        for committed in [draft for draft in self._drafts if draft <= iteration]:
+            self.process.world.save(committed, self._drafts.pop(committed))
 
     def publish_last(self, iteration) -> None:
-        pass
+        self.allow_committed(iteration)
 
     def drop_later(self, iteration) -> None:
         self.process.world.drop_saved(iteration)
@@ -197,7 +199,7 @@ class Main(MainThread):
     def __init__(self, process, context, channel) -> None:
         self._worker, self._channel, self._context = process.worker, channel, context
         self._threads, self._generation, self._finish_order, self._down = Threads(process), None, None, ()
-        self._assigned, self._contents, self._losses = None, {}, {}
+        self._assigned, self._contents, self._losses, self._trusted_from = None, {}, {}, 0
 
 
 class Process:

@@ -5,12 +5,17 @@ import random
 
 import pytest
 
-from slipstream.runtime.worker import layer_sender
+from slipstream.runtime.moving import layer_sender
 from tests.runtime.coordinator.counting_world import WORKERS
 from tests.runtime.exact.test_exact import CONFIGS, _alone
 from tests.runtime.exact.world import ITERATIONS, ExactWorld
 
 __all__ = ["_alone"]
+EDGES = "apart", "slow", "exponent"
+ROOM_SECONDS = 0.2
+"""In place of the product's: a receiver that takes nothing is dropped after as long in virtual time."""
+SEEDS = range(1000, 1010)
+"""Of the slow test; `python -m benchmarks.virtual_time` plays as many as are asked."""
 
 
 class EdgeWorld(ExactWorld):
@@ -46,6 +51,12 @@ class EdgeWorld(ExactWorld):
         super().act()
 
 
+def build_world(seed, folder, name, edge, *, nccl) -> EdgeWorld:
+    """A run with one of `EDGES`."""
+    return EdgeWorld(seed, folder, name, nccl=nccl, apart=edge == "apart", slow=edge == "slow",
+                     flips="exponent" if edge == "exponent" else None)
+
+
 def play(world: EdgeWorld) -> EdgeWorld:
     """One run, to its end, in which nobody goes who can be reached. Raises Deviation."""
     world.play()
@@ -64,7 +75,7 @@ def test_whoever_cannot_be_reached_holds_up_nobody(nccl, tmp_path):
 
 @pytest.mark.parametrize("nccl", [False, True])
 def test_whoever_takes_no_layers_holds_up_nobody(nccl, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_sender, "ROOM_SECONDS", 0.2)
+    monkeypatch.setattr(layer_sender, "ROOM_SECONDS", ROOM_SECONDS)
     for seed in range(4):
         play(EdgeWorld(seed, tmp_path, "whole", nccl=nccl, slow=True))
 
@@ -79,10 +90,9 @@ def test_a_bit_of_an_exponent_ends_no_run(name, nccl, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nccl", [False, True])
-@pytest.mark.parametrize("edge", ["apart", "slow", "exponent"])
+@pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_edges_cost_no_number_and_no_healthy_worker(edge, name, nccl, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_sender, "ROOM_SECONDS", 0.2)
-    for seed in range(1000, 1030):
-        play(EdgeWorld(seed, tmp_path, name, nccl=nccl, apart=edge == "apart", slow=edge == "slow",
-                       flips="exponent" if edge == "exponent" else None))
+    monkeypatch.setattr(layer_sender, "ROOM_SECONDS", ROOM_SECONDS)
+    for seed in SEEDS:
+        play(build_world(seed, tmp_path, name, edge, nccl=nccl))

@@ -4,18 +4,18 @@ import functools
 
 import torch
 
+from slipstream.runtime.computing.forms import find_forms
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.run_state import EndedPhase, RunRules, build_initial_state
 from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import TimePassed
-from slipstream.runtime.model.computing.forms import find_forms
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.held_layers import build_holding
-from slipstream.runtime.model.state.part_state import count_elements
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.state.part_state import count_elements
+from slipstream.runtime.state.step_factors import needs_gradient_norm
 from tests.runtime.coordinator.counting_workers import PLACEMENT
 from tests.runtime.coordinator.counting_world import ANSWERING, FIRST, WORKERS, World
 from tests.runtime.exact.process import CPU, Process
@@ -83,6 +83,8 @@ class ExactWorld(World):
         self.flips_in = None if flips is None else rng.randrange(1, LAST_FLIP)
         self.flipped = self.found = None
         """The iteration in which a bit has flipped, and what was found."""
+        self.wrong = None
+        """The worker in which it has."""
         self.rules, self.corpus, self.forms, self.oracle = setting(config)
         self.microbatches = WIDE.microbatches
         self.wires, self.store, self.disk_of, self.history = Wires(rng), Store(), {}, []
@@ -165,7 +167,7 @@ class ExactWorld(World):
         what, worker = self.flips, self.rng.choice([*self.workers])
         holding = self.workers[worker].context.layer_store.holding
         if flip_exponent(holding, self.rng) if what == "exponent" else holding.optimizer.flip_bit(what, self.rng):
-            self.flips, self.flipped = None, self.state.log.next_iteration
+            self.flips, self.flipped, self.wrong = None, self.state.log.next_iteration, worker
             self.note(f"a bit of the {what} of {worker} flips in iteration {self.flipped}")
 
     def act(self) -> None:

@@ -93,7 +93,7 @@ torch.cuda._raw_device_count_nvml = lambda: 2
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch._C._cuda_getCurrentRawStream = asked
 assert torch.cuda.is_available()
 from slipstream.runtime.processes.worker_start import HUGGING_FACE, TORCHTITAN
-from slipstream.runtime.worker.main import import_slow_modules
+from slipstream.runtime.worker.main_thread import import_slow_modules
 import_slow_modules()
 for library, module in (("transformers", HUGGING_FACE), ("torchtitan", TORCHTITAN)):
     if importlib.util.find_spec(library):

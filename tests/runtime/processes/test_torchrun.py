@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.checkpoints.checkpoint import open_latest
 from tests.runtime.processes.torchrun import Agents, agents, losses_in_lines
 from tests.runtime.running import alive, tiny_text
 

@@ -55,7 +55,7 @@ class Alone:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
     """An activation when its gradient comes; a gradient when the next thing comes from where it went."""
-    from slipstream.runtime.model.layer_values import TensorForm
+    from slipstream.runtime.replay.layer_values import TensorForm
 
     microbatches = 12
     program = build_program(schedule_for(grid(1, 3, microbatches), backward=backward), Worker(0, stage))
@@ -90,7 +90,7 @@ def pass_on(exchange, program, op):
 
 
 def test_who_is_left_behind_keeps_nothing_that_is_under_way():
-    from slipstream.runtime.model.layer_values import TensorForm
+    from slipstream.runtime.replay.layer_values import TensorForm
 
     class Keeping(Alone):
         def send(self, payload, target, tag):

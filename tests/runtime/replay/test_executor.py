@@ -11,12 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from slipstream.runtime.model.computing.slices import TensorForm, WorkerSlices, find_forms
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.held_layers import build_holding
-from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.computing.slices import TensorForm, WorkerSlices, find_forms
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
 from slipstream.runtime.placement import (
     Placement,
     PlacementError,
@@ -32,6 +30,9 @@ from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.state.held_layers import build_holding
+from slipstream.runtime.state.part_exchange import PartReducer
+from slipstream.runtime.state.steps import StepController
 from slipstream.schedules.precedence import op_key, producer_keys
 from slipstream.schedules.program import RECEIVES, TransferKind, build_program
 from slipstream.schedules.schedule import OpKind, Schedule, Worker
@@ -63,7 +64,7 @@ class Lone:
         self.recorder = Recorder(CPU, 0.0)
         self.executor = Executor(
             program, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
-            before_step=before_step,
+            before_step=before_step, reducer=PartReducer(self.session, holding),
             steps=StepController(holding, config.training, layers=model.layers, share=None,
                                  staggered=True),
             exchange=Exchange(program, self.session, [find_forms(model, config)[cut] for cut in placement.cuts],
@@ -94,7 +95,7 @@ def test_nothing_that_has_run_beyond_the_end_of_the_order_counts(monkeypatch):
     lone = Lone(schedule_for(grid(1, 1, 3)), 2)
     lone.run(1)
     assert lone.holding.optimizer.whole_after == 0
-    monkeypatch.setattr(lone.holding, "start_copy_steps", lone.session.abort)
+    monkeypatch.setattr(lone.holding.optimizer, "start_copy_steps", lone.session.abort)
     with pytest.raises(GenerationEndedError):
         lone.executor.run(1)
     assert lone.holding.optimizer.whole_after is None

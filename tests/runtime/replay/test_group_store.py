@@ -11,8 +11,8 @@ from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.group_store import GroupStore, delete_old_orders, order_key_prefix
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.replay.torch_groups import open_gloo_devices
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.torch_private import open_gloo_devices
 from slipstream.schedules.schedule import Worker
 
 LONG = timedelta(seconds=20)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from slipstream.runtime.replay.nccl_streams import StreamRotation
+from slipstream.runtime.replay.nccl import StreamRotation
 
 STREAMS = 32
 

@@ -11,16 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.runtime.computing.slices import WorkerSlices, find_forms
 from slipstream.runtime.config import RunConfig, parse_run_config
-from slipstream.runtime.model.computing.slices import WorkerSlices, find_forms
-from slipstream.runtime.model.data.data import load_data
-from slipstream.runtime.model.layers.layered_model import build_model
-from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.clipping import needs_gradient_norm
-from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
-from slipstream.runtime.model.state.part_state import count_elements
-from slipstream.runtime.model.state.parts import build_partitions
-from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.data.data import load_data
+from slipstream.runtime.models.layered_model import build_model
+from slipstream.runtime.models.sharing import sharing_of
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.store import host_store
 from slipstream.runtime.replay.exchange import Exchange
@@ -29,7 +24,13 @@ from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import GenerationSession
-from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.replay.torch_groups import TCPStore
+from slipstream.runtime.state.held_layers import HeldLayers, build_holding
+from slipstream.runtime.state.part_exchange import PartReducer
+from slipstream.runtime.state.part_state import count_elements
+from slipstream.runtime.state.parts import build_partitions
+from slipstream.runtime.state.step_factors import needs_gradient_norm
+from slipstream.runtime.state.steps import StepController
 from slipstream.schedules.check import check
 from slipstream.schedules.program import build_program
 from slipstream.schedules.schedule import Schedule, Worker
@@ -86,7 +87,7 @@ class Team:
         recorder = Recorder(CPU)
         executor = Executor(program, slices=slices, steps=steps, session=session, exchange=exchange,
                             feed=lambda one: self.corpus.batch(one, training.batch, config.model.context),
-                            recorder=recorder)
+                            recorder=recorder, reducer=PartReducer(session, holding))
         losses = []
         for iteration in range(ITERATIONS):
             recorder.start_iteration(iteration, traced=False)

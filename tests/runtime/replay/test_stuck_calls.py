@@ -13,11 +13,11 @@ from torch import nn
 
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.layers.gpt import GPT
-from slipstream.runtime.model.layers.worker_group import worker_group
+from slipstream.runtime.models.gpt import GPT
 from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.ranks.worker_group import worker_group
 from slipstream.runtime.replay.stuck_calls import AbandonedError, OpenCalls
-from slipstream.runtime.worker.injector import Injector
+from slipstream.runtime.worker.injected_faults import Injector
 from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned

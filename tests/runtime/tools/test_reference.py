@@ -1,7 +1,7 @@
 import torch
 
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.model.state.digest import parameter_digest
+from slipstream.runtime.state.checksum import parameter_digest
 from slipstream.runtime.tools import reference
 from slipstream.runtime.tools.reference import reference_run
 

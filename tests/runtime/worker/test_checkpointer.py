@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from slipstream.runtime.model.checkpoints import checkpoint
-from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.model.microbatch import NOTHING_READ
+from slipstream.runtime.checkpoints import checkpoint
+from slipstream.runtime.models.sharing import Sharing
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved
+from slipstream.runtime.replay.microbatch import NOTHING_READ
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny

@@ -10,7 +10,7 @@ from slipstream.runtime.protocol.to_coordinator import IterationReport
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS, OpenCall
 from slipstream.runtime.worker import generation, iteration_reports
-from slipstream.runtime.worker.activity import Activity
+from slipstream.runtime.worker.context import Activity
 from slipstream.runtime.worker.generation import GenerationRunner, StuckDeviceError
 from slipstream.runtime.worker.iteration_reports import IterationReports
 from slipstream.schedules.program import build_program

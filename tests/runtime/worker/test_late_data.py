@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import torch
 
-from slipstream.runtime.model.data.data import (
+from slipstream.runtime.data.data import (
     _IterationAdapter,
     get_data_state,
     load_data,
     move_data_to,
     use_saved_states,
 )
+from slipstream.runtime.moving.layer_receiver import FetchRequest
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate
-from slipstream.runtime.worker.context_builder import _FetchReporter
-from slipstream.runtime.worker.layer_receiver import FetchRequest
+from slipstream.runtime.worker.context import _FetchReporter
 from slipstream.schedules.schedule import Worker
 from tests import patience
 from tests.runtime.running import tiny

@@ -7,11 +7,11 @@ import pytest
 from slipstream.runtime.protocol.to_coordinator import IterationReport
 from slipstream.runtime.protocol.to_worker import Acknowledged, LayerMove, Train
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.generation import take_layers
 from slipstream.runtime.worker.iteration_reports import IterationReports
-from slipstream.runtime.worker.layer_transition import take_layers
 from slipstream.schedules.schedule import Worker
+from tests.runtime.moving.team import empty_store, hold, whole
 from tests.runtime.running import tiny
-from tests.runtime.worker.team import empty_store, hold, whole
 
 ONE, OTHER = Worker(0, 0), Worker(1, 0)
 
@@ -38,7 +38,7 @@ def test_no_layer_is_dropped_before_all_have_theirs():
     store, other = (hold(empty_store(tiny().training), layers=layers) for layers in ((0, 2), (2, 3)))
     for one in (store, other):
         one.holding.optimizer.set_version(0)
-        one.holding.mark_gathered(0)
+        one.holding.optimizer.mark_gathered(0)
     moves = LayerMove(OTHER, ONE, 0, 0, whole(0).stop), LayerMove(ONE, OTHER, 2, 0, whole(2).stop)
     order = Train(order=2, first_iteration=1, moves=moves, fetch=0, schedule=b"{}",
                   addresses=((OTHER, (("127.0.0.1", 1),)),))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import distributed
 
-from slipstream.runtime.model.layers.worker_group import GroupConnection, WorkerGroup
 from slipstream.runtime.protocol.to_worker import Train
+from slipstream.runtime.ranks.worker_group import GroupConnection, WorkerGroup
 from slipstream.runtime.worker.order_threads import OrderThreads
 
 ORDER = Train(order=2, first_iteration=0, schedule=b"{}")

@@ -5,9 +5,9 @@ import time
 
 import torch
 
-from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.protocol.failure_injection import Slowdown
-from slipstream.runtime.worker.slowed_recorder import create_recorder
+from slipstream.runtime.ranks.worker_group import WorkerGroup
+from slipstream.runtime.worker.injected_faults import create_recorder
 from slipstream.schedules.schedule import Op, OpKind, Worker
 
 CPU = torch.device("cpu")

@@ -1,0 +1,245 @@
+"""Compare Slipstream's schedules with published ones on models of unequal layers, at their best divisions.
+
+Published schedules run their published order; Slipstream's is found by `planner.placement`. All have the same memory:
+no worker may hold more than the fullest one of interleaved 1F1B with uniform stages, weights included. An iteration
+lasts from its first op to its last, as AdaPtis counts it, as if all workers stepped together.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from slipstream.planner.job.arrangement import Arrangement, MovableLayers
+from slipstream.planner.job.divisions import StageLoads
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.placement import FoundPlacement, find_placement
+from slipstream.planner.plan import plan_only
+from slipstream.planner.published import orders
+from slipstream.planner.published.measured_layers import KEYS, MODELS, MeasuredModel, make_job
+from slipstream.planner.published.orders import Orders, StageCosts
+from slipstream.schedules.schedule import OptimizerMode, Worker
+
+PLAN_SECONDS = 2.0
+"""Time limit of each search, in seconds of a fixed number of search steps each."""
+TRIED_DIVISIONS = 200
+"""Number of divisions of the layers that are tried for each published schedule."""
+CHUNKS = (2, 3, 4)
+"""Numbers of virtual stages per worker that are tried for interleaved 1F1B."""
+PIPELINES, DEAD_PIPELINE = 4, 1
+QUICK_SHARE = 0.25
+"""Share of the usual number of search steps that a plan with a dead worker gets."""
+SMALLER, LARGER = (tuple(model for model in MODELS if model.workers == workers) for workers in (4, 8))
+OCTOPIPE = {"nemotron-nano-v2-9b": (4, 8, 1.33121, 0.89870)}
+"""Results that AdaPtis' authors publish in the README of their simulator, by model.
+
+Each has workers, micro-batches, and the seconds of 1F1B and of the plan that they found.
+"""
+
+
+class Rival(msgspec.Struct, frozen=True, kw_only=True):
+    """Published pipeline schedule to compare with Slipstream's."""
+
+    name: str
+    order: str
+    """Placement of the virtual stages, as a value of `[placement] order`."""
+    chunks: int = 1
+    made: Callable[[int, int, int], Orders]
+    """Function that builds the orders for numbers of workers, micro-batches and virtual stages per worker."""
+
+
+RIVALS = (
+    Rival(name="1F1B", order="linear", made=lambda workers, count, _: orders.one_f_one_b(workers, count)),
+    *(Rival(name="interleaved 1F1B", order="interleaved", chunks=chunks, made=orders.interleaved_1f1b)
+      for chunks in CHUNKS),
+    Rival(name="ZB-H1", order="linear",
+          made=lambda workers, count, _: orders.zero_bubble_h1(workers, count)),
+    Rival(name="ZB-V", order="v", chunks=2,
+          made=lambda workers, count, _: orders.zero_bubble_v(workers, count)),
+    Rival(name="DualPipe", order="bidirectional",
+          made=lambda workers, count, _: orders.dual_pipe(workers, count)),
+)
+NAMES = tuple(dict.fromkeys(one.name for one in RIVALS))
+
+
+class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Schedule with a division of the model's layers into stages, its iteration time in seconds, and its memory."""
+
+    arrangement: Arrangement
+    seconds: float
+    held: float
+    """Memory of the fullest worker, in megabytes, weights included."""
+
+
+class ModelBenchmark:
+    """Comparison of all published schedules and Slipstream's on one model, with memory limited to that of interleaved
+    1F1B with uniform stages."""
+
+    def __init__(self, model: MeasuredModel) -> None:
+        self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
+        self._sums = {key: [0.0] for key in KEYS}
+        for key, sums in self._sums.items():
+            for value in model.values_by_layer(key):
+                sums.append(sums[-1] + value)
+        self.layers = len(model.kinds)
+        self._loads = StageLoads(MovableLayers(make_job(model, self.uniform(self.workers), self.microbatches, 1, None)))
+        interleaved = [self._simulate_division(one, self.uniform(self.workers * one.chunks))
+                       for one in RIVALS if one.name == "interleaved 1F1B" and self.layers >= self.workers * one.chunks]
+        self.room = min((one for one in interleaved if one), key=lambda one: one.seconds).held
+
+    def uniform(self, stages: int) -> tuple[int, ...]:
+        """Return the number of layers of each stage in a uniform division over `stages` stages.
+
+        The layers between embedding and head are divided evenly, with one more in the first stages if necessary. The
+        embedding belongs to the first stage, the head to the last one.
+        """
+        inner = self.layers - 2
+        counts = [inner // stages + (stage < inner % stages) for stage in range(stages)]
+        return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
+
+    def find_best(self, name: str, *, divided: bool) -> DividedPipeline | None:
+        """Return the published schedule of this name (such as "ZB-V") with its best division that fits into memory;
+        None if none does.
+
+        Only uniform divisions are tried unless `divided`.
+        """
+        candidates = []
+        for pipeline in RIVALS:
+            if pipeline.name == name and self.layers >= self.workers * pipeline.chunks:
+                uniform = self._simulate_division(pipeline, self.uniform(self.workers * pipeline.chunks))
+                candidates += [uniform, *([self._search_divisions(pipeline, uniform)] if divided else [])]
+        fitting = [pipeline for pipeline in candidates if pipeline and pipeline.held <= self.room * (1 + 1e-9)]
+        return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
+
+    def _simulate_division(self, one: Rival, counts: Sequence[int]) -> DividedPipeline | None:
+        """Return the published schedule `one` with `counts` layers in its stages, with its simulated iteration time and
+        memory; None if its ops deadlock."""
+        arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
+        edges = [0, *arrangement.layer_ends]
+        directions = arrangement.chains
+        stages = {key: [sums[end] - sums[first] for first, end in pairwise(edges)] * directions
+                  for key, sums in self._sums.items()}
+        weights = [0.0] * self.workers
+        columns = arrangement.stage_columns(self.workers)
+        columns = (*columns, *columns[::-1]) if directions > 1 else columns
+        for stage, column in enumerate(columns):
+            weights[column] += stages["weights"][stage]
+        simulated = orders.simulate(one.made(self.workers, self.microbatches, one.chunks), StageCosts(
+            forward=stages["forward"], backward_input=stages["backward_input"],
+            backward_weight=stages["backward_weight"], activation=stages["activation"],
+            weight_stash=stages["weight_stash"], depth=len(counts)))
+        if simulated is None:
+            return None
+        return DividedPipeline(arrangement=arrangement, seconds=simulated.end,
+                               held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
+
+    def _search_divisions(self, one: Rival, uniform: DividedPipeline | None) -> DividedPipeline | None:
+        """Return the published schedule `one` (such as ZB-V) with the best division that a random local search finds;
+        None if its ops deadlock.
+
+        The best division is that with the fastest iteration of those that fit into memory; if none fits, that which
+        exceeds the memory least. The search moves one layer at a time. It starts from the better of two: `uniform`, the
+        schedule with a uniform division (None: its ops deadlock), and the division whose busiest worker has the least
+        work.
+        """
+        generator = random.Random(0)
+
+        def rank(division: DividedPipeline | None) -> tuple[float, float]:
+            """Return a sort key for simulated schedules that puts the best first: memory above the limit, then seconds
+            of an iteration; those with a deadlock (None) last."""
+            return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
+
+        starts = [uniform, self._simulate_division(one, self._loads.balance_layers(one.order, one.chunks).counts)]
+        best = min(starts, key=rank)
+        for _ in range(TRIED_DIVISIONS):
+            if best is None:
+                return None
+            counts = list(best.arrangement.counts)
+            donor = generator.choice([stage for stage, count in enumerate(counts) if count > 1])
+            receiver = generator.choice([stage for stage in range(max(0, donor - 2), min(len(counts), donor + 3))
+                                         if stage != donor])
+            counts[donor] -= 1
+            counts[receiver] += 1
+            best = min(best, self._simulate_division(one, counts), key=rank)
+        return best
+
+    def build_job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
+        """Return the job whose virtual stages are placed and divided as in `arrangement`, with this many pipelines."""
+        text = make_job(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
+        return parse_job(MovableLayers(text).arranged_job_text(arrangement))
+
+    def find_own_placement(self, optimizer: OptimizerMode) -> FoundPlacement:
+        """Return the placement and division of layers that `planner.placement` finds for this optimizer mode."""
+        text = make_job(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
+        return find_placement(text, _plan_options(optimizer))
+
+    def share_lost_at_once(self, arrangement: Arrangement) -> float | None:
+        """Return the share of its throughput that a job of `PIPELINES` pipelines loses, with layers in place, when one
+        worker dies.
+
+        Stages are placed and divided as in `arrangement`; Slipstream's planner finds the order of the ops. Returns None
+        if there is no plan.
+        """
+        job = self.build_job(arrangement, PIPELINES)
+        try:
+            unbroken, broken = (plan_only(_plan_options("synchronous", greedy=True), job, dead).period
+                                for dead in ((), (Worker(DEAD_PIPELINE, self.workers // 2),)))
+        except NoPlanError:
+            return None
+        return 1 - unbroken / broken
+
+
+def _plan_options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOptions:
+    options = PlanOptions(optimizer=optimizer, method="greedy" if greedy else "cp-sat", steps=0)
+    return options.with_limit(PLAN_SECONDS * (QUICK_SHARE if greedy else 1.0))
+
+
+class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of an iteration of the published schedules and of Slipstream's on one model (`compare_model`), and the
+    share of throughput that the death of a worker costs."""
+
+    uniform: dict[str, DividedPipeline | None]
+    """Published schedules with uniform stages, by name; None where `find_best` finds none."""
+    divided: dict[str, DividedPipeline | None]
+    """Published schedules with their best division, by name; None where `find_best` finds none."""
+    ours: DividedPipeline
+    bound: float
+    """Lower bound on the seconds of an iteration with any placement of the layers."""
+    staggered: float
+    """Seconds of an iteration of Slipstream's best placement if each worker runs its optimizer step by itself."""
+    dead: float | None
+    """Share of the throughput that is lost, with layers in place, when a worker dies in Slipstream's placement; None:
+    no plan."""
+    dead_of_best: float | None
+    """Share of the throughput that is lost, with layers in place, when a worker dies in the best published placement;
+    None: no plan."""
+
+    @property
+    def base(self) -> float:
+        """Seconds of an iteration of interleaved 1F1B with uniform stages, whose memory is the limit for all compared
+        schedules."""
+        found = self.uniform["interleaved 1F1B"]
+        assert found is not None
+        return found.seconds
+
+    @property
+    def best_rival(self) -> DividedPipeline:
+        """Fastest of the published schedules with their best division."""
+        return min((one for one in self.divided.values() if one), key=lambda one: one.seconds)
+
+
+def compare_model(model: MeasuredModel) -> ModelResult:
+    """Simulate all published schedules on one model, plan Slipstream's own, and return the results."""
+    bench = ModelBenchmark(model)
+    uniform, divided = ({name: bench.find_best(name, divided=how) for name in NAMES} for how in (False, True))
+    ours, staggered = bench.find_own_placement("synchronous"), bench.find_own_placement("staggered")
+    schedule = ours.plan.schedule
+    best = min((one for one in divided.values() if one), key=lambda one: one.seconds)
+    return ModelResult(
+        uniform=uniform, divided=divided, staggered=staggered.plan.period,
+        ours=DividedPipeline(arrangement=ours.arrangement, seconds=ours.plan.period, held=bench.room),
+        bound=schedule.seconds(schedule.lower_bound_ticks), dead=bench.share_lost_at_once(ours.arrangement),
+        dead_of_best=bench.share_lost_at_once(best.arrangement))

@@ -1,0 +1,222 @@
+"""Policies that re-route micro-batches to peers: every live worker holds a stage, and all of them train."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+from slipstream.planner.simulation.availability_trace import Change
+from slipstream.planner.simulation.loads import DownByStage
+from slipstream.planner.simulation.policy import Cause, Phase, RatedByStage, Scenario
+
+
+class StageAssignment:
+    """Table of the stage that each machine runs, and of the number of machines that each stage lacks."""
+
+    def __init__(self, lacking: Iterable[int]) -> None:
+        """Create a table without machines; `lacking` has the number of machines that each stage needs."""
+        self.stage_of: dict[int, int] = {}
+        """Stage that each machine runs; machines without one are not in it."""
+        self._lacking = list(lacking)
+        self._down: DownByStage | None = None
+        """Cached value of `down_by_stage`; None after a change."""
+        self._most_down: int | None = None
+
+    @property
+    def down_by_stage(self) -> DownByStage:
+        """Number of machines that each stage lacks."""
+        if self._down is None:
+            self._down = tuple(self._lacking)
+        return self._down
+
+    @property
+    def most_down(self) -> int:
+        """Largest number of machines that any stage lacks."""
+        if self._most_down is None:
+            self._most_down = max(self._lacking)
+        return self._most_down
+
+    def assign_stage(self, machine: int, stage: int) -> None:
+        """Assign a stage to a machine, instead of the one that it had, if any."""
+        self.remove_machine(machine)
+        self.stage_of[machine] = stage
+        self._lacking[stage] -= 1
+        self._down = self._most_down = None
+
+    def remove_machine(self, machine: int) -> None:
+        """Remove a machine from the table, if it has a stage."""
+        stage = self.stage_of.pop(machine, None)
+        if stage is not None:
+            self._lacking[stage] += 1
+            self._down = self._most_down = None
+
+    def copy(self) -> "StageAssignment":
+        """Return a copy of the table that can change independently."""
+        other = StageAssignment(self._lacking)
+        other.stage_of, other._down = dict(self.stage_of), self._down
+        return other
+
+
+class Rerouting(RatedByStage):
+    """Base class of policies that re-route (this planner, ReCycle, ElasWave), which assigns stages to machines, and
+    counts what failures and moves cost. Subclasses define `rate` and `_plan_phases`.
+
+    A failure discards the iteration in progress (half of one on average), and the survivors continue after a switch. A
+    new machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. If
+    a stage has lost all its workers, or there are fewer workers than stages, the job returns to a checkpoint (written
+    in the background), with stages newly assigned to the machines that are alive. Machines that arrive meanwhile wait
+    until that is done.
+
+    The stage of each machine depends on the trace alone, and not on any policy's throughput. So all policies of this
+    kind that move workers lose a stage at the same times, and a policy whose schedules are never slower than another's
+    never falls behind it.
+    """
+
+    moves_workers: bool = True
+    """True if a live worker may load another stage's parameters."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._pipelines = scenario.pipelines
+        self._stages = StageAssignment([scenario.pipelines] * scenario.stages)
+        """Stage assigned to each live machine."""
+        self._held_stages = self._stages
+        """Stage whose parameters each machine holds, until `_loaded_at`. A machine that is about to join holds none.
+
+        This is the same object as `_stages` if no machine loads a stage.
+        """
+        self._loaded_at = 0.0
+        """Time in seconds of the trace from which on every machine holds its assigned stage."""
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """Assign a stage to every machine in `live` (by number), and return the phases (spans of time, each with a
+        training rate and a cause) from the beginning of the trace.
+
+        The stage is that of the machine's position in the grid, unless some stage would have no worker.
+        """
+        for machine in live:
+            self._stages.assign_stage(machine, machine % self.scenario.stages)
+        if self._has_lost_stage(self._stages):
+            self._reassign_all(live)
+        self._held_stages = self._stages
+        return self.resume_training(self._rate_for_stages(self._stages))
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
+        """Assign stages to newcomers and moved workers, and return the phases (spans of time, each with a training rate
+        and a cause) after the change.
+
+        The argument `remaining` has what was left of the phases before. If a stage has lost all its workers, the job
+        restarts from the checkpoint.
+        """
+        if change.seconds >= self._loaded_at:
+            self._held_stages = self._stages
+        for machine in change.removed:
+            self._stages.remove_machine(machine)
+            self._held_stages.remove_machine(machine)
+        restarting = remaining[0].cause is Cause.RESTART
+        if remaining[0].cause is Cause.WAIT or (restarting and change.removed) \
+                or self._has_lost_stage(self._held_stages):
+            # Only the checkpoint holds the parameters of some stage.
+            self._reassign_all([*self._stages.stage_of, *change.added])
+            self._held_stages = self._stages
+            return self.restart(self._rate_for_stages(self._stages), remaining)
+        lost_samples = self.discard_lost_samples(remaining, worker_died=bool(change.removed))
+        self._assign_newcomers(change.added)
+        if self.moves_workers:
+            self._move_workers()
+        stalls: list[Phase] = []
+        if change.removed:
+            stalls = [self.switch]
+        elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
+            stalls = [remaining[0]]
+        return self._plan_phases(change.seconds, stalls, lost_samples)
+
+    @abstractmethod
+    def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+        """Return the phases (spans of time at one training rate) from the time `now` on, with the stages assigned as
+        they are now.
+
+        They begin with the pauses `stalls` and redo `lost_samples`. By the last phase each machine has loaded its
+        assigned stage.
+        """
+
+    def _rate_for_stages(self, stages: StageAssignment) -> float:
+        """Return the samples per second of machines that hold the stages to which `stages` assigns them."""
+        return self.rate(stages.down_by_stage)
+
+    # --- Which machine holds which stage ------------------------------------------------------------------------------
+
+    @property
+    def _is_loading(self) -> bool:
+        """True if some machine does not hold its assigned stage yet."""
+        return self._held_stages is not self._stages and self._held_stages.stage_of != self._stages.stage_of
+
+    def _has_lost_stage(self, stages: StageAssignment) -> bool:
+        return stages.most_down >= self._pipelines
+
+    def _assign_stage(self, machine: int, stage: int) -> None:
+        """Assign a stage to a machine, which does not count as holding the stage until it has loaded its parameters."""
+        if self._held_stages is self._stages:
+            self._stages = self._held_stages.copy()
+        self._stages.assign_stage(machine, stage)
+
+    def _reassign_all(self, machines: Sequence[int]) -> None:
+        """Assign stages to the live machines again, with failures spread evenly over stages. If too few are alive to
+        run every stage, each keeps its stage, and newcomers get the first stage."""
+        spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(machines))
+        if spread is None:
+            for machine in machines:
+                self._stages.assign_stage(machine, self._stages.stage_of.get(machine, 0))
+            return
+        stages = [stage for stage, down in enumerate(spread) for _ in range(self.scenario.pipelines - down)]
+        for machine, stage in zip(sorted(machines), stages, strict=True):
+            self._stages.assign_stage(machine, stage)
+
+    def _assign_newcomers(self, machines: Sequence[int]) -> None:
+        """Assign to each newcomer the stage whose number of missing workers most exceeds that with failures spread
+        evenly over stages."""
+        if not machines:
+            return
+        spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of)
+                                                      - len(machines))
+        for machine in machines:
+            down = self._stages.down_by_stage
+            lacking = [(most - least, most) for most, least in zip(down, spread or down, strict=True)]
+            self._assign_stage(machine, lacking.index(max(lacking)))
+
+    def _move_workers(self) -> None:
+        """Move workers to other stages if that leaves the most loaded worker less work."""
+        loads, down = self.throughputs.loads, self._stages.down_by_stage
+        spread = loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of))
+        if spread is None or loads.max_load_seconds(spread) >= loads.max_load_seconds(down):
+            return
+        vacant = [stage for stage, count in enumerate(down) for _ in range(count - spread[stage])]
+        counts = list(down)
+        for machine, stage in sorted(self._stages.stage_of.items()):
+            if vacant and counts[stage] < spread[stage]:
+                self._assign_stage(machine, vacant.pop())
+                counts[stage] += 1
+
+
+class ReCycle(Rerouting):
+    """ReCycle's policy: 1F1B while all workers are alive; after a failure round-robin re-routing, with backward split
+    into I and W, and a staggered optimizer: each stage steps as soon as its own gradients are summed."""
+
+    name = "recycle"
+    title = "ReCycle as published"
+    source = "ReCycle (SOSP 2024, arXiv 2405.14009), sections 3 to 5; its solver is replaced by list schedules"
+    assumptions = ("1F1B on healthy workers, micro-batches of dead workers assigned round-robin, split backward and "
+                   "staggered optimizer; one failure a stage, then two; its solver replaced by list schedules; who "
+                   "joins or moves loads one stage from a peer, all at the same time, while the others wait; "
+                   "switches and lost work as for slipstream")
+
+    def rate(self, down: DownByStage) -> float:
+        """Return the samples per second of ReCycle's schedule; `down` has the number of dead workers of each stage."""
+        return self.throughputs.recycle_rate(down)
+
+    def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+        """Return the phases (spans of time at one training rate) from the time `now` on, in which all workers wait
+        while some load a stage. They begin with the pauses `stalls` and redo `lost_samples`."""
+        stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
+        if self._is_loading:
+            stalls.append(self.load)
+        self._loaded_at = now + sum(stall.seconds for stall in stalls)
+        return self.resume_training(self._rate_for_stages(self._stages), *stalls, lost_samples=lost_samples)

@@ -1,0 +1,556 @@
+"""Checkpoints: one file a layer, with the layer's optimizer state, written by one of the workers that hold the layer.
+
+A checkpoint is a folder `iteration-N` with a manifest that lists all layers and the digests of their files. Files are
+per layer so that a run on any grid can resume from it. The folder appears completely or not at all, and only if it is
+right: workers write a draft, `.saving-N-ORDER`, and each adds a note for a layer when the layer's bytes are on the
+disk. A worker that has heard that the coordinator has committed iteration N, for which copies of this state were
+compared, and that finds the notes of all layers, renames the folder. No worker waits for another, and none is in
+charge. Drafts of different orders never mix. A worker that dies while it saves leaves a draft behind, which is removed
+when the next checkpoint is complete. All workers must see the same folder.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from torch import Tensor
+
+from slipstream.runtime.checkpoints.parameters import DISK_FULL
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.models.hugging_face.configuration import read_config
+from slipstream.runtime.run_identity import RunIdentity
+from slipstream.runtime.tensor_codec import FileDigest, TensorError, read_tensors, verify_file, write_tensors
+from slipstream.schedules.document import DocumentError, DocumentKind
+from slipstream.schedules.files import write_atomically
+
+MANIFEST = "manifest.json"
+KEPT_CHECKPOINTS = 2
+"""Number of complete checkpoints that are kept."""
+KEPT_DRAFTS = 3
+"""Number of drafts that are kept: one that is being written, and those of iterations that may not be committed yet."""
+READER_THREADS = 8
+"""Number of files that are verified concurrently: SHA-256 of one file occupies one core."""
+_NEWER_KEYS = {"hugging_face", "options", "torchtitan"}
+"""Keys of [model] that checkpoints of earlier versions lack."""
+_COMPLETE = re.compile(r"iteration-(\d{1,18})")
+_DRAFT = re.compile(r"\.saving-(\d{1,18})(?:-(\d{1,18}))?")
+_TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
+
+T = TypeVar("T")
+StreamState = dict[str, Any]
+"""State of data that are read in order, as plain values of JSON."""
+LayerState = Mapping[str, Tensor]
+"""Whole state of a layer, by name: parameters, buffers and optimizer state, as `part_state.assemble_state` returns
+it."""
+OnEnded = Callable[["CheckpointError | None"], None]
+"""Callback for the end of a save: gets None after success, else the error."""
+
+
+class CheckpointError(DocumentError):
+    """Error of a checkpoint that cannot be written, read or used in this run. The message is one line."""
+
+
+class DamagedError(CheckpointError):
+    """Error of a checkpoint whose files differ from what was written. The message is one line."""
+
+
+class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """File with the state of one layer: the layer's number, the file's name, its length in bytes and its SHA-256."""
+
+    layer: Annotated[int, Meta(ge=0, le=2**20)]
+    file: Annotated[str, Meta(pattern=r"^layer-[0-9]{4,7}-[0-9a-f]{16}\.safetensors$")]
+    bytes: Annotated[int, Meta(ge=0, le=2**62)]
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of a checkpoint's manifest.json; also of the JSON note that a worker leaves for each layer that it has
+    saved."""
+
+    format: str = "slipstream-checkpoint"
+    version: int = 1
+    iteration: Annotated[int, Meta(ge=0, le=2**62)]
+    """Number of iterations that the parameters have been trained for, which is the number of the next iteration."""
+    identity: dict[str, Any]
+    """Description of the job's model and state, as `identity_of` returns it."""
+    layers: tuple[LayerFile, ...]
+    samples: Annotated[int, Meta(ge=0, le=2**62)] | None = None
+    """Number of samples that all iterations have read; None in checkpoints of earlier versions."""
+    run: RunIdentity | None = None
+    """What the run trained; None in checkpoints of earlier versions."""
+    data: StreamState | UnsetType = UNSET
+    """State of data that are read in order, before `iteration`; absent if they have none that can be saved."""
+
+
+_DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
+                         max_bytes=2**28, error=CheckpointError, damaged=DamagedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Complete checkpoint on disk whose manifest has been read and checked."""
+
+    path: Path
+    manifest: Manifest
+    is_verified: bool = False
+    """True if `verify_checkpoint` has compared all files with the manifest."""
+
+    @property
+    def iteration(self) -> int:
+        """Number of the first iteration that a run from this checkpoint runs."""
+        return self.manifest.iteration
+
+
+def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
+    """Return the properties that a job must share with a checkpoint to resume from it: model and format of the state.
+
+    The argument `layers` is the number of the model's layers. Properties that may change between runs, such as the
+    grid, the text and the learning rate, are not included.
+    """
+    training, model = config.training, msgspec.to_builtins(config.model)
+    if config.model.hugging_face is not None:
+        model["hugging_face"] = read_config(config.model)  # compared by content, not by path
+    if config.model.torchtitan is not None:  # the command line also sets the length
+        model["options"] = {key: value for key, value in config.model.options.items() if key != "arguments"}
+    return {"layers": layers,
+            **{f"model.{name}": value for name, value in model.items() if value or name not in _NEWER_KEYS},
+            "training.optimizer": training.optimizer, "training.seed": training.seed,
+            "parameters": "float64" if training.dtype == "float64" else "float32",
+            **({"training.amsgrad": True} if training.amsgrad else {}),  # earlier versions have no such key
+            **({"training.parameter_groups": [[group.parameters, group.optimizer] for group in
+                                              training.parameter_groups]} if training.optimizer == "muon" else {})}
+
+
+def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """Return a clause for an error message on the first difference between the identities of a checkpoint (`theirs`)
+    and of a job (`ours`), as `identity_of` returns them; None if they are equal."""
+    for name in sorted({*theirs, *ours}):
+        their, our = theirs.get(name), ours.get(name)
+        if isinstance(their, dict) and isinstance(our, dict):
+            inside = describe_difference({f"{name}.{key}": value for key, value in their.items()},
+                                         {f"{name}.{key}": value for key, value in our.items()})
+            if inside is not None:
+                return inside
+        elif their != our:
+            return f"its {name} is {theirs.get(name)!r}, here it is {ours.get(name)!r}"
+    return None
+
+
+class PendingSave:
+    """Writing of this worker's layers to the draft of a checkpoint, in a thread of its own that starts at once.
+
+
+    The draft becomes the checkpoint when it is `allow`ed, and all workers have written their layers.
+    """
+
+    def __init__(self, folder: Path, draft: Path, layers: Mapping[int, LayerState], manifest: Manifest, ended: OnEnded,
+                 *, allowed: bool) -> None:
+        self.iteration = manifest.iteration
+        """Number of completed iterations."""
+        self._folder, self._draft, self._manifest = folder, draft, manifest
+        self._error: CheckpointError | None = None
+        self._ended = ended
+        self._allowed, self._written, self._dropped = allowed, False, False
+        self._state_lock = threading.Lock()
+        """Lock held while the draft becomes the checkpoint, and while that is allowed or ruled out."""
+        self._thread = _start_thread(self._run, self._write, layers)
+        """Thread that was started last. Others wait for it at any time, so that it is stored only once it runs."""
+
+    def is_done(self, seconds: float = 0.0) -> bool:
+        """Return whether this worker's write has ended, successfully or not, after waiting at most `seconds`."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until this worker's layers are on the disk, and the checkpoint is complete if it may be and if they were
+        the last. Raises CheckpointError if they cannot be written."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def allow(self) -> None:
+        """Let the draft become the checkpoint: the coordinator has committed the iteration, and copies agreed."""
+        with self._state_lock:
+            if self._allowed or self._dropped:
+                return
+            self._allowed = True
+            if self._written and self._error is None:
+                self._thread = _start_thread(self._run, self._complete)
+
+    def drop(self) -> None:
+        """Rule out that the draft becomes the checkpoint, as the iteration is discarded or will be run again, and start
+        to remove it."""
+        with self._state_lock:
+            self._dropped = True
+        # The disk may not answer, and no order waits for it.
+        self._thread = _start_thread(self._remove, self._thread)
+
+    def _write(self, layers: Mapping[int, LayerState]) -> None:
+        _write_layers(self._folder, self._draft, self._manifest, layers, lambda: self._dropped)
+        with self._state_lock:
+            self._written = True
+            allowed = self._allowed
+        if allowed:
+            self._complete()
+
+    def _complete(self) -> None:
+        with self._state_lock:
+            if not self._dropped:
+                _complete_if_all_saved(self._folder, self._draft, self._manifest)
+
+    def _remove(self, writer: threading.Thread) -> None:
+        writer.join()
+        shutil.rmtree(self._draft, ignore_errors=True)
+
+    def _run(self, work: Callable[..., None], *given: object) -> None:
+        try:
+            work(*given)
+        except CheckpointError as error:
+            self._error = error
+        except OSError as error:
+            # The place is the same on all workers if the disk is full.
+            place = self._folder if error.errno in DISK_FULL else error.filename or self._folder
+            self._error = CheckpointError(f"{place}: checkpoint of iteration {self.iteration} cannot be "
+                                          f"written: {error.strerror or error}; earlier ones are untouched")
+        if not self._dropped:
+            self._ended(self._error)
+
+
+def _start_thread(work: Callable[..., None], *given: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=given, daemon=True)
+    thread.start()
+    return thread
+
+
+def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
+                 samples: int | None = None, ended: OnEnded = lambda _: None, run: RunIdentity | None = None,
+                 *, order: int = 0, allowed: bool = True, data: StreamState | None = None) -> PendingSave:
+    """Start to write this worker's layers of a checkpoint in the background, and return a handle to wait for the end.
+
+    The draft bears the number of the `order` in which it is written. Unless `allowed`, it stays a draft until
+    `PendingSave.allow`.
+
+    The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
+    worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
+    samples that they have read (None: not recorded), `identity` the result of `identity_of`, `run` what the run trains,
+    `data` the state of data that are read in order (None: this worker does not know it).
+    Errors are raised by `PendingSave.wait`. `ended` is called in a thread: with None when the layers are on the disk,
+    or with the error; and again when a draft that was allowed later may have become the checkpoint.
+    """
+    manifest = Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples, run=run,
+                        data=UNSET if data is None else data)
+    return PendingSave(folder, folder / f".saving-{iteration}-{order}", layers, manifest, ended, allowed=allowed)
+
+
+def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
+    """Open the newest complete checkpoint in `folder`; return None if there is none.
+
+    Raises CheckpointError if that checkpoint cannot be read, or belongs to a job with another `identity`
+    (`identity_of`; None: any job is accepted).
+    """
+    while checkpoints := find_complete(folder):
+        newest = checkpoints[max(checkpoints)]
+        try:
+            return open_checkpoint(newest, identity)
+        except CheckpointError:
+            if is_complete(newest):
+                raise
+    return None
+
+
+def find_complete(folder: Path) -> dict[int, Path]:
+    """Return a dictionary from numbers of completed iterations to the folders of the complete checkpoints in
+    `folder`."""
+    return {number: path for number, path in _list_matching(folder, _COMPLETE).items() if is_complete(path)}
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether the folder `path` exists and is a complete checkpoint."""
+    return (path / MANIFEST).exists()
+
+
+def reopen_or_latest(found: Checkpoint) -> Checkpoint:
+    """Return `found`, a checkpoint opened before, or the newest in its folder if newer ones have replaced it since.
+
+    Raises CheckpointError if neither can be read.
+    """
+    if not is_complete(found.path) and (newest := open_latest(found.path.parent)) is not None:
+        return newest
+    open_checkpoint(found.path)
+    return found
+
+
+def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open the checkpoint in the folder `path` and check its manifest, but not its files.
+
+    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity` (None: any job is
+    accepted).
+    """
+    source = path / MANIFEST
+    manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
+    if [file.layer for file in manifest.layers] != list(range(len(manifest.layers))) \
+            or manifest.identity.get("layers") != len(manifest.layers):
+        raise DamagedError(f"{source}: does not name each layer of the model once; it is damaged")
+    checkpoint = Checkpoint(path, manifest)
+    if identity is not None:
+        require_job(checkpoint, identity)
+    return checkpoint
+
+
+def require_job(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a checkpoint belongs to a job with this `identity`."""
+    _require_same_job(checkpoint.path / MANIFEST, checkpoint.manifest.identity, identity)
+
+
+def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
+    """Compare all files of a checkpoint with its manifest, and return the checkpoint, marked as verified.
+
+    A checkpoint that is already marked is returned at once. Raises DamagedError, which names the first file that
+    differs, and CheckpointError if a file cannot be read.
+    """
+    if checkpoint.is_verified:
+        return checkpoint
+    with ThreadPoolExecutor(READER_THREADS) as readers:
+        for _ in readers.map(partial(_verify_layer, checkpoint), checkpoint.manifest.layers):
+            pass
+    return replace(checkpoint, is_verified=True)
+
+
+def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
+    """Return the newest checkpoint in `folder` without damage, or None, and a dictionary from the paths of all newer
+    ones to their damage.
+
+    Raises CheckpointError if a checkpoint cannot be read for a reason other than damage.
+    """
+    damaged = dict[Path, DamagedError]()
+    while candidates := [path for _, path in sorted(find_complete(folder).items()) if path not in damaged]:
+        newest, opened = candidates[-1], None
+        try:
+            opened = open_checkpoint(newest)
+            return verify_checkpoint(opened), damaged
+        except CheckpointError as error:
+            if not is_complete(newest) or _has_changed(newest, opened):
+                continue  # a run has removed or replaced it meanwhile
+            if not isinstance(error, DamagedError):
+                raise
+            damaged[newest] = error
+    return None, damaged
+
+
+def _has_changed(path: Path, opened: Checkpoint | None) -> bool:
+    """Return whether the folder `path` now holds another checkpoint than the one that was opened there."""
+    with contextlib.suppress(CheckpointError):
+        return opened is not None and open_checkpoint(path).manifest != opened.manifest
+    return False
+
+
+def rename_damaged(path: Path) -> Path:
+    """Rename a damaged checkpoint so that no run uses or removes it, and return its new path. Raises OSError."""
+    for number in itertools.count():
+        aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number else ""))
+        if not aside.exists():
+            return path.rename(aside)
+    raise AssertionError
+
+
+def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+    """Read some layers of a checkpoint: return each layer's tensors, on the CPU, by the layer's number.
+
+    `part_state.as_whole_part` takes these tensors. Raises CheckpointError if a file is missing, damaged or unreadable.
+    """
+    return {layer: _load_layer(checkpoint, layer) for layer in layers}
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove from a folder of checkpoints what killed processes have left: unfinished checkpoints and temporary files.
+
+    To be called only while no process writes a checkpoint there.
+    """
+    for _, path in _list_drafts(folder):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in _list_matching(folder, _COMPLETE).values():
+        if is_complete(path):
+            _remove_unlisted_files(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_newer(folder: Path, iteration: int) -> None:
+    """Remove the complete checkpoints in `folder` that have more than `iteration` completed iterations."""
+    for number, path in find_complete(folder).items():
+        if number > iteration:
+            _remove_checkpoint(path)
+
+
+def _load_layer(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
+    if not 0 <= layer < len(checkpoint.manifest.layers):
+        raise CheckpointError(f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}")
+    return _read_file(checkpoint, checkpoint.manifest.layers[layer], read_tensors)
+
+
+def _verify_layer(checkpoint: Checkpoint, file: LayerFile) -> None:
+    _read_file(checkpoint, file, verify_file)
+
+
+def _read_file(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, FileDigest], T]) -> T:
+    path = checkpoint.path / file.file
+    try:
+        return read(path, FileDigest(file.bytes, file.sha256))
+    except TensorError as error:
+        raise DamagedError(str(error)) from None
+    except OSError as error:
+        kind = DamagedError if error.errno in (errno.ENOENT, errno.EIO) else CheckpointError
+        raise kind(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping[int, LayerState],
+                  is_dropped: Callable[[], bool]) -> None:
+    """Write the given layers to the draft of a checkpoint, until `is_dropped`.
+
+    Next to the file of each layer, a JSON file is written, with the content of `manifest` and this layer as its only
+    one. The state of the data, which may be long, is in that of the first layer only. Does nothing if the checkpoint is
+    already complete.
+    """
+    complete = folder / f"iteration-{manifest.iteration}"
+    if is_complete(complete):
+        open_checkpoint(complete, manifest.identity)
+        return
+    # A folder without a manifest is what a killed process was removing. No worker completes this checkpoint meanwhile,
+    # as layers of this one are missing in the draft.
+    shutil.rmtree(complete, ignore_errors=True)
+    draft.mkdir(parents=True, exist_ok=True)
+    for _, path in _list_drafts(folder)[:-KEPT_DRAFTS]:  # none is ever completed if nodes do not share the folder
+        if path != draft:
+            shutil.rmtree(path, ignore_errors=True)
+    written: list[Path] = []
+    data = manifest.data
+    try:
+        for layer, state in layers.items():
+            if is_dropped():
+                return
+            note = draft / f"layer-{layer:04d}.json"
+            temporary = draft / f".layer-{layer:04d}-{os.getpid()}"
+            file = write_tensors(temporary, state)
+            # With the digest in its name, a layer saved again after a failure never changes a file that a note lists.
+            path = draft / f"layer-{layer:04d}-{file.sha256[:16]}.safetensors"
+            temporary.replace(path)
+            _sync_folder(draft)
+            written += [path, note]
+            note_content = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *file),), data=data)
+            write_atomically(note, msgspec.json.encode(note_content))
+            data = UNSET
+    except BaseException:
+        # Free the space on a full disk, unless another worker has just completed this checkpoint.
+        for path in written:
+            path.unlink(missing_ok=True)
+        if not is_dropped() and not is_complete(complete):
+            raise
+
+
+def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> None:
+    """Complete a checkpoint if all layers of the model are saved in its draft: write its manifest and rename the
+    folder. Otherwise do nothing.
+
+    Several workers may try concurrently.
+    """
+    complete = folder / f"iteration-{manifest.iteration}"
+    try:
+        files: list[LayerFile] = []
+        stream = manifest.data
+        for layer in range(manifest.identity["layers"]):
+            note = draft / f"layer-{layer:04d}.json"
+            if not note.exists():
+                return
+            note_content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
+            _require_same_job(note, note_content.identity, manifest.identity)
+            files += note_content.layers
+            stream = note_content.data if stream is UNSET else stream  # only some of the writers read data
+        whole = msgspec.structs.replace(manifest, layers=tuple(files), data=stream)
+        write_atomically(draft / MANIFEST, msgspec.json.encode(whole))
+        _sync_folder(draft)
+        draft.rename(complete)
+    except (CheckpointError, OSError):
+        if not is_complete(complete):
+            raise
+        return  # another worker has just completed it
+    _sync_folder(folder)
+    _remove_unlisted_files(complete)
+    _remove_outdated(folder, manifest.iteration)
+
+
+def _remove_outdated(folder: Path, iteration: int) -> None:
+    """Remove drafts up to this iteration, and all complete checkpoints but the newest `KEPT_CHECKPOINTS`."""
+    complete = find_complete(folder)
+    old = [path for number, path in _list_drafts(folder) if number <= iteration]
+    for path in (*old, *(complete[number] for number in sorted(complete)[:-KEPT_CHECKPOINTS])):
+        _remove_checkpoint(path)
+
+
+def _remove_checkpoint(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        (path / MANIFEST).unlink(missing_ok=True)  # first: a folder without a manifest is not a checkpoint
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unlisted_files(path: Path) -> None:
+    """Remove files that the manifest of a complete checkpoint does not list: layers saved twice, and temporary files.
+
+    A worker that is still writing such a file ignores its loss, because the checkpoint is complete.
+    """
+    with contextlib.suppress(CheckpointError, OSError):
+        named = {layer_file.file for layer_file in open_checkpoint(path).manifest.layers}
+        for file in path.iterdir():
+            if _TEMPORARY.match(file.name) or (file.suffix == ".safetensors" and file.name not in named):
+                file.unlink(missing_ok=True)
+
+
+def _list_drafts(folder: Path) -> list[tuple[int, Path]]:
+    """Return the drafts of checkpoints in `folder`, each with its iteration, in the order in which they were begun."""
+    drafts = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            match = _DRAFT.fullmatch(path.name)
+            if match:
+                drafts.append((int(match[2] or 0), int(match[1]), path))
+    return [(iteration, path) for _, iteration, path in sorted(drafts)]
+
+
+def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return the files and folders in `folder` whose names match a pattern, in a dictionary by the iteration in the
+    name."""
+    paths = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            match = pattern.fullmatch(path.name)
+            if match:
+                paths[int(match[1])] = path
+    return paths
+
+
+def _require_same_job(source: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    differs = describe_difference(theirs, ours)
+    if differs is not None:
+        raise CheckpointError(f"{source}: of another job: {differs}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder's directory entries to the disk, if the system supports that."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Parameters and optimizer state of torchtitan's Trainer, converted to a run's checkpoint, and back.
+
+The Trainer holds the whole model, on the CPU. One layer of it is written or read at a time.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as save_titans
+
+from slipstream.runtime.checkpoints.checkpoint import (
+    Checkpoint,
+    identity_of,
+    load_layers,
+    open_checkpoint,
+    start_saving,
+)
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.models.layered_model import build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
+
+_CPU = torch.device("cpu")
+
+
+def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
+    """Save the state of a Trainer so that a run begins with it; return the checkpoint, or None before the first step.
+
+    After `trainer.step` steps, the state is written as a checkpoint to `folder`. Before the first step, only the
+    initial parameters are written, to the folder that `build_run_config` has set. Raises ConfigError if the model
+    cannot be built, and CheckpointError if the checkpoint cannot be written.
+    """
+    if trainer.step == 0:
+        save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],
+                    no_dist=True)
+        return None
+    layers = list(_layer_parameters(trainer, config))
+    states, identity = _optimizer_states(trainer), identity_of(config, len(layers))
+    for layer, members in enumerate(layers):
+        state = {f"model.{name}": tensor.detach() for name, tensor in members.items()}
+        for name, parameter in members.items():
+            for slot, value in states.get(parameter, {}).items():
+                state[f"optimizer.{slot}.{name}"] = value
+        start_saving(folder, trainer.step, {layer: state}, identity).wait()
+    return open_checkpoint(folder / f"iteration-{trainer.step}", identity)
+
+
+def load_into_trainer(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Load the parameters and optimizer state of a run's checkpoint into a Trainer. Raises CheckpointError."""
+    for layer, members in enumerate(_layer_parameters(trainer, config)):
+        tensors = load_layers(checkpoint, [layer])[layer]
+        for name, parameter in members.items():
+            state = {slot: value for key, value in tensors.items() for kind, _, slot_and_name in [key.partition(".")]
+                     for slot, _, parameter_name in [slot_and_name.partition(".")]
+                     if kind == "optimizer" and parameter_name == name}
+            with torch.no_grad():
+                parameter.copy_(tensors[f"model.{name}"])
+            if state:
+                next(one for one in trainer.optimizers
+                     if parameter in _stepped_parameters(one)).state[parameter] = state
+
+
+def _layer_parameters(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
+    """Yield for each layer its parameters, tensors of the Trainer, by their names in the layer.
+
+    Biases that are buffers in the Trainer are included. A parameter that layers share is yielded once, with the layer
+    that comes first in its group.
+    """
+    model = build_model(config.model, 0, parameter_dtype(config.training), _CPU)
+    sharing, [whole] = sharing_of(model), trainer.model_parts
+    tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
+    for layer in range(model.layers):
+        with torch.device("meta"):
+            module = model.build(layer)
+        copies = sharing.copies_in(layer)
+        yield {name: tensors[name] for name, _ in module.named_parameters() if name not in copies}
+
+
+def _optimizer_states(trainer: Any) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state of the Trainer's optimizers by parameter; empty before the first step."""
+    return {parameter: state for optimizer in trainer.optimizers for parameter, state in optimizer.state.items()}
+
+
+def _stepped_parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Return all parameters of an optimizer."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,0 +1,95 @@
+"""Rehearsal: each kind of op is run once before anything is communicated over NCCL.
+
+CUDA loads a kernel when it is first launched, and may wait for the device to be idle to do so (CUDA C++ Programming
+Guide, "Lazy Loading", on concurrent execution). A receive that NCCL has begun keeps the device busy until its sender
+arrives, and the sender may be waiting for this worker in turn.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.runtime.computing.slices import SliceRunner
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.data.data import Microbatch
+from slipstream.runtime.models.calling import Batch
+from slipstream.runtime.replay.layer_values import Form, allocate_value, gradient_form
+from slipstream.runtime.state.part_optimizer import PartOptimizer
+
+
+class Rehearsal:
+    """Runs ops on discarded data before the process communicates, so that CUDA loads their kernels, and remembers which
+    kinds of layers it has run."""
+
+    def __init__(self) -> None:
+        self._known = set[Hashable]()
+
+    def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
+            microbatch: Microbatch) -> None:
+        """Run F, I and W of a slice once, so that their kernels are loaded; do nothing if this process has done so for
+        layers of the same classes and parameter shapes.
+
+        Afterwards the caller must set the gradients to zero. Buffers and the sum of losses are left unchanged.
+
+        Parameters
+        ----------
+        takes, gives
+            Forms (shapes and dtypes) of the input and the output of the slice.
+        read
+            Function that returns the data of a micro-batch.
+        microbatch
+            Micro-batch whose data are used; the result is discarded.
+        """
+        if not self._is_new((runner.first, runner.last, *map(_kind_of, runner.modules))):
+            return
+        buffers = [(buffer, buffer.clone()) for module in runner.modules for buffer in module.buffers()]
+        batch = read(microbatch) if runner.reads_batch else None
+        value = batch[0] if batch is not None and runner.first else allocate_value(takes, _zeros_on(runner.device))
+        runner.forward(microbatch, value, batch[1] if batch is not None and runner.last else None, batch, split=True)
+        gradient = None if runner.last else allocate_value(gradient_form(gives), _zeros_on(runner.device))
+        runner.backward_input(microbatch, gradient)
+        runner.backward_weight(microbatch)
+        runner.take_loss()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
+        """Run O on a small parameter of each dtype of the modules, compute a checksum and undo the step, so that the
+        kernels of all three are loaded.
+
+        Does nothing if this process has done so for the same dtypes. The modules themselves are not changed.
+        """
+        likes = {trained.dtype: trained for module in modules for trained in module.parameters()
+                 if trained.requires_grad}
+        if not likes or not self._is_new(frozenset(likes)):
+            return
+        small = nn.ParameterList(nn.Parameter(torch.zeros(2, 2, dtype=example.dtype, device=example.device))
+                                 for example in likes.values())
+        for parameter in small:
+            parameter.grad = torch.zeros_like(parameter)
+        span = (0, sum(parameter.numel() for parameter in small))
+        optimizer = PartOptimizer({0: small}, config, {0: (span,)}, {0: (span,)})
+        optimizer.layer_squares()
+        optimizer.step(0, 0.5)  # a factor other than 1, as for clipped gradients
+        optimizer.mark_gathered(0)
+        list(optimizer.compute_checksums(0))
+        optimizer.undo()
+
+    def _is_new(self, kind: Hashable) -> bool:
+        """Return True on the first call with this `kind`: the classes and parameter shapes of a slice's layers, or the
+        dtypes of a step."""
+        new = kind not in self._known
+        self._known.add(kind)
+        return new
+
+
+def _kind_of(module: nn.Module) -> Hashable:
+    """Return what determines a layer's kernels: its class, and the shapes and dtypes of its parameters."""
+    return type(module), tuple((tuple(parameter.shape), parameter.dtype) for parameter in module.parameters())
+
+
+def _zeros_on(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], Any]:
+    return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,216 @@
+"""Trial of a user's layers before the start: one micro-batch is run through them, in this process, on the CPU.
+
+Shapes do not show what a layer does to numbers (`runtime.computing.forms`). Each kind of layer is therefore run
+once as workers run it, and once as plainly as autograd does, and what both give is compared.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from slipstream.runtime.computing.slices import SliceRunner
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.models.calling import Batch, LayerCall
+from slipstream.runtime.models.layered_model import (
+    LayeredModel,
+    autocast_context,
+    build_model,
+    parameter_dtype,
+    seeded_for_layer,
+)
+from slipstream.runtime.models.recomputing import parse_recompute
+from slipstream.runtime.object_reference import is_reference
+from slipstream.runtime.replay.layer_values import Value, has_gradient, map_tensors, tensors_of
+from slipstream.runtime.replay.microbatch import Microbatch
+from slipstream.runtime.state.held_layers import build_on_device
+from slipstream.runtime.torch_private import count_changes
+
+MAX_FLOPS = 2e12
+"""Floating-point operations of a micro-batch up to which layers are tried: seconds of a CPU."""
+_ARITHMETIC = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+"""Dtypes in which products are computed, by `[training] dtype`."""
+_STATE_REMEDY = ("expected none, as each worker would have its own: use GroupNorm, LayerNorm, or BatchNorm with "
+                 "track_running_stats=False")
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Gradients of the input and of the parameters of a layer, by name; those that autograd gives none are missing."""
+
+    tensors: Mapping[str, Tensor]
+    arithmetic: torch.dtype
+    """Dtype in which products are computed."""
+
+    def differ_from(self, other: "_Gradients") -> str | None:
+        """Return the first name whose gradients are not equal, up to rounding; None if there is none."""
+        tolerance = torch.finfo(self.arithmetic).eps ** 0.5
+        for name in sorted({*self.tensors, *other.tensors}):
+            mine, theirs = self.tensors.get(name), other.tensors.get(name)
+            if mine is None or theirs is None:
+                return name
+            scale = float(theirs.double().abs().nan_to_num(0.0, 0.0, 0.0).max()) if theirs.numel() else 0.0
+            if not torch.allclose(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance * scale,
+                                  equal_nan=True):
+                return name
+        return None
+
+
+def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: float,
+               notify: Callable[[str], None]) -> frozenset[int]:
+    """Run a micro-batch through a user's layers, and return those whose backward must not be divided into I and W.
+
+    `batch` is the micro-batch. `begins` are the layers with which stages begin, `flops` the operations of a forward
+    and its backward. Models that come with the package are not tried, and neither are those whose workers have several
+    ranks. A layer that needs a GPU, and a model too large for a CPU, is not tried either, which `notify` is told.
+
+    Raises ConfigError if a forward changes the layer's state, or if a layer cannot be computed again though the job
+    asks for it.
+    """
+    name, training = config.model.name, config.training
+    if config.model.hugging_face is not None or config.model.torchtitan is not None or not is_reference(name) \
+            or training.tensor_parallel > 1:
+        return frozenset()
+    if flops > MAX_FLOPS:
+        notify(f"model.name is {name!r}: a micro-batch takes {flops / 1e12:.1f} TFLOP, so the layers are not tried on "
+               "the CPU before the start: gradients and buffers are not compared")
+        return frozenset()
+    model = build_model(config.model, training.seed, parameter_dtype(training), torch.device("cpu"))
+    trial = _Trial(model, config, batch, begins)
+    value: Value = batch[0]
+    for layer in range(model.layers):
+        try:
+            value = trial.try_layer(layer, value)
+        except ConfigError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            what = f"layer {layer} cannot be run: {type(error).__name__}: {first_line(error)}"
+            if training.device == "cpu" or not torch.cuda.is_available():
+                raise ConfigError(f"model.name is {name!r}: {what}") from error
+            notify(f"model.name is {name!r}: {what}; it and the layers after it are not tried on the CPU before the "
+                   "start")
+            break
+    for text in trial.notes:
+        notify(f"model.name is {name!r}: {text}")
+    return frozenset(trial.fused)
+
+
+class _Trial:
+    """Trial of a model's layers one after the other; kinds of layers that were tried are remembered."""
+
+    def __init__(self, model: LayeredModel, config: RunConfig, batch: Batch, begins: Collection[int]) -> None:
+        self._model, self._config, self._batch, self._begins = model, config, batch, begins
+        self._recomputed = parse_recompute(config.training, model.layers)
+        self._verdicts: dict[Hashable, bool] = {}
+        """For each kind of layer, whether its backward is not divided."""
+        self.fused = set[int]()
+        """Layers whose backward is not divided."""
+        self.notes: list[str] = []
+
+    def try_layer(self, layer: int, value: Value) -> Value:
+        """Try a layer on the output of the one before, unless it is of a known kind, and return its output."""
+        module = build_on_device(self._model, layer)
+        kind = (type(module), repr(module), tuple((name, tensor.shape) for name, tensor in module.state_dict().items()),
+                layer in self._recomputed.layers, layer in self._begins)
+        known = kind in self._verdicts
+        output = self._run_forward(layer, module, value, known=known)
+        if not known:
+            self._verdicts[kind] = layer > 0 and self._must_be_fused(layer, module, value)
+        if self._verdicts[kind]:
+            self.fused.add(layer)
+        return output
+
+    def _run_forward(self, layer: int, module: nn.Module, value: Value, *, known: bool) -> Value:
+        """Run a layer's forward and return its output. Raises ConfigError if it changes the layer's state."""
+        training = self._config.training
+        before = {} if known else {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        with torch.no_grad(), seeded_for_layer(training.seed, *Microbatch(0, 0, 0), layer, self._model.device), \
+                autocast_context(training, self._model.device):
+            output = LayerCall(module)(map_tensors(value, torch.clone), self._batch)
+        after = module.state_dict() if before else {}
+        for name, tensor in before.items():
+            if not torch.equal(tensor.nan_to_num(), after[name].nan_to_num()):
+                raise ConfigError(f"model.name is {self._config.model.name!r}: the forward of layer {layer} "
+                                  f"({type(module).__name__}) changes its {name!r}, as running statistics do; "
+                                  f"{_STATE_REMEDY}")
+            after[name].copy_(tensor)
+        return output
+
+    def _must_be_fused(self, layer: int, module: nn.Module, value: Value) -> bool:
+        """Return whether a layer's gradients are not autograd's own if its backward is divided.
+
+        Raises ConfigError if they are not when the layer is computed again.
+        """
+        name = f"layer {layer} ({type(module).__name__})"
+        plain = replace(self._config, training=replace(self._config.training, recompute="none"))
+        expected = self._find_gradients(plain, layer, module, value, split=False)
+        differs = self._describe_difference(self._config, expected, layer, module, value, split=True)
+        if differs is None:
+            return False
+        if again := self._describe_difference(self._config, expected, layer, module, value, split=False):
+            raise ConfigError(f"training.recompute is {self._config.training.recompute!r}: {name} cannot be computed "
+                              f"again: {again}; expected a layer that changes neither its input nor its state, or "
+                              "other layers")
+        self.notes.append(f"{name} is not divided into I and W, and neither are layers that run in one op with it: "
+                          f"{differs}")
+        return True
+
+    def _describe_difference(self, config: RunConfig, expected: _Gradients, layer: int, module: nn.Module,
+                             value: Value, *, split: bool) -> str | None:
+        """Return what is wrong with a layer's gradients, by what is expected; None if they are right."""
+        try:
+            differing = self._find_gradients(config, layer, module, value, split=split).differ_from(expected)
+        except Exception as error:  # the user's code may raise anything
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None if differing is None else f"the gradient of {differing} is not that of a plain backward"
+
+    def _find_gradients(self, config: RunConfig, layer: int, module: nn.Module, value: Value, *, split: bool
+                        ) -> _Gradients:
+        """Return a layer's gradients for random gradients of its output, computed as workers do."""
+        layers, modules = (layer, layer + 1), {layer: module}
+        if layer not in self._begins:  # as behind other layers, whose output it may change
+            layers, modules = (layer - 1, layer + 1), {layer - 1: _Copier(), layer: module}
+        runner = SliceRunner(layers, modules, self._model, loss_scale=1.0, config=config)
+        runner.first = False
+        before = _zero_gradients(module)
+        name = Microbatch(0, 0, 0)
+        output = runner.forward(name, map_tensors(value, torch.clone), self._batch[1], self._batch, split=split)
+        gradient = None if output is None else _draw_gradient(output)
+        of_input = runner.backward_input(name, gradient)
+        runner.backward_weight(name)
+        found = {f"parameter {name!r}": parameter.grad.clone() for name, parameter in module.named_parameters()
+                 if parameter.grad is not None and (parameter.grad is not before[name][0]
+                                                    or count_changes(parameter.grad) != before[name][1])}
+        assert of_input is not None
+        found |= {f"input {index}": tensor for index, tensor in enumerate(tensors_of(of_input))}
+        return _Gradients(found, _ARITHMETIC[config.training.dtype])
+
+
+def _zero_gradients(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Give a layer's trained parameters zero gradients, and return these with their counts of changes."""
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            gradients[name] = parameter.grad, count_changes(parameter.grad)
+    return gradients
+
+
+class _Copier(nn.Module):
+    """Layer that passes on copies, so that the layer after it may write to its input."""
+
+    def forward(self, value: Any) -> Value:
+        """Return a copy of the value."""
+        return map_tensors(value, torch.clone)
+
+
+def _draw_gradient(output: Value) -> Value:
+    """Return random gradients for the floating-point tensors of a layer's output."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = tuple(torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in tensors_of(output)
+                  if has_gradient(tensor))
+    return drawn[0] if isinstance(output, Tensor) else drawn

@@ -1,0 +1,201 @@
+"""Check before a run that schedule, configuration and machine fit, and compute what follows from all three."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from msgspec.structs import replace
+
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint
+from slipstream.runtime.computing.forms import find_forms
+from slipstream.runtime.computing.repeatability import require_repeatable_layers
+from slipstream.runtime.computing.trial import try_layers
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.coordinator.records.metrics import IterationWork
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
+from slipstream.runtime.data.data import (
+    batch_form,
+    is_users_own,
+    load_data,
+    load_validation_data,
+)
+from slipstream.runtime.data.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
+from slipstream.runtime.data.sample_digests import check_first_samples
+from slipstream.runtime.device import choose_device, choose_transport, gpu_count
+from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
+from slipstream.runtime.models.flops import counting_flops
+from slipstream.runtime.models.identity import build_run_identity
+from slipstream.runtime.models.layered_model import LayeredModel, build_model, parameter_dtype
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.placement import Placement, PlacementError, place_layers
+from slipstream.runtime.processes.launch_environment import GpuShare, compute_gpu_share
+from slipstream.runtime.protocol.form_codec import encode_form
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
+from slipstream.runtime.ranks.worker_group import simulating_rank
+from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.replay.transport import TransportName
+from slipstream.runtime.run_identity import (
+    NO_IDENTITY,
+    RunIdentity,
+    Values,
+    list_differences,
+)
+from slipstream.runtime.state.held_layers import count_trained_elements
+from slipstream.runtime.state.parameter_groups import require_all_patterns_match
+from slipstream.runtime.state.parts import ElementCounts
+from slipstream.runtime.state.undoable_steps import optimizer_factory
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Grid, Schedule, Worker
+
+MAX_DIFFERENCES = 8
+"""Largest number of differences from the run of a checkpoint that a line names."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFit:
+    """Result of `check_fit`: device, model, placement of layers and workers, transport, and other values that follow
+    from schedule, configuration and machine."""
+
+    device: Literal["cpu", "cuda"]
+    model: LayeredModel
+    placement: Placement
+    shares: Sequence[Sequence[Worker]]
+    """Workers of each node that are live from the start, by the node's number."""
+    domains: FailureDomains
+    gpus: GpuShare
+    transport: TransportName
+    forms: tuple[FormSpec, ...]
+    """Shapes and dtypes of the values that are passed at each cut between layers. They are computed once for all
+    workers and before node 0 listens, because it takes seconds."""
+    work: IterationWork
+    """Number of tokens and of floating-point operations in an iteration."""
+    shared_layers: tuple[frozenset[int], ...]
+    """Groups of layers of the model that share a parameter."""
+    whole_schedules: bool
+    """True if workers need the whole of each schedule, to deal samples or to evaluate."""
+    elements: tuple[ElementCounts, ...]
+    """Number of trained elements of each layer of the model, on each rank of a worker."""
+    data: FormSpec | None = None
+    """Shapes and dtypes of each micro-batch that the data provide; None: not checked."""
+    identity: RunIdentity = NO_IDENTITY
+    """What the run trains."""
+    first_samples: Values = field(default_factory=dict)
+    """Digest of the first samples, by the name that it has in the run's identity."""
+    fused_layers: frozenset[int] = frozenset()
+    """Layers whose backward must not be divided into I and W (`runtime.computing.trial`)."""
+
+
+def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
+    """Return the iteration from which this run counts samples, and the number of samples read before it.
+
+    These are the iteration of the checkpoint `resume` and its number of samples. Both are 0 (`NOTHING_READ`) if
+    `resume` is None or of an earlier version, which does not store samples, or if the iterations before it have read as
+    many samples as this run would have. `microbatches` has this run's number of micro-batches of each pipeline.
+    """
+    if resume is None or resume.manifest.samples in (
+            None, resume.iteration * config.training.batch * sum(microbatches)):
+        return NOTHING_READ
+    return SamplesRead(resume.iteration, resume.manifest.samples)
+
+
+def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) -> str | None:
+    """Return a line on what differs between this run and the one that wrote the checkpoint
+    `resume`; None if nothing does, or if the checkpoint is of an earlier version.
+
+    Most may differ, such as the learning rate. Raises ConfigError if the user's own data give other
+    samples on another grid that reads as many: then their names depend on the grid.
+    """
+    written_by = resume.manifest.run
+    if written_by is None:
+        return None
+    ours = fit.identity
+    iterations = ours.training["iterations"]
+    theirs = replace(written_by, training={**written_by.training, "iterations": iterations})
+    if ours.libraries.get("slipstream") != theirs.libraries.get("slipstream"):
+        # Another version has other keys.
+        theirs = replace(theirs, model=ours.model | theirs.model,
+                         training=ours.training | theirs.training)
+    differences = list_differences(ours, theirs, there="in its run")
+    if not differences:
+        return None
+    changed = [name for name, digest in fit.first_samples.items()
+               if written_by.data.get(name, digest) != digest]
+    grids = [clause for clause in differences if clause.startswith("grid.")]
+    if changed and grids and is_users_own(config.training):
+        raise ConfigError(
+            f"{resume.path}: training.data is {config.training.data!r}, and its {changed[0]} are not "
+            f"those of the run that wrote the checkpoint, since {grids[-1]}; resume with the same "
+            "micro-batches, or name samples by their number in the iteration")
+    listed, left = differences[:MAX_DIFFERENCES], len(differences) - MAX_DIFFERENCES
+    more = f"; and {left} more" if left > 0 else ""
+    return f"{resume.path}: resumes with differences: {'; '.join(listed)}{more}"
+
+
+def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:
+    """Check that schedule, configuration and machine fit each other, and return what follows from all three.
+
+    The argument `read` is the result of `count_samples_read`. Raises PlacementError and ConfigError.
+    """
+    violations = check(schedule)
+    if violations:
+        raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
+    training = config.training
+    device, ranks = choose_device(training.device), training.tensor_parallel
+    with simulating_rank(ranks):
+        model = build_model(config.model, training.seed, parameter_dtype(training), torch.device(device))
+        with counting_flops() as flops:
+            layer_forms = find_forms(model, config)
+        require_all_patterns_match(model, training)
+        optimizer_factory(training)
+        elements = count_trained_elements(model, training)
+        require_repeatable_layers(model, config, [counts.total for counts in elements])
+    placement = place_layers(schedule.grid, model.layers)
+    corpus = load_data(config, schedule.grid.microbatches, read)
+    data_form = batch_form(config)
+    first_samples = check_first_samples(corpus, config, schedule.grid.microbatches, read.iteration, data_form)
+    check_costs(corpus, schedule, training, placement)
+    validation = load_validation_data(config, schedule.grid.microbatches)
+    digests = digest_data(corpus, validation, training) | first_samples.digests
+    identity = build_run_identity(config, data=digests, microbatches=schedule.grid.microbatches,
+                                  columns=find_layers_by_column(schedule.grid, placement))
+    fused = try_layers(config, first_samples.first, placement.cuts, flops.training_flops(1), options.notify)
+    shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)
+    domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
+    gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
+    microbatches = schedule.grid.total_microbatches
+    return RunFit(device, model, placement, shares, domains, gpus,
+                  choose_transport(training.backend, device, gpus.processes, gpu_count(device),
+                                   shared=training.share_devices),
+                  tuple(encode_form(layer_forms[cut]) for cut in placement.cuts),
+                  IterationWork(tokens=training.batch * config.model.context * microbatches,
+                                flops=flops.training_flops(microbatches), peak_flops=training.peak_flops
+                                or options.peak_flops),
+                  tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
+                  training.evaluate_every is not None
+                  or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
+                  elements, encode_form(data_form), identity, first_samples.digests, fused)
+
+
+def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,
+                resilience: Resilience) -> WorkerSetup:
+    """Return the message with the settings that workers need before their first order (`WorkerSetup`)."""
+    grid = schedule.grid
+    return WorkerSetup(
+        first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
+        read=count_samples_read(resilience.resume, config, grid.microbatches),
+        iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
+        device=fit.device, store=store, cuts=fit.placement.cuts,
+        columns=find_layers_by_column(grid, fit.placement),
+        forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
+        microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
+        heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
+        fused_layers=tuple(sorted(fit.fused_layers)),
+        checkpoint_every=resilience.checkpoint_every, verify_every=resilience.verify_every,
+        fetch_bytes_per_second=resilience.fetch_bytes_per_second, first_samples=fit.first_samples)
+
+
+def find_layers_by_column(grid: Grid, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of the model that the stages of each column hold."""
+    return tuple(tuple(sorted(placement.layers_in_column(grid, column))) for column in range(grid.columns))

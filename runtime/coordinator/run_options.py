@@ -1,0 +1,119 @@
+"""Options of a run besides schedule and configuration: how it deals with failures, and where it runs."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.runtime.checkpoints.checkpoint import Checkpoint
+from slipstream.runtime.coordinator.decisions.effects import SchedulerAtSpeeds
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.settling import Settling
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler
+from slipstream.runtime.events import IterationObserver, Observer
+from slipstream.runtime.processes.launch_environment import ONLY_PROCESS, LocalProcess
+from slipstream.runtime.processes.process_manager import NodeFailure, Return
+from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
+from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
+from slipstream.schedules.schedule import Worker
+
+STALL_TIMEOUT_SECONDS = 300.0
+"""Default for `Resilience.stall_timeout_seconds`. It is long, because one op takes seconds."""
+Notify = Callable[[Recovery | SpeedEvent | str], None]
+"""Function that is called with a recovery, a speed event, or a problem that the run survived.
+
+`str` of the argument is one line for users.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resilience:
+    """Options for how a run deals with failures."""
+
+    scheduler: Scheduler | None = None
+    """Function that returns the schedule for a set of failed workers, called outside of the event loop; None: the run
+    ends at the first failure."""
+    at_speeds: SchedulerAtSpeeds | None = None
+    """Function that returns the schedule for failures while workers are slow; None: slow workers are reported only."""
+    heartbeat_timeout_seconds: float = 5.0
+    """Seconds without a heartbeat after which a worker counts as dead."""
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """Seconds to wait for all workers before the first iteration."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """Seconds without a committed iteration after which the run reports which worker waits for what."""
+    coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
+    """Seconds that workers wait for another node 0 after this one has died; 0: they end at once."""
+    fetch_bytes_per_second: float | None = None
+    """Rate in bytes per second at which each worker sends layers to a joining worker while it trains; None:
+    unlimited."""
+    checkpoint_every: int | None = 0
+    """Number of iterations between checkpoints; 0: no checkpoints; None: as often as costs less than 1 % of the
+    time."""
+    verify_every: int = VERIFY_EVERY
+    """Number of iterations between comparisons of the workers' copies of parameters and optimizer state; 0: they are
+    compared only at the start of an order, at a checkpoint, and before the last step."""
+    resume: Checkpoint | None = None
+    """Checkpoint from which the run continues; None: it starts with iteration 0."""
+    rebalancer: Rebalancer | None = None
+    """Planner of schedules for which layers move, which is needed when fewer workers live than there are stages; None:
+    the run then ends."""
+    settling: Settling | None = None
+    """Rules by which layers move to better schedules after failures; None: layers stay where they are as long as
+    possible."""
+    injections: tuple[Injection, ...] = ()
+    """Failures to inject, for rehearsals."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Workers to slow down, for rehearsals."""
+    node_failures: tuple[NodeFailure, ...] = ()
+    """Nodes whose workers all fail at the same time, for rehearsals."""
+    returns: tuple[Return, ...] = ()
+    """Workers to start again after they died."""
+    faults_per_hour: int = 0
+    """Number of restarts within an hour of a worker that crashes, each after a longer pause; a node has twice as many.
+    0: dead workers are not started again, except for `returns`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options for where a run takes place and what it reports."""
+
+    nodes: int = 1
+    rendezvous: Rendezvous | None = None
+    """Address at which node 0 listens; None: a free port of loopback."""
+    announce: Callable[[Rendezvous], None] = lambda _: None
+    """Function that is called with the address when node 0 listens there."""
+    local: LocalProcess = ONLY_PROCESS
+    """Number of this launcher among the launchers on its machine, and how many there are."""
+    topology: Sequence[Collection[Worker]] = ()
+    """Workers of each machine, if the job names them; empty: each node is a group of consecutive workers."""
+    secret: Secret | None = None
+    """Secret that all nodes share (`runtime.protocol.authentication`); None: there is one node, which creates one."""
+    traced: int = 3
+    """Number of last iterations of the run whose ops are recorded in `trace.json`."""
+    force: bool = False
+    """If true, remove what another run has left in the folder, instead of refusing to write there."""
+    again: bool = False
+    """If true, run the iterations of an earlier run again if it has saved neither a checkpoint nor parameters."""
+    grace_seconds: float = GRACE_SECONDS
+    """Seconds that the run may continue after SIGTERM or Ctrl-C. It ends at the next iteration, with a checkpoint."""
+    notify: Notify = lambda _: None
+    """Function that is called with messages for users. This and the next two functions are called between messages of
+    workers, which wait meanwhile; therefore `slipstream train` prints in a thread."""
+    observe: Observer = lambda _: None
+    """Function that is called with each event of the run (`runtime.events`)."""
+    observe_iteration: IterationObserver | None = None
+    """Function that is called with loss, gradient norm, learning rate and speed of each committed iteration
+    (`runtime.events.Metrics`). After the run went back to a checkpoint, it is called again for the iterations that are
+    repeated."""
+    fault_free_seconds: float | None = None
+    """Planned period in seconds with all workers, if the first schedule is for fewer; None: it was not planned."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's files; None: none are written."""
+    prometheus: Path | None = None
+    """File for Prometheus' textfile collector; None: none is written."""
+    peak_flops: float | None = None
+    """Peak operations per second of a worker's device, used if `[training] peak_flops` is not set; None: unknown."""

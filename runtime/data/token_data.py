@@ -1,0 +1,194 @@
+"""Tokens cut into samples, which are read epoch by epoch: a micro-batch is the same on every worker and at any time.
+
+An epoch is here one pass over the tokens. A sample is `context` tokens and the one that follows; the next sample begins
+with that one. All samples that a run reads are numbered: iteration by iteration, pipeline by pipeline, micro-batch by
+micro-batch. The number determines the epoch, and the place in the epoch's order (`runtime.data.token_data`).
+
+Order of an epoch's samples: a pseudorandom permutation that is computed and not stored.
+
+It is a Feistel network (Luby and Rackoff, 1988) over the smallest square of a power of two that has room for all
+numbers. A result that is out of range is permuted again (cycle walking: Black and Rogaway, 2002). So any worker finds
+the sample at any place in constant time and memory, and no order has to be shuffled, saved or sent.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.errors import describe_data_end
+from slipstream.runtime.replay.microbatch import NOTHING_READ, Microbatch, SamplesRead
+from slipstream.runtime.seeds import derive_seed
+
+ROUNDS = 8
+"""Number of rounds of the Feistel network: four suffice for a random-looking permutation of a large set; small sets
+need more."""
+Numbers = NDArray[np.uint64]
+
+
+def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
+    """Return the number of the sample (0 to `count` - 1) at each of the positions `places` in the order of one pass
+    over the data, which `seed` determines.
+
+    Each sample is at exactly one position, from 0 to `count` - 1.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    keys = [np.uint64(derive_seed("order", seed, round_)) for round_ in range(ROUNDS)]
+    numbers, outside = places.astype(np.uint64), np.arange(len(places))
+    while len(outside):
+        numbers[outside] = _apply_network(numbers[outside], half, keys)
+        outside = outside[numbers[outside] >= count]
+    return numbers
+
+
+def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
+    """Return each of `numbers`, of twice `half` bits, as permuted by a Feistel network with one round for each of
+    `keys`.
+
+    The network maps different numbers to different numbers of as many bits.
+    """
+    bits, mask = np.uint64(half), np.uint64(2**half - 1)
+    left, right = numbers >> bits, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mix_bits(right + key) & mask)
+    return (left << bits) | right
+
+
+def _mix_bits(numbers: Numbers) -> Numbers:
+    """Return numbers mixed by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+DIGEST_BLOCKS, BLOCK_TOKENS = 64, 2**16
+"""Number of blocks, spread evenly over the tokens, that a digest covers, and number of tokens in a block.
+
+Files may be too large to be read as a whole.
+"""
+CHECKED_TOKENS = 2**25
+"""Number of tokens checked against the vocabulary before training. Each sample is checked again when it is read."""
+
+
+class BadSampleError(ConfigError):
+    """Error in samples, on which no worker can train. It ends the run, as other workers would read the same samples."""
+
+
+class DataEndedError(BadSampleError):
+    """Error of data that have no samples for an iteration, `iteration`, nor for any later one."""
+
+    def __init__(self, iteration: int) -> None:
+        super().__init__(describe_data_end(iteration))
+        self.iteration = iteration
+
+
+class BadTokenError(BadSampleError):
+    """Error of a token that is not in the model's vocabulary."""
+
+
+class TokenData:
+    """Micro-batches of mapped tokens; implements `runtime.data.data.Data`.
+
+    Raises ConfigError if there are too few tokens for one sample, or if a token beyond the vocabulary is found.
+
+    Parameters
+    ----------
+    source
+        Key and file, for error messages.
+    tokens
+        Tokens of any integer dtype.
+    microbatches
+        Number of micro-batches of each pipeline in an iteration.
+    shuffle
+        Whether each pass over the tokens has an order of its own; otherwise samples are read in the order of the file.
+    read
+        Samples that earlier runs have read, from which the count continues.
+    """
+
+    def __init__(self, source: str, tokens: NDArray[Any], *, vocabulary: int, context: int,
+                 microbatches: Sequence[int], seed: int, shuffle: bool, read: SamplesRead = NOTHING_READ) -> None:
+        if len(tokens) <= context:
+            raise ConfigError(f"{source}, of {len(tokens)} tokens; expected at least {context + 1}, one more than "
+                              "model.context")
+        self._source = source
+        self._tokens = tokens
+        self._vocabulary = vocabulary
+        self._first = list(accumulate(microbatches, initial=0))
+        self._seed = seed
+        self._shuffle = shuffle
+        self._read = read
+        self.samples = (len(tokens) - 1) // context
+        """Number of samples in one pass over the tokens."""
+        info = np.iinfo(tokens.dtype)
+        self._may_be_beyond = info.max >= vocabulary or info.min < 0
+        for start in self._block_starts(CHECKED_TOKENS):
+            self._require_known(start, tokens[start:start + BLOCK_TOKENS])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the dtype and number of the tokens, and of some blocks of `BLOCK_TOKENS` consecutive tokens."""
+        hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
+        for start in self._block_starts(DIGEST_BLOCKS * BLOCK_TOKENS):
+            hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK_TOKENS]).data)
+        return hashed.hexdigest()
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
+        """Return a micro-batch of `batch` samples of `context` tokens: the tokens, and the token after each.
+
+        Both are int64 [batch, context] on the CPU. Raises BadTokenError for a token beyond the vocabulary.
+        """
+        first = self._read.count_before(microbatch.iteration, self._first[-1] * batch) \
+            + (self._first[microbatch.pipeline] + microbatch.index) * batch
+        window = torch.from_numpy(self._read_rows(range(first, first + batch), context))
+        return window[:, :-1], window[:, 1:]
+
+    def _read_rows(self, places: range, context: int) -> NDArray[np.int64]:
+        """Return the tokens of the samples at some positions (`places`) in the order of reading, one sample a row:
+        int64 [samples, context + 1]."""
+        rows = np.empty((len(places), context + 1), np.int64)
+        for row, number in enumerate(self._sample_numbers(places)):
+            sample = self._tokens[number * context:(number + 1) * context + 1]
+            self._require_known(number * context, sample)
+            rows[row] = sample
+        return rows
+
+    def _sample_numbers(self, places: range) -> list[int]:
+        """Return the number, within the file, of the sample at each position in the order of reading.
+
+        Positions are counted through all passes over the file.
+        """
+        numbers: list[int] = []
+        while places:
+            epoch, place = divmod(places.start, self.samples)
+            inside = np.arange(place, min(place + len(places), self.samples), dtype=np.uint64)
+            if self._shuffle:
+                inside = permute_places(inside, self.samples, derive_seed("epoch", self._seed, epoch))
+            numbers += inside.tolist()
+            places = places[len(inside):]
+        return numbers
+
+    def _block_starts(self, limit: int) -> list[int]:
+        """Return the position of the first token of each block of `BLOCK_TOKENS` consecutive tokens that a check or a
+        digest reads.
+
+        All blocks are read if they have at most `limit` tokens together, else some of them, spread evenly, with the
+        first and the last.
+        """
+        count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
+        starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
+        return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]
+
+    def _require_known(self, start: int, tokens: NDArray[Any]) -> None:
+        """Raise BadTokenError if one of the tokens, of which the first is at position `start` of the file, is not in
+        the vocabulary."""
+        if not self._may_be_beyond or not len(tokens) or (tokens.max() < self._vocabulary and tokens.min() >= 0):
+            return
+        at = int(np.argmax((tokens >= self._vocabulary) | (tokens < 0)))
+        raise BadTokenError(f"{self._source}: token {start + at} is {tokens[at]}; expected 0 to "
+                            f"{self._vocabulary - 1}, as the model's vocabulary is {self._vocabulary}")

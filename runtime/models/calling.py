@@ -1,0 +1,127 @@
+"""Calls of layers: the arguments of a forward besides the previous layer's output, and losses that a layer adds."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from slipstream.runtime.models.compiling import compile_layer
+from slipstream.runtime.models.distributed_tensors import build_dtensors
+from slipstream.runtime.models.documents import remember_lengths
+from slipstream.runtime.replay.layer_values import Value, as_layer_input, map_tensors
+from slipstream.runtime.torch_private import without_function_mode
+
+Batch = tuple[Tensor, ...]
+"""Data of a micro-batch (`runtime.data.data.Data`), on the device that computes."""
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """Return a micro-batch moved to a device.
+
+    The lengths of its documents are computed on the CPU and stored, so that `document_lengths` of the copy need not
+    wait for the device.
+    """
+    moved = map_tensors(batch, lambda tensor: tensor.to(device))
+    assert isinstance(moved, tuple)
+    positions, moved_positions = positions_of(batch), positions_of(moved)
+    if positions is not None and moved_positions is not None:
+        remember_lengths(positions, moved_positions)
+    return moved
+
+
+def positions_of(batch: Batch | None) -> Tensor | None:
+    """Return the position of each token in its document, [B or 1, T]; None if the data give none."""
+    return getattr(batch, "position_ids", None)
+
+
+_ADDED: ContextVar[list[Tensor] | None] = ContextVar("added losses", default=None)
+
+
+def has_batch_parameter(function: Callable[..., Any]) -> bool:
+    """Return whether a layer's forward, or a loss, has a parameter `batch` for the data of the micro-batch."""
+    return "batch" in inspect.signature(function).parameters
+
+
+def needs_batch(function: Callable[..., Any]) -> bool:
+    """Return whether a forward has a parameter `batch` without the default None, so that it needs the data of the
+    micro-batch in any case.
+
+    With the default None, it needs them only if data consist of more than tokens and targets.
+    """
+    parameters = inspect.signature(function).parameters
+    return "batch" in parameters and parameters["batch"].default is not None
+
+
+class LayerCall:
+    """Callable that runs a layer, compiled if requested, and passes it the micro-batch's data if its forward takes
+    them."""
+
+    def __init__(self, module: nn.Module, *, compiled: bool = False) -> None:
+        self._module, self._compiled = module, compiled
+        if compiled:
+            compile_layer(module)
+        self.takes_batch, self.needs_batch = has_batch_parameter(module.forward), needs_batch(module.forward)
+        self._copy = _copy_layer(module) if hasattr(module, "placed") else None
+        """Copy of a layer that torch has cut, called with DTensors in place of its own parameters; None for other
+        layers.
+
+        The layer itself is never changed, so a thread that is abandoned within a call does no harm.
+        """
+
+    def __call__(self, value: Value, batch: Batch | None) -> Value:
+        """Return the layer's output for `value`, the previous layer's output or the tokens.
+
+        `batch`, the data of the micro-batch, may be None if the layer does not take it.
+        """
+        more = {"batch": batch} if self.takes_batch else {}
+        if self._copy is not None:
+            if self._copy.training != self._module.training:
+                self._copy.train(self._module.training)
+            output = functional_call(self._copy, build_dtensors(self._module), (value,), more)
+            # An asynchronous collective may still be writing it.
+            output = map_tensors(output, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
+        else:
+            with without_function_mode() if self._compiled else nullcontext():
+                output = self._module(value, **more)
+        return output if isinstance(output, Tensor) else as_layer_input(output)
+
+
+def _copy_layer(module: nn.Module) -> nn.Module:
+    """Return a copy of a layer's modules that has the layer's own parameters and buffers, not copies of them."""
+    shared = (*module.parameters(), *module.buffers(), *(getattr(module, name) for name in ("placed", "shards")))
+    return copy.deepcopy(module, {id(item): item for item in shared})
+
+
+def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
+    """Return a function of output, target and batch that calls the model's `loss`, and passes the batch only if `loss`
+    has a parameter for it."""
+    if has_batch_parameter(loss):
+        return lambda output, target, batch: loss(output, target, batch=batch)
+    return lambda output, target, _: loss(output, target)
+
+
+def add_to_loss(loss: Tensor) -> None:
+    """Add a scalar to the loss of the micro-batch, as routers of experts do. To be called in a layer's forward.
+
+    In the mean over an iteration's micro-batches, it has the same weight as the last layer's loss, to which it is
+    added. Nothing is added in a forward that is run again, or that is not part of training.
+    """
+    added = _ADDED.get()
+    if added is not None:
+        added.append(loss)
+
+
+@contextmanager
+def collecting_losses() -> Iterator[list[Tensor]]:
+    """Yield a list that collects the losses that layers add within the context."""
+    added: list[Tensor] = []
+    before = _ADDED.set(added)
+    try:
+        yield added
+    finally:
+        _ADDED.reset(before)

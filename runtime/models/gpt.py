@@ -1,0 +1,256 @@
+"""A GPT as a list of layers: embedding, blocks, head; whole, or the part of it that one of a worker's ranks has.
+
+Between layers a rank has its part of the sequence (sequence parallelism), and within them its heads and its part of the
+MLP and of the vocabulary. The numbers, and the names of parameters, are those of whole layers: without a group,
+collectives (`runtime.ranks.tensor_parallel`) do nothing.
+
+Shapes: B sequences of a micro-batch, T tokens of a sequence, C width, K width of a head, V vocabulary. Of R ranks, each
+has S = T / R tokens and N heads.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.models.calling import Batch, positions_of
+from slipstream.runtime.models.cross_entropy import cross_entropy
+from slipstream.runtime.models.documents import attend_by_document
+from slipstream.runtime.models.recomputing import recomputable
+from slipstream.runtime.ranks.shards import Shard, Shards, cut_parameters
+from slipstream.runtime.ranks.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
+from slipstream.runtime.ranks.worker_group import WorkerGroup, worker_group
+from slipstream.runtime.seeds import derive_seed, seeded
+
+INITIAL_DEVIATION = 0.02
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Ranks = WorkerGroup | None
+
+
+class Embedding(nn.Module):
+    """Embedding of tokens: the sum of a token's and its position's features. A rank has some rows of both tables."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
+        super().__init__()
+        self.group, self.dropout = group, config.dropout
+        self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=dtype)
+        self.positions = nn.Embedding(config.context, config.width, dtype=dtype)
+
+    def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
+        """Embed tokens [B, T] as features [B, S, C] of the S tokens that this rank has."""
+        tokens_BTC, positions_BT = self._embed_local(tokens_BT, self.tokens), positions_of(batch)
+        if positions_BT is None:
+            x_BSC = sum_parts(tokens_BTC, 1, self.group)
+            x_BSC = x_BSC + self.positions.weight[:x_BSC.shape[1]]
+        else:  # the rows of these positions may be on any rank
+            x_BSC = sum_parts(tokens_BTC + self._embed_local(positions_BT, self.positions), 1, self.group)
+        return _apply_dropout(x_BSC, self.dropout, self.group, self.training)
+
+    def _embed_local(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
+        """Embed the numbers [B, T] whose rows of the table this rank has, and return zeros for the others: [B, T,
+        C]."""
+        if self.group is None:
+            features: Tensor = rows(number_BT)
+            return features
+        known = rows.weight.shape[0]
+        local_BT = number_BT - self.group.rank() * known
+        mine_BT = (local_BT >= 0) & (local_BT < known)
+        return functional.embedding(local_BT.where(mine_BT, 0), rows.weight) * mine_BT.unsqueeze(-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over several heads."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
+        super().__init__()
+        self.group, self.dropout = group, config.dropout
+        self.heads = config.heads // (1 if group is None else group.size())
+        self.qkv = nn.Linear(config.width, 3 * config.width, dtype=dtype)
+        self.out = nn.Linear(config.width, config.width, dtype=dtype)
+
+    def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
+        """Return the attention of features [B, T, C], as features [B, S, C] of the S tokens that this rank has.
+
+        A token sees itself and the tokens before it in its document. `positions_BT` are positions in documents, None if
+        each sample is one document; `out_bias` is the bias of the last product, from `for_all_ranks`.
+        """
+        qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
+        q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        attend: Attend = partial(functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=True)
+        if self.group is not None and dropout:
+            attend = self._attend_with_dropout
+        y_BNTK = attend_by_document(attend, positions_BT, q_BNTK, k_BNTK, v_BNTK)
+        return _apply_row_parallel(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
+
+    def _attend_with_dropout(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
+        """Compute attention with dropout of its weights [B, N, T, T], the same dropout as in one process.
+
+        A fused kernel cannot be used: it draws random numbers by an element's position among the heads that it is
+        given.
+        """
+        scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
+        ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
+        weights_BNTT = scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1)
+        return _apply_dropout(weights_BNTT, self.dropout, self.group, self.training) @ v_BNTK
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with a norm and a residual connection. The norms, and the biases that follow the last
+    products of attention and MLP, act on this rank's part of the sequence."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
+        super().__init__()
+        self.group, self.dropout = group, config.dropout
+        self.attention_norm = nn.LayerNorm(config.width, dtype=dtype)
+        self.attention = Attention(config, dtype, group)
+        self.mlp_norm = nn.LayerNorm(config.width, dtype=dtype)
+        self.up = nn.Linear(config.width, config.mlp * config.width, dtype=dtype)
+        self.down = nn.Linear(config.mlp * config.width, config.width, dtype=dtype)
+
+    def forward(self, x_BSC: Tensor, batch: Batch | None = None) -> Tensor:
+        """Apply attention and MLP, each with its residual connection, to features [B, S, C] of the S tokens of this
+        rank."""
+        norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
+            self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
+            self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
+        x_BSC = x_BSC + recomputable("attention", self._run_attention, x_BSC, norm, bias, out_bias, positions_of(batch))
+        return x_BSC + recomputable("mlp", self._run_mlp, x_BSC, mlp_norm, mlp_bias, down_bias)
+
+    def _run_attention(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
+                       positions_BT: Tensor | None) -> Tensor:
+        """Return what attention, after a norm with weight `norm` and bias `bias`, adds to features [B, S, C].
+
+        The three parameters are from `for_all_ranks`; `out_bias` is the bias of the last product.
+        """
+        y_BSC: Tensor = self.attention(_apply_norm(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
+                                       out_bias)
+        return _apply_dropout(y_BSC, self.dropout, self.group, self.training)
+
+    def _run_mlp(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
+        """Return what the MLP, after a norm with weight `norm` and bias `bias`, adds to features [B, S, C].
+
+        The three parameters are from `for_all_ranks`; `down_bias` is the bias of the last product.
+        """
+        y_BTC = functional.gelu(self.up(_apply_norm(x_BSC, self.mlp_norm, norm, bias, self.group)))
+        return _apply_dropout(_apply_row_parallel(y_BTC, self.down, down_bias, self.group), self.dropout, self.group,
+                              self.training)
+
+
+class Head(nn.Module):
+    """Norm and projection of features to the logits of the next token; a rank has a part of the vocabulary."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
+        super().__init__()
+        self.group = group
+        self.norm = nn.LayerNorm(config.width, dtype=dtype)
+        self.logits = nn.Linear(config.width, config.vocabulary, bias=False, dtype=dtype)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """Project features [B, S, C] of this rank's tokens to logits [B, T, V / ranks] of its part of the
+        vocabulary."""
+        weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
+        logits_BTV: Tensor = self.logits(_apply_norm(x_BSC, self.norm, weight, bias, self.group))
+        return logits_BTV
+
+
+_ROWS, _COLUMNS, _QKV = Shard(0), Shard(1), Shard(0, blocks=3)
+_SHARDS: Mapping[type[nn.Module], Shards] = {
+    Embedding: {"tokens.weight": _ROWS, "positions.weight": _ROWS},
+    Block: {"attention.qkv.weight": _QKV, "attention.qkv.bias": _QKV, "attention.out.weight": _COLUMNS,
+            "up.weight": _ROWS, "up.bias": _ROWS, "down.weight": _COLUMNS},
+    Head: {"logits.weight": _ROWS}}
+
+
+@dataclass(frozen=True, slots=True)
+class GPT:
+    """GPT as a `LayeredModel`: layer 0 is the embedding, then each block (attention and MLP) is a layer, and the last
+    layer is the head."""
+
+    config: ModelConfig
+    seed: int
+    dtype: torch.dtype
+    """Dtype of the parameters."""
+    device: torch.device
+    """Device on which layers run."""
+    group: Ranks = None
+    """Ranks over which layers are cut; None if a worker is one process."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers: embedding, blocks (attention and MLP) and head."""
+        return self.config.blocks + 2
+
+    def build(self, layer: int) -> nn.Module:
+        """Build layer number `layer`, or this rank's part of it. Raises IndexError if there is no such layer."""
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer {layer} of a model of {self.layers}")
+        kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
+        with seeded(derive_seed("parameters", self.seed, layer)):
+            module = kind(self.config, self.dtype, self.group)
+            self._initialise_weights(module)
+        if self.group is not None:
+            cut_parameters(module, _SHARDS[kind], self.group)
+            module.shards = _SHARDS[kind]  # type: ignore[assignment]
+        return module
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross entropy, at least in float32, of logits [B, T, vocabulary / ranks] and target tokens
+        [B, T]."""
+        return cross_entropy(output, target, self.group)
+
+    def _initialise_weights(self, module: nn.Module) -> None:
+        """Initialise weights from a normal distribution, scaled down where they add to the residual stream, and biases
+        to zero."""
+        for name, parameter in module.named_parameters():
+            if parameter.dim() >= 2:
+                adds = name.endswith(("attention.out.weight", "down.weight"))
+                scale = 1 / math.sqrt(2 * self.config.blocks) if adds else 1.0
+                nn.init.normal_(parameter, std=INITIAL_DEVIATION * scale)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+def build_gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
+    """Build the GPT, or this rank's part of it. Raises ConfigError if it cannot be cut evenly."""
+    group = worker_group()
+    ranks = 1 if group is None else group.size()
+    for name in ("heads", "context", "vocabulary"):
+        if getattr(config, name) % ranks:
+            raise ConfigError(f"model.{name} is {getattr(config, name)}; expected a multiple of "
+                              f"training.tensor_parallel, {ranks}")
+    return GPT(config, seed, dtype, device, group)
+
+
+def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
+    """Apply a norm to this rank's part of the sequence, and return the whole sequence [B, T, C].
+
+    The weight and the bias are those of `norm`, from `for_all_ranks`.
+    """
+    if group is None:
+        normed: Tensor = norm(x_BSC)
+        return normed
+    return gather_parts(functional.layer_norm(x_BSC, x_BSC.shape[-1:], weight, bias), 1, group)
+
+
+def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
+    """Apply a row-parallel linear layer and its `bias`, which is from `for_all_ranks`; return this rank's tokens, [B,
+    S, C]."""
+    if group is None:
+        result: Tensor = product(x_BTC)
+        return result
+    return sum_parts(functional.linear(x_BTC, product.weight), 1, group) + bias
+
+
+def _apply_dropout(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
+    """Apply dropout to `x`, of which this rank has a part along dimension 1; the same elements are dropped as in one
+    process."""
+    if group is None or not dropout or not training:
+        return functional.dropout(x, dropout, training)
+    whole = torch.Size(size * group.size() if dim == 1 else size for dim, size in enumerate(x.shape))
+    return x * part_of(functional.dropout(torch.ones(whole, dtype=x.dtype, device=x.device), dropout), 1, group)

@@ -1,0 +1,91 @@
+"""Model that `[model] hugging_face` names: its config.json, read as plain data without transformers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.runtime.config import ConfigError, ModelConfig
+
+MODEL_KEY = "model.hugging_face"
+"""Key of the job file that names a model of transformers, for error messages."""
+CONFIG_FILE = "config.json"
+
+
+class Family(NamedTuple):
+    """Names of the modules in a family of models, such as Llama, within the module that transformers calls the base
+    model."""
+
+    decoders: str
+    """Name of the list of decoder layers."""
+    embedding: tuple[str, ...]
+    """Names of the modules that turn tokens into features: the token embedding first, then the modules applied after
+    it."""
+    norm: str
+    attention: str = "self_attn"
+    """Name of the attention within a decoder layer."""
+    mlp: str = "mlp"
+    experts: bool = False
+    """True if layers are mixtures of experts."""
+    can_be_cut: bool = True
+    """True if the ranks of a worker can share a layer (`runtime.models.hugging_face.parallel`)."""
+
+
+_LLAMA = Family("layers", ("embed_tokens",), "norm")
+_MIXTURE = _LLAMA._replace(experts=True)
+_GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f", "attn", can_be_cut=False)
+FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2,
+                                  "mixtral": _MIXTURE, "qwen2_moe": _MIXTURE, "qwen3_moe": _MIXTURE,
+                                  "olmoe": _MIXTURE}
+"""Supported models by `model_type` of the config. A test trains each of them and compares it with transformers' own
+model."""
+
+
+def weights_folder(path: str) -> Path | None:
+    """Return the folder of pretrained weights if `path`, the value of `[model] hugging_face`, is a folder; None if it
+    is a config.json, for random weights."""
+    return Path(path) if Path(path).is_dir() else None
+
+
+def read_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of config.json with the changes of `[model.options]`. Raises ConfigError for unsupported
+    models."""
+    assert config.hugging_face is not None
+    path = Path(config.hugging_face)
+    source = path / CONFIG_FILE if path.is_dir() else path
+    subject = f"{MODEL_KEY} is {config.hugging_face!r}"
+    try:
+        document = json.loads(source.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{subject}: {source} cannot be read: {error.strerror}; expected a folder of a model, or its "
+                          f"{CONFIG_FILE}") from None
+    except ValueError as error:
+        raise ConfigError(f"{subject}: {source} is not JSON: {error}") from None
+    kind = document.get("model_type") if isinstance(document, dict) else None
+    if kind not in FAMILIES:
+        raise ConfigError(f"{subject}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")
+    return {**document, **config.options}
+
+
+def is_dense(config: Any, index: int) -> bool:
+    """Return whether decoder layer `index` of a mixture of experts has no experts, according to a config of
+    transformers."""
+    dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
+    return dense is not None and (index in dense or (index + 1) % step > 0)
+
+
+def vocabulary_size(config: ModelConfig) -> int:
+    """Return the number of tokens in a model's vocabulary. Raises ConfigError if a Hugging Face config does not have
+    it."""
+    if config.torchtitan is not None:
+        from slipstream.runtime.models.torchtitan.specification import trainer_config
+
+        tokens: int = trainer_config(config).model_spec.model.vocab_size
+        return tokens
+    if config.hugging_face is None:
+        return config.vocabulary
+    size = read_config(config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ConfigError(f"{MODEL_KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole "
+                          "number, as tokens are compared with it")
+    return size

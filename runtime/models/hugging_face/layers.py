@@ -1,0 +1,174 @@
+"""transformers' own modules as layers: embedding, each decoder layer, norm and head.
+
+Positions and masks are built from the `position_ids` or `attention_mask` of the micro-batch. If data give neither,
+positions are consecutive and attention is causal. If routers balance the load of experts, their counts pass from layer
+to layer, because transformers computes that loss from the means over all layers.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from slipstream.runtime.models.calling import Batch, positions_of
+from slipstream.runtime.models.hugging_face.attention import needs_no_document_mask
+from slipstream.runtime.models.hugging_face.configuration import Family
+from slipstream.runtime.models.recomputing import Part, recomputable
+
+
+class RoutedFeatures(NamedTuple):
+    """Features [B, T, C], with counts of the experts that routers have chosen in the layers so far."""
+
+    features: Tensor
+    chosen: Tensor
+    """Number of tokens with each expert as their first, second, ... choice, summed over the layers so far: int64 [k,
+    E]."""
+    wanted: Tensor
+    """Sum of the probabilities that routers gave to each expert, over all tokens and the layers so far: float32 [E]."""
+
+
+class Embedding(nn.Module):
+    """Embedding of tokens, and of positions if the model has such."""
+
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self._names = tuple(parts)
+
+    def forward(self, tokens: Tensor, batch: Batch | None = None) -> Tensor:
+        """Embed tokens [B, T] as features [B, T, C]."""
+        of_tokens, *more = (self.get_submodule(name) for name in self._names)
+        features: Tensor = of_tokens(tokens)
+        if more:
+            of_positions, drop = more
+            features = drop(features + of_positions(_position_ids(tokens, batch)))
+        return features
+
+
+class DecoderLayer(nn.Module):
+    """Decoder layer of transformers as a layer of the model; it makes positions and masks from the micro-batch's
+    data."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int,
+                 family: Family) -> None:
+        super().__init__()
+        self.layer = layer
+        own: tuple[tuple[Part, str], ...] = (("attention", family.attention), ("mlp", family.mlp))
+        for name, place in own:
+            submodule: Any = layer.get_submodule(place)
+            kind: Any = type(submodule)
+            submodule.__class__ = _recomputable_class(name, kind)
+        self.rotary = rotary
+        self._config = config
+        self._slides = _has_sliding_window(config, index)
+        self._mask = create_sliding_window_causal_mask if self._slides else create_causal_mask
+        self._balances = bool(getattr(config, "output_router_logits", False))
+
+    @property
+    def compiled_part(self) -> nn.Module:
+        """Module that `runtime.models.compiling` compiles; positions and masks are built outside of it."""
+        return self.layer
+
+    def forward(self, given: Tensor | RoutedFeatures, batch: Batch | None = None) -> Tensor | RoutedFeatures:
+        """Apply the layer to features [B, T, C]; if the model balances the load of experts, return them with the
+        routers' counts up to this layer (`RoutedFeatures`)."""
+        features = given if isinstance(given, Tensor) else given[0]
+        position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
+        extra: dict[str, Any] = {}
+        if self.rotary is not None:
+            extra["position_embeddings"] = self.rotary(features, position_ids=_position_ids(features, batch))
+        mask = None
+        if padding is not None or position_ids is None or not needs_no_document_mask(self._config, self._slides):
+            # Positional: the name of the fourth parameter (no cache) differs between versions.
+            mask = self._mask(self._config, features, padding, None, position_ids=position_ids)
+        logits: list[Tensor] = []
+        router = router_of(self.layer) if self._balances else None
+        hook = None if router is None else router.register_forward_hook(
+            lambda _, __, output: logits.append(output[0]))
+        try:
+            features = self.layer(features, attention_mask=mask, position_ids=position_ids, use_cache=False, **extra)
+        finally:
+            if hook is not None:
+                hook.remove()
+        if not logits:
+            return features if isinstance(given, Tensor) else RoutedFeatures(features, *given[1:])
+        return self._count_routing(features, logits[0], padding, None if isinstance(given, Tensor) else given)
+
+    def _count_routing(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> RoutedFeatures:
+        """Return features with the routers' counts (`RoutedFeatures`) up to this layer: those in `given`, the layer's
+        input, plus its own.
+
+        If `given` is None, no layer before has counts. The counts are computed from the router's logits as in
+        `load_balancing_loss_func` of transformers. Tokens where `padding` is 0 do not count.
+        """
+        experts, top = logits.shape[-1], self._config.num_experts_per_tok
+        weights = logits.softmax(-1)
+        best = functional.one_hot(weights.topk(top, -1).indices, experts)
+        probabilities = weights.float()
+        if padding is not None:
+            counts = padding.reshape(-1).bool()
+            best, probabilities = best * counts[:, None, None], probabilities * counts[:, None]
+        chosen, wanted = best.sum(0), probabilities.sum(0)
+        return RoutedFeatures(features, chosen, wanted) if given is None else \
+            RoutedFeatures(features, given[1] + chosen, given[2] + wanted)
+
+
+class Head(nn.Module):
+    """Norm and projection of features to the logits of the next token."""
+
+    def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, norm)
+        self.lm_head = lm_head
+        self._norm = name
+
+    def forward(self, given: Tensor | RoutedFeatures) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits [B, T, V], or logits and the balance loss if routers balance the load of experts."""
+        features = given if isinstance(given, Tensor) else given[0]
+        logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
+        return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))
+
+
+@functools.cache
+def _recomputable_class(name: Part, kind: Any) -> Any:
+    """Return a subclass of `kind`, a class of transformers, whose forward is the recomputable part `name` of a
+    layer."""
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recomputable(name, kind.forward, self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": functools.wraps(kind.forward)(forward)})
+
+
+def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
+    """Return the loss for unequal use of experts: experts x sum over experts of (share of tokens x mean probability).
+
+    Over all layers, `chosen` has the number of tokens with each expert as their first, second, ... choice, [k, E], and
+    `wanted` the sum of each expert's probabilities, [E] (`RoutedFeatures`). Switch Transformer (Fedus et al., arXiv
+    2101.03961), equations 4 to 6, as implemented in transformers.
+    """
+    rows = (chosen.sum() // chosen.shape[0]).float()
+    return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]
+
+
+def router_of(layer: nn.Module) -> nn.Module | None:
+    """Return the router of a decoder layer with experts; None for other layers."""
+    mlp = getattr(layer, "mlp", None)
+    return getattr(mlp, "gate", None) if hasattr(mlp, "experts") else None
+
+
+def _has_sliding_window(config: PreTrainedConfig, index: int) -> bool:
+    """Return whether a layer's attention is limited to a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) is not None if kinds is None else kinds[index] == "sliding_attention"
+
+
+def _position_ids(of: Tensor, batch: Batch | None) -> Tensor:
+    """Return the micro-batch's position ids, [B or 1, T]; if it has none, consecutive ones, [1, T], for tokens or
+    features `of`, [B, T, ...]."""
+    given = positions_of(batch)
+    return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

@@ -1,0 +1,92 @@
+"""torchtitan's mixtures of experts, as layers of this runtime.
+
+torchtitan counts the tokens of each expert in the forward, and before a step raises the bias by which tokens choose
+experts where there were few. Here the bias is a parameter, the token counts are its gradient, and a rule steps it
+(`runtime.models.step_rules`). So tokens are counted once, although a forward may be discarded or run again. The
+counts are summed over all workers, and the steps of the bias can be undone, and are moved and saved with the layer.
+
+Products are torchtitan's, in bfloat16 for any dtype of the parameters; gradients of experts' weights are computed in W.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchtitan.models.common.moe import GroupedExperts, MoE
+
+from slipstream.runtime.models.grouped_products import ExpertGroups, grouped_linear
+from slipstream.runtime.models.step_rules import StepRule, leave_gradient
+
+_BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
+
+
+def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
+    """Change the mixtures of experts in a layer on the meta device, in place, and return a dictionary from the name of
+    each mixture's bias to the rule that steps it.
+
+    After the change, their backward adds the number of tokens of each expert to the gradient of the bias, which routers
+    add to the experts' scores, and leaves the gradients of the experts' weights to W.
+    """
+    rules: dict[str, StepRule] = {}
+    for name, module in list(layer.named_modules()):
+        if type(module) is GroupedExperts:
+            module.__class__ = _Experts
+        if isinstance(module, MoE) and module.load_balance_coeff is not None:
+            bias = module._buffers.pop(_BIAS)
+            assert bias is not None
+            setattr(module, _BIAS, nn.Parameter(torch.zeros_like(bias)))
+            kind: Any = type(module)
+            module.__class__ = _counting_class(kind)
+            rules[f"{name}.{_BIAS}"] = partial(_move_bias, module.load_balance_coeff)
+    return rules
+
+
+@cache
+def _counting_class(kind: Any) -> Any:
+    """Return a subclass of `kind`, torchtitan's mixture of experts, whose backward adds the number of tokens of each
+    expert to the gradient of the routers' bias."""
+    return type(kind.__name__, (_CountingMixin, kind), {})
+
+
+class _CountingMixin(nn.Module):
+    """Mixin for torchtitan's mixture of experts that counts, in each forward, the tokens that each expert gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the mixture to features [B, L, D]. In training, the backward then adds the number of tokens that each
+        expert got in this forward to the gradient of the routers' bias [experts]."""
+        bias: nn.Parameter = getattr(self, _BIAS)
+        tokens = torch.zeros_like(bias, requires_grad=False)
+        setattr(self, _TOKENS, tokens)
+        output: Tensor = super().forward(x)
+        return leave_gradient(output, bias, tokens) if self.training else output
+
+    def _init_self_parameters(self) -> None:
+        nn.init.zeros_(getattr(self, _BIAS))
+
+    def _init_self_buffers(self, **_: Any) -> None:
+        setattr(self, _TOKENS, torch.zeros_like(getattr(self, _BIAS), requires_grad=False))
+
+
+def _move_bias(coefficient: float, bias: Tensor, tokens: Tensor) -> None:
+    """Change the experts' `bias` in place, as torchtitan does: up for experts that got fewer tokens than the mean, down
+    for those that got more.
+
+    The argument `tokens` has the number of tokens of each expert, and `coefficient` the size of the change before its
+    mean over experts is subtracted.
+    """
+    change = coefficient * torch.sign(tokens.mean() - tokens)
+    bias.add_(change - change.mean())
+
+
+class _Experts(GroupedExperts):  # type: ignore[misc]
+    """torchtitan's experts as grouped products whose weight gradients are computed in W."""
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """Apply to each row of features [R, D] the MLP of its expert; rows are sorted by expert."""
+        groups = ExpertGroups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
+        # Cast twice, as in torchtitan, so that the two gradients are not summed in bfloat16.
+        hidden = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups)) * grouped_linear(
+            x_RD.bfloat16(), self.w3_EFD, groups)
+        return grouped_linear(hidden, self.w2_EDF, groups).type_as(x_RD)

@@ -1,0 +1,182 @@
+"""Messages between workers when layers move: a header in JSON, then tensors as safetensors, in pieces of some MB.
+
+The header has its length before it and its tag behind it (`runtime.protocol.authentication`): nothing of it is used
+before the tag has been checked. Tensors have no tags, like those that are sent in training: docs/threat-model.md.
+
+A worker that needs layers, or parts of them, sends a `LayerRequest` to a worker that holds them, which answers with a
+`LayerPart` for each. While training continues, the sender also sends a `PartStepped` for each of its steps, so that the
+receiver can make the same steps (`runtime.moving.layer_sender`, `runtime.moving.layer_receiver`).
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping
+from io import BufferedIOBase
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from torch import Tensor
+
+from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, TagSequence
+from slipstream.runtime.tensor_codec import TensorError, decode_tensors, encode_tensors
+from slipstream.schedules.schedule import Worker
+
+MAX_HEADER_BYTES = 2**16
+MAX_BLOB_BYTES = 2**36
+"""Largest size of a blob, which is one piece of safetensors in a message. No tensor is larger."""
+BLOB_BYTES = 2**24
+"""Size up to which small tensors are sent together in one blob. Reading copies, so larger blobs would take more
+memory."""
+_HEADER_LENGTH = struct.Struct("<I")
+_BLOB_LENGTH = struct.Struct("<Q")
+
+_Number = Annotated[int, Meta(ge=-1, le=2**62)]
+_Layer = Annotated[int, Meta(ge=0, le=2**20)]
+_Elements = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class MessageError(ValueError):
+    """Error for an invalid message of a peer. The message is one line."""
+
+
+class PartRange(msgspec.Struct, frozen=True, array_like=True):
+    """Elements [start, stop) of a layer."""
+
+    layer: _Layer
+    start: _Elements
+    stop: _Elements
+    state: bool
+    """True if the optimizer's state is included, False for parameters alone."""
+
+
+class LayerRequest(msgspec.Struct, frozen=True, tag=True):
+    """Request for parts of layers: the first message of a connection, and the only one of a receiver."""
+
+    parts: Annotated[tuple[PartRange, ...], Meta(max_length=2**16)]
+    order: _Number | None = None
+    """Order whose initial state is requested, while all workers wait. None: the state before the next step, and all
+    later steps."""
+    receiver: Worker | None = None
+    """Worker that requests the parts; None: it is not named."""
+
+
+class LayerPart(msgspec.Struct, frozen=True, tag=True):
+    """Message with a part of a layer, in its state before an iteration's step."""
+
+    part: PartRange
+    iteration: _Number
+
+
+class PartStepped(msgspec.Struct, frozen=True, tag=True):
+    """Message that a part was stepped in an iteration, with the gradients of the step; for a part without optimizer
+    state, with its parameters after the step."""
+
+    part: PartRange
+    iteration: _Number
+
+
+class OrderBegins(msgspec.Struct, frozen=True, tag=True):
+    """Message that an order begins and that the sender is at the last committed iteration, perhaps after undoing
+    one."""
+
+    order: _Number
+    iteration: _Number
+
+
+class UpToDate(msgspec.Struct, frozen=True, tag=True):
+    """Message that the sender has sent everything that it had queued for this receiver before."""
+
+
+Message = LayerRequest | LayerPart | PartStepped | OrderBegins | UpToDate
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    """Header of a message, sent before its tensors."""
+
+    message: Message
+    blobs: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Number of pieces of safetensors that follow, each with its length before it."""
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(_Header)
+# msgspec crashes if two threads are the first to decode a type at the same moment: decode each type once, here.
+for _message in (LayerRequest((PartRange(0, 0, 0, True),)), LayerPart(PartRange(0, 0, 0, True), 0),
+                 PartStepped(PartRange(0, 0, 0, True), 0), OrderBegins(0, 0), UpToDate()):
+    _DECODER.decode(_ENCODER.encode(_Header(_message)))
+
+
+def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Tensor]
+                   | None = None) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a message in consecutive buffers: header, authentication tag, tensors. `tags` generates the
+    tag, which authenticates the header alone. Tensors may be on any device.
+
+    Buffers may be the tensors' own memory, which must not change until they have been sent.
+    """
+    batches = _group_tensors(tensors or {})
+    header = _ENCODER.encode(_Header(message, len(batches)))
+    yield _HEADER_LENGTH.pack(len(header)) + header + tags.compute_next(hashlib.sha256(header).digest())
+    for batch in batches:
+        pieces = encode_tensors(batch)
+        yield _BLOB_LENGTH.pack(sum(map(len, pieces)))
+        yield from pieces
+
+
+def read_message(stream: BufferedIOBase, tags: TagSequence) -> tuple[Message, dict[str, Tensor]]:
+    """Read the next message, and return it with its tensors, by name, in host memory. Raises MessageError, and OSError
+    when the peer is gone."""
+    (length,) = _HEADER_LENGTH.unpack(_read_exactly(stream, _HEADER_LENGTH.size))
+    header = _decode_header(_read_tagged(stream, _check_length(length, MAX_HEADER_BYTES, "a header"), tags))
+    tensors: dict[str, Tensor] = {}
+    for _ in range(header.blobs):
+        (length,) = _BLOB_LENGTH.unpack(_read_exactly(stream, _BLOB_LENGTH.size))
+        try:
+            tensors |= decode_tensors(_read_exactly(stream, _check_length(length, MAX_BLOB_BYTES, "tensors")))
+        except TensorError as error:
+            raise MessageError(f"a peer sent {error}") from None
+    return header.message, tensors
+
+
+def _decode_header(data: bytes) -> _Header:
+    """Decode a header. Raises MessageError if it is invalid."""
+    try:
+        return _DECODER.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"a peer sent an unreadable header: {error}") from None
+
+
+def _check_length(length: int, most: int, what: str) -> int:
+    if not 0 < length <= most:
+        raise MessageError(f"a peer sent {what} of {length} bytes; expected 1 to {most}")
+    return length
+
+
+def _read_tagged(stream: BufferedIOBase, size: int, tags: TagSequence) -> bytes:
+    """Read `size` bytes and the authentication tag (HMAC) behind them. Raises MessageError if the tag is wrong."""
+    data = _read_exactly(stream, size)
+    tag = _read_exactly(stream, TAG_BYTES)
+    try:
+        tags.verify_next(tag, hashlib.sha256(data).digest())
+    except AuthenticationError as error:
+        raise MessageError(str(error)) from None
+    return data
+
+
+def _read_exactly(stream: BufferedIOBase, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise ConnectionError("the connection was closed")
+    return data
+
+
+def _group_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    batches: list[dict[str, Tensor]] = []
+    filled = BLOB_BYTES
+    for name, tensor in tensors.items():
+        if filled + tensor.nbytes > BLOB_BYTES:
+            batches.append({})
+            filled = 0
+        batches[-1][name] = tensor
+        filled += tensor.nbytes
+    return batches

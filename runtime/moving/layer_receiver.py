@@ -1,0 +1,306 @@
+"""Receive layers from other workers, while all workers wait or while training continues.
+
+They come from several living workers in parallel, as parts, each with its optimizer's state. During training, that is
+the state before some step; the gradients of that step and of each later one follow, and the receiver makes the same
+steps (`runtime.moving.received_part`). Optimizers are elementwise, so both end with the same bits.
+
+When the order begins that the layers are for, every sender sends the number of the committed iteration, and a receiver
+that was one step further undoes that step. While all workers wait, the senders send it right after the state.
+"""
+
+import contextlib
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.runtime.moving.layer_messages import (
+    LayerPart,
+    LayerRequest,
+    Message,
+    MessageError,
+    OrderBegins,
+    PartRange,
+    PartStepped,
+    UpToDate,
+    encode_message,
+    read_message,
+)
+from slipstream.runtime.moving.received_part import CopiedPart, ReceivedPart
+from slipstream.runtime.protocol.authentication import Secret, authenticate_connection
+from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.replay.sockets import Sockets, identify_sockets
+from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationError
+from slipstream.runtime.state.part_state import PartState, require_fits
+from slipstream.schedules.schedule import Worker
+
+CONNECT_SECONDS = 10.0
+POLL_SECONDS = 0.002
+GetModule = Callable[[int], nn.Module]
+CreateFollower = Callable[[PartState, nn.Module], ReceivedPart]
+Address = tuple[str, int]
+
+
+class LayerSource(NamedTuple):
+    """Address of a worker, and the parts of layers that it is to send to this worker."""
+
+    address: Address
+    parts: tuple[PartRange, ...]
+
+
+class FetchRequest(NamedTuple):
+    """Parts that one process of a worker is to receive, from the processes of the same rank."""
+
+    number: int
+    """Coordinator's number of a fetch during training. 0: all workers wait for it."""
+    order: int
+    """Number of the order that begins with these layers, if all workers wait; else of the order that trains
+    meanwhile."""
+    senders: Mapping[Worker, LayerSource]
+    follow: bool
+    """True if the senders train during the fetch."""
+
+
+def find_layer_sources(worker: Worker, moves: Iterable[LayerMove],
+                       addresses: Iterable[tuple[Worker, Sequence[Address]]],
+                       rank: int = 0) -> dict[Worker, LayerSource]:
+    """Return, for each source of moves to `worker`, its address and the parts that these moves bring to one rank.
+
+    The argument `addresses` has the addresses of all ranks of each source.
+    """
+    by_worker, sources = dict(addresses), dict[Worker, LayerSource]()
+    for move in moves:
+        if move.target == worker:
+            before = sources[move.source].parts if move.source in sources else ()
+            sources[move.source] = LayerSource(by_worker[move.source][rank], (
+                *before, PartRange(move.layer, move.start, move.stop, move.state)))
+    return sources
+
+
+class ReceiverCallbacks:
+    """Callbacks from a receiver's threads, about a fetch during training. By default, they do nothing."""
+
+    def on_part_loaded(self, iteration: int) -> None:
+        """Handle a part that has arrived, in its state before the step of `iteration`. An exception ends the fetch."""
+
+    def on_up_to_date(self, fetch: FetchRequest) -> None:
+        """Handle a fetch all of whose layers have come, and that now follows the steps of its senders. Called once."""
+
+    def on_fetch_failed(self, fetch: FetchRequest, reason: str, *, unreachable: bool) -> None:
+        """Handle a fetch that has failed for a `reason`; `unreachable` if a sender was never reached. Called once."""
+
+
+class LayerReceiver:
+    """Receiver of the layers that one worker needs: those of the last `FetchRequest` of an order.
+
+    Parameters
+    ----------
+    module
+        Function that returns the module of a layer of which parts will come. Its values do not matter.
+    follow
+        Function that returns a `ReceivedPart` for a part with optimizer state. The `ReceivedPart` repeats the sender's
+        steps.
+    secret
+        Secret of the run, which senders must know.
+    worker
+        This worker, by which senders name it; None: it is not named.
+    """
+
+    def __init__(self, module: GetModule, follow: CreateFollower, device: torch.device, secret: Secret,
+                 events: ReceiverCallbacks | None = None, worker: Worker | None = None) -> None:
+        self._begin = partial(_Transfer, module=module, follow=follow, device=device, secret=secret,
+                              events=events or ReceiverCallbacks(), worker=worker)
+        self._lock = threading.Lock()
+        self._transfers: dict[tuple[int, bool], _Transfer] = {}
+        """Fetches by order, and by whether senders train meanwhile: a fetch may come before the worker is in that
+        order."""
+
+    def start_fetch(self, fetch: FetchRequest) -> None:
+        """Start a fetch, if it names any sender. An earlier fetch in the same order is dropped."""
+        key = fetch.order, fetch.follow
+        with self._lock:
+            if key in self._transfers:
+                self._transfers.pop(key).close()
+            if fetch.senders:
+                self._transfers[key] = self._begin(fetch)
+
+    def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
+        """Wait until all senders have begun order number `order`, and return the parts that were fetched for it, in
+        their state at that time.
+
+        These are the parts of the fetch with number `fetch`, made during training (0: there was none), and those
+        fetched while all workers wait. All other parts of fetches that this order ends are dropped. The function
+        `require` is called meanwhile, and may raise. Raises CommunicationError if a sender is gone.
+        """
+        states: list[PartState] = []
+        for transfer in self._pop_until(order):
+            try:
+                # An order may have ended before the parts for which all waited in it were taken.
+                if transfer.fetch.number == fetch if transfer.fetch.follow else transfer.fetch.order == order:
+                    transfer.wait_for_order(order, require)
+                    states += [part.to_part_state() for part in transfer.parts.values()]
+            finally:
+                transfer.close()
+        require()  # otherwise parts may be missing because they were dropped when the order ended
+        return states
+
+    def drop_fetches(self, order: int) -> None:
+        """Drop all parts that were fetched up to order number `order`, because that order begins without this
+        worker."""
+        for transfer in self._pop_until(order):
+            transfer.close()
+
+    def list_sockets(self) -> Sockets:
+        """Return the open sockets of the connections to all senders."""
+        with self._lock:
+            transfers = list(self._transfers.values())
+        return frozenset().union(*(transfer.list_sockets() for transfer in transfers))
+
+    def _pop_until(self, order: int) -> list["_Transfer"]:
+        """Remove and return the fetches that the beginning of order number `order` ends: all that were started in
+        earlier orders, and in this order the one for which all workers wait.
+
+        A fetch that was started in this order during training, for the next order, stays.
+        """
+        with self._lock:
+            return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
+
+
+class _Transfer:
+    """Running fetch, with a thread for each sender that applies its messages."""
+
+    def __init__(self, fetch: FetchRequest, *, module: GetModule, follow: CreateFollower, device: torch.device,
+                 secret: Secret, events: ReceiverCallbacks, worker: Worker | None) -> None:
+        self.fetch = fetch
+        self._worker = worker
+        self._secret = secret
+        self._module = module
+        self._follow = follow
+        self._device = device
+        self._events = events
+        self.parts: dict[PartRange, ReceivedPart] = {}
+        self._changed = threading.Condition()
+        self._connections: list[socket.socket] = []
+        self._up_to_date: set[Worker] = set()
+        self._orders: dict[Worker, int] = {}
+        """Last order that each sender has begun."""
+        self._broken: CommunicationError | None = None
+        self._over = False
+        for source, sender in fetch.senders.items():
+            threading.Thread(target=self._receive_from, args=(source, sender), daemon=True,
+                             name=f"layers from {source}").start()
+
+    def wait_for_order(self, order: int, require: Callable[[], None]) -> None:
+        """Wait until all senders have begun order number `order`. Raises CommunicationError if one of them is gone.
+
+        The function `require` is called meanwhile, and may raise.
+        """
+        with self._changed:
+            while any(self._orders.get(sender) != order for sender in self.fetch.senders):
+                if self._broken is not None:
+                    raise self._broken
+                require()
+                self._changed.wait(POLL_SECONDS)
+            self._over = True
+
+    def close(self) -> None:
+        """Close the connections to the senders."""
+        with self._changed:
+            self._over = True
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def list_sockets(self) -> Sockets:
+        """Return the open sockets of the connections to this fetch's senders."""
+        with self._changed:
+            return identify_sockets(self._connections)
+
+    def _receive_from(self, source: Worker, sender: LayerSource) -> None:
+        """Apply the messages of one sender until the transfer ends."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        connected = False
+        try:
+            with socket.create_connection(sender.address, CONNECT_SECONDS) as connection:
+                connected = True
+                if not self._register_connection(connection):
+                    return
+                try:
+                    request = LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order, self._worker)
+                    keys = authenticate_connection(connection, self._secret, "layers",
+                                                   lambda tags: b"".join(encode_message(tags, request)))
+                    connection.settimeout(TRANSFER_TIMEOUT.total_seconds())
+                    with connection.makefile("rb") as stream:
+                        while not self._over:
+                            self._apply_message(source, *read_message(stream, keys.receiving))
+                finally:
+                    with self._changed:
+                        self._connections.remove(connection)
+        except Exception as error:  # any error must reach the thread that waits for the layers
+            reason = f"fetching layers from worker {source} failed: {' '.join(str(error).split())}"
+            self._fail_transfer(CommunicationError(reason, (source,)), unreachable=not connected)
+
+    def _register_connection(self, connection: socket.socket) -> bool:
+        with self._changed:
+            if not self._over:
+                self._connections.append(connection)
+            return not self._over
+
+    def _apply_message(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
+        match message:
+            case LayerPart():
+                self._load_part(sender, message, tensors)
+            case PartStepped():
+                self._find_part(sender, message.part).follow_step(message.iteration, tensors)
+            case OrderBegins():
+                self._return_to_committed(sender, message)
+            case UpToDate():
+                self._record_up_to_date(sender)
+            case LayerRequest():
+                raise MessageError("it sent a request instead of an answer")
+
+    def _load_part(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
+        name = message.part
+        if name not in self.fetch.senders[sender].parts:
+            raise MessageError(f"it sent a part of layer {name.layer} that was not requested")
+        part = PartState(name.layer, name.start, name.stop, tensors, name.state, message.iteration - 1)
+        module, stepped = self._module(name.layer), name.state and self.fetch.follow
+        require_fits(module, part)
+        self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part)
+        if self.fetch.follow:
+            self._events.on_part_loaded(message.iteration)
+
+    def _find_part(self, sender: Worker, name: PartRange) -> ReceivedPart:
+        if name not in self.fetch.senders[sender].parts or name not in self.parts:
+            raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
+        return self.parts[name]
+
+    def _return_to_committed(self, sender: Worker, begins: OrderBegins) -> None:
+        for part in self.fetch.senders[sender].parts:
+            self._find_part(sender, part).return_to(begins.iteration)
+        with self._changed:
+            self._orders[sender] = begins.order
+            self._changed.notify_all()
+
+    def _record_up_to_date(self, sender: Worker) -> None:
+        with self._changed:
+            before = len(self._up_to_date)
+            self._up_to_date.add(sender)
+            done = before < len(self._up_to_date) == len(self.fetch.senders) and not self._over
+        if done and self.fetch.follow:
+            self._events.on_up_to_date(self.fetch)
+
+    def _fail_transfer(self, error: CommunicationError, *, unreachable: bool) -> None:
+        with self._changed:
+            first = self._broken is None and not self._over
+            self._broken = self._broken or error
+            self._changed.notify_all()
+        if first and self.fetch.follow:
+            print(f"order {self.fetch.order}: {error}", file=sys.stderr, flush=True)
+            self._events.on_fetch_failed(self.fetch, str(error), unreachable=unreachable)

@@ -1,0 +1,261 @@
+"""Process group of a worker's ranks, for layers: with `[training] tensor_parallel` a worker is several processes.
+
+Layers use this one group for as long as their process lives, and a DeviceMesh of torch can be made of it. The
+connection that carries its tensors is rebuilt for each order (`runtime.replay.group_cache`), and set here with
+`connect`. Without a connection, collectives compute results of the right shapes, as if each rank had the same tensors
+as this one. So the forms of the values between layers can be found in a single process, and an op can be measured by
+itself.
+
+When a collective returns, it has ended or is enqueued on the device's stream. Failures raise the error of the
+connection's `guard`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from slipstream.runtime.replay.membership import GroupConnection
+from slipstream.runtime.replay.torch_groups import HashStore
+from slipstream.runtime.torch_private import without_process_groups
+
+BACKEND_NAME = "slipstream"
+"""Name of `WorkerGroup` as a backend of torch.distributed."""
+
+
+class _FinishedWork(distributed.Work):
+    """Collective that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
+        """Return True at once: the collective has ended."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True: the collective has ended."""
+        return True
+
+
+class WorkerGroup(distributed.ProcessGroup):
+    """Process group of torch.distributed for the ranks of one worker.
+
+    It supports `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `broadcast` and `barrier`, and what torch
+    builds on these, such as DTensor's redistributions between shards, replicas and partial sums.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._index, self._size = rank, size
+        self._connection: GroupConnection | None = None
+        self._lock = threading.Lock()
+        self._group_name = BACKEND_NAME
+
+    def connect(self, connection: GroupConnection | None) -> None:
+        """Set the connection that carries tensors from now on.
+
+        With None, collectives return results of the right shape, as if each rank passed the tensors of this rank.
+        """
+        with self._lock:
+            self._connection = connection
+
+    def disconnect(self, connection: GroupConnection) -> None:
+        """Remove a connection, unless another one has replaced it; collectives then simulate the other ranks, as in
+        `connect`."""
+        with self._lock:
+            if self._connection is connection:
+                self._connection = None
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend in torch.distributed."""
+        return BACKEND_NAME
+
+    def getGroupName(self) -> str:
+        """Return the name by which compiled code finds the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name of the group. Called by torch.distributed."""
+        self._group_name = name
+
+    _set_group_name = setGroupName
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """Name by which compiled code finds the group."""
+        return self._group_name
+
+    def allreduce(self, tensors: Tensor | Sequence[Tensor],  # type: ignore[override]
+                  opts: Any = None) -> distributed.Work:
+        """Reduce each tensor, in place, over all ranks of the worker, by the operation in `opts`; without it, sum."""
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            with self._carry_tensors("reducing tensors", [tensor], tensor) as (connection, (out,)):
+                if connection is not None:
+                    connection.backend.allreduce([out], opts or distributed.AllreduceOptions()).wait()
+        return _FinishedWork()
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> distributed.Work:
+        """Reduce each tensor, in place, over all ranks of the worker, by the operation in `opts`; without it, sum."""
+        return self.allreduce(tensors, _reduce_options(opts))
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> distributed.Work:  # type: ignore[override]
+        """Copy the tensors of the rank that `opts` names to the tensors of all ranks, in place."""
+        for tensor in tensors:
+            with self._carry_tensors("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
+                if connection is not None:
+                    connection.backend.broadcast([out], opts).wait()
+        return _FinishedWork()
+
+    def scatter(self, *_: Any, **__: Any) -> distributed.Work:
+        """Raise RuntimeError: ranks are not yet connected while layers are built, and build them identically, so that
+        nothing needs to be scattered."""
+        raise RuntimeError("parameters cannot be scattered while layers are built: all ranks build the same, so give "
+                           "parallelize_module src_data_rank=None")
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:  # noqa: ARG002
+        """Gather the tensors of all ranks, concatenated in `output`."""
+        with self._carry_tensors("gathering tensors", [output], input) as (connection, (out, given)):
+            if connection is None:
+                out.view(self._size, -1).copy_(given.reshape(1, -1).expand(self._size, -1))
+            else:
+                connection.backend._allgather_base(out.view(-1), given.view(-1)).wait()
+        return _FinishedWork()
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:
+        """Reduce `input` over all ranks, by the operation in `opts` (without it, sum), and write this rank's part of
+        the result to `output`."""
+        with self._carry_tensors("reducing and scattering tensors", [output], input) as (connection, (out, given)):
+            if connection is None:
+                out.view(-1).copy_(given.reshape(self._size, -1)[self._index])
+            else:
+                connection.backend._reduce_scatter_base(
+                    out.view(-1), given.view(-1), opts or distributed.ReduceScatterOptions()).wait()
+        return _FinishedWork()
+
+    def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
+                                        opts: Any = None) -> distributed.Work:
+        """Call `all_gather_single` for each pair of an output and an input."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, input, opts)
+        return _FinishedWork()
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
+                                        opts: Any = None) -> distributed.Work:
+        """Call `reduce_scatter_single` for each pair of an output and an input."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input, opts)
+        return _FinishedWork()
+
+    def barrier(self, opts: Any = None) -> distributed.Work:  # noqa: ARG002
+        """Wait until all ranks have called this method."""
+        connection = self._connection
+        return self.allreduce(torch.zeros(
+            1, dtype=torch.float32, device=None if connection is None else connection.device))
+
+    def all_ready(self, ready: bool) -> bool:
+        """Return whether `ready` is true on all ranks, which must call this method together."""
+        connection = self._connection
+        if connection is None:
+            return ready
+        lowest = torch.tensor([float(ready)], dtype=torch.float32, device=connection.device)
+        distributed.all_reduce(lowest, distributed.ReduceOp.MIN, self)
+        return bool(lowest.item())
+
+    # Names by which compiled code calls them.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def _carry_tensors(self, what: str, outputs: Sequence[Tensor], input: Tensor
+                       ) -> Iterator[tuple[GroupConnection | None, list[Tensor]]]:
+        """Yield the connection and the tensors to pass to it; afterwards copy the results back to `outputs`.
+
+        The tensors are a list of the outputs, then the input unless it is the first output; they are copies in host
+        memory if the connection needs that. Without a connection, yield None and the tensors themselves. The operation
+        `what` is named in errors.
+        """
+        connection, tensors = self._connection, [*outputs, *([] if input is outputs[0] else [input])]
+        if connection is None:
+            yield None, tensors
+            return
+        with connection.guard(f"{what} among the ranks of this worker"):
+            carried = [tensor.cpu() for tensor in tensors] if connection.staged else tensors
+            yield connection, carried
+        for output, arrived in zip(outputs, carried, strict=False):
+            if arrived is not output:
+                output.copy_(arrived)
+
+
+def _reduce_options(options: Any) -> Any:
+    """Return the options of a single reduction from those of several reductions requested together."""
+    single = distributed.AllreduceOptions()
+    if options is not None:
+        single.reduceOp = options.reduceOp
+    return single
+
+
+class _ThreadGroup(threading.local):
+    """Thread-local storage of the process group of which the thread simulates a rank; None if it simulates none."""
+
+    group: WorkerGroup | None = None
+
+
+_THREAD_GROUP = _ThreadGroup()
+_PROCESS_GROUPS: list[WorkerGroup] = []
+"""List of the group of which this process is a rank; empty if a worker is one process."""
+
+
+def worker_group() -> WorkerGroup | None:
+    """Return the process group of this worker's ranks, for collectives in layers; None if a worker is one process."""
+    return _THREAD_GROUP.group or (_PROCESS_GROUPS[-1] if _PROCESS_GROUPS else None)
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the first rank of its worker, or the only one. The first reports values that are
+    equal on all ranks."""
+    group = worker_group()
+    return group is None or group.rank() == 0
+
+
+def enter_group(rank: int, size: int) -> WorkerGroup | None:
+    """Make this process rank `rank` of a worker permanently, and return the worker's group; None if `size` is 1.
+
+    The group also becomes torch.distributed's default one.
+    """
+    if size == 1:
+        return None
+    group = WorkerGroup(rank, size)
+    _PROCESS_GROUPS.append(group)
+    _set_default_group(rank, size)
+    return group
+
+
+@contextlib.contextmanager
+def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
+    """Let this thread simulate one of `size` ranks within the context, to find out what that rank would hold.
+
+    A process group that the program itself has is not torch.distributed's default group meanwhile.
+    """
+    if size == 1:
+        yield
+        return
+    before, _THREAD_GROUP.group = _THREAD_GROUP.group, WorkerGroup(rank, size)
+    try:
+        if distributed.is_initialized() and distributed.get_backend() == BACKEND_NAME:
+            yield
+        else:
+            with without_process_groups():
+                _set_default_group(rank, size)
+                yield
+    finally:
+        _THREAD_GROUP.group = before
+
+
+def _set_default_group(rank: int, size: int) -> None:
+    """Set torch.distributed's default group to a group of `size` ranks, in which this process is rank `rank`."""
+    if BACKEND_NAME not in distributed.Backend.backend_list:
+        distributed.Backend.register_backend(BACKEND_NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
+    distributed.init_process_group(BACKEND_NAME, rank=rank, world_size=size, store=HashStore())

@@ -1,0 +1,122 @@
+"""Queue that runs work in the background: in a thread of its own and, on a GPU, on a stream of its own."""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+Work = Callable[[], None]
+
+
+@cache
+def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
+    """Return this process's CUDA stream on a GPU for one purpose, the same at each call.
+
+    Torch hands out 32 streams in turn. If a component took a new one in each generation, it would eventually get a
+    stream in which another component waits.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class BackgroundQueue:
+    """Queue of one owner's work, which is done in order, concurrently with the owner's thread.
+
+    Parameters
+    ----------
+    name
+        Name of the thread, which exists only while there is work, and of the CUDA stream. Queues of one name share
+        the stream.
+    enqueues
+        True if work for a GPU only enqueues kernels. Then the queue needs no thread, and `wait` does not block the
+        host.
+    """
+
+    def __init__(self, device: torch.device, name: str, *, enqueues: bool = False) -> None:
+        self._device = device
+        self._name = name
+        self._stream = get_stream_for(device, name) if device.type == "cuda" else None
+        self._enqueues = enqueues and self._stream is not None
+        self._pending: deque[tuple[Work, torch.cuda.Event | None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        """Lock that prevents work from being queued between the moment when the thread finds the queue empty and its
+        end."""
+
+    @property
+    def thread_ident(self) -> int | None:
+        """Identifier of the thread that runs the work (`threading.get_ident`); None if no thread runs."""
+        thread = self._thread
+        return None if thread is None else thread.ident
+
+    def submit(self, work: Work) -> None:
+        """Queue work that starts after all earlier work, and after the kernels that are already enqueued on the current
+        stream.
+
+        Raises the error of earlier work, if there is one.
+        """
+        if self._error is not None:
+            self.wait()
+        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        if self._enqueues:
+            self._run_work(work, ready)
+            return
+        with self._lock:
+            self._pending.append((work, ready))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all work is done, and raise the error that some of it raised, if any.
+
+        If work only enqueues kernels, the current stream waits instead of the host.
+        """
+        with self._lock:  # another thread may be starting it
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        if self._enqueues and self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+    def discard_pending(self) -> None:
+        """Discard the work that has not started, and return when the running work has ended; an error of this work is
+        not raised."""
+        with self._lock:
+            self._pending.clear()
+        with contextlib.suppress(Exception):
+            self.wait()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._thread = None
+                    return
+                work, ready = self._pending.popleft()
+            try:
+                self._run_work(work, ready)
+                if self._stream is not None:
+                    self._stream.synchronize()
+            except BaseException as error:
+                with self._lock:
+                    self._error = error
+                    self._pending.clear()
+            del work
+
+    def _run_work(self, work: Work, ready: torch.cuda.Event | None) -> None:
+        if self._stream is None or ready is None:
+            work()
+            return
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            work()

@@ -1,0 +1,103 @@
+"""Identity of a run: all that decides which numbers it computes, with a name for each part.
+
+It is computed in one place (`models.identity.build_run_identity`), by node 0 and by each worker, and is in each
+worker's `Ready`, in node 0's takeover record and in checkpoints. Two identities are compared key by
+key, so that an error names what differs.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+Values = dict[str, str]
+MAX_VALUE_CHARACTERS = 64
+"""Length of the longest value that is stored as it is; of a longer one, only a digest is stored."""
+DIGEST_PREFIX = "sha256 "
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Named values that must be equal in all processes of a run. Each is a short text, or the
+    digest of a long one."""
+
+    model: Values = {}
+    """Keys of [model], and those of tables in it as `options.KEY`, in JSON."""
+    training: Values = {}
+    """Keys of [training], likewise, except those that change no number."""
+    code: Values = {}
+    """Digest of the source of each user module, by the module's name (`source_digests`)."""
+    data: Values = {}
+    """Digests of the training data, of the validation data, and of the costs by which samples are
+    dealt."""
+    grid: Values = {}
+    """Micro-batches of each pipeline, and the layers of each column."""
+    libraries: Values = {}
+    """Version of each library that computes numbers, by its name."""
+
+
+NO_IDENTITY = RunIdentity()
+"""Identity without any value, where none is compared."""
+
+
+def describe_difference(ours: RunIdentity, theirs: RunIdentity, here: str = "here") -> str | None:
+    """Return a clause on the first difference of `ours` from the identity of the run; None if they
+    are equal.
+
+    The word `here` says where `ours` was computed. The clause is one line of printable characters.
+    """
+    return next(iter(list_differences(ours, theirs, here)), None)
+
+
+def list_differences(ours: RunIdentity, theirs: RunIdentity, here: str = "here",
+                     there: str = "in the run") -> list[str]:
+    """Return a clause on each difference between two identities, as `describe_difference` does on
+    the first.
+
+    The words `here` and `there` say where `ours` and `theirs` were computed.
+    """
+    clauses = []
+    for part in RunIdentity.__struct_fields__:
+        of_ours, of_theirs = getattr(ours, part), getattr(theirs, part)
+        for key in sorted({*of_ours, *of_theirs}) if of_ours != of_theirs else ():
+            our, their = of_ours.get(key), of_theirs.get(key)
+            if our != their:
+                clauses.append(_make_printable(_describe_values(part, key, our, their, here, there)))
+    return clauses
+
+
+def combine_identities(identities: Iterable[RunIdentity]) -> RunIdentity:
+    """Return one identity for the processes of a worker: where they differ, a value names those of
+    all of them."""
+    first, *others = identities
+    if all(other == first for other in others):
+        return first
+    combined: dict[str, Values] = {}
+    for part in RunIdentity.__struct_fields__:
+        values: list[Values] = [getattr(identity, part) for identity in (first, *others)]
+        combined[part] = {}
+        for key in set().union(*values):
+            texts = {of_rank.get(key, "not given") for of_rank in values}
+            combined[part][key] = " or ".join(sorted(texts))
+    return RunIdentity(**combined)
+
+
+def _describe_values(part: str, key: str, our: str | None, their: str | None, here: str,
+                     there: str) -> str:
+    """Return a clause on two different values of a key, one of which may be missing."""
+    if part == "data":
+        return f"the {key} are not the same {here} and {there}"
+    if part == "code" and (our is None or their is None):
+        return f"module {key} is used {there if our is None else here} only"
+    if part == "code":
+        return f"the source of module {key} is not the same {here} and {there}"
+    name = key if part == "libraries" else f"{part}.{key}"
+    if any(value is not None and value.startswith(DIGEST_PREFIX) for value in (our, their)):
+        return f"{name} is not the same {here} and {there}"
+    return f"{name} is {_describe_value(our)} {here} and {_describe_value(their)} {there}"
+
+
+def _make_printable(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _describe_value(value: str | None) -> str:
+    return "not given" if value is None or value == "null" else value[:2 * MAX_VALUE_CHARACTERS]

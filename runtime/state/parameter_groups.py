@@ -1,0 +1,119 @@
+"""Parameter groups: the options of the optimizer that each parameter has."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.runtime.config import ConfigError, ParameterGroup, TrainingConfig
+from slipstream.runtime.models.layered_model import LayeredModel
+from slipstream.runtime.models.sharing import sharing_of
+from slipstream.runtime.models.step_rules import StepRule, step_rules
+
+OptimizerGroups = list[dict[str, Any]]
+"""Parameter groups as torch.optim takes them: each a dict with "params" and options."""
+_OPTIONS = {"learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas", "epsilon": "eps",
+            "momentum": "momentum"}
+"""Torch's names of options by the job file's names."""
+NO_RULES: Mapping[str, StepRule] = {}
+"""Empty mapping of parameters to step rules."""
+
+
+def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
+                 rules: Mapping[str, StepRule] = NO_RULES) -> OptimizerGroups:
+    """Return torch's parameter groups: for each pattern in `[training] parameter_groups`, one of its matrices and one
+    of its vectors.
+
+    Two more groups have the parameters that no pattern matches. Each step rule (a layer's own update function for some
+    parameter, by the parameter's name in `rules`) has a group with the key "rule". Parameters that Muon steps are in
+    groups of their own, with the key "muon". A group names only the options that differ from the optimizer's defaults,
+    and its weight decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do not. The names of
+    `parameters` are `LAYER.NAME`, and `last` is the number of the model's last layer.
+    """
+    members_of: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
+        (number, matrix, muon): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)
+        for muon in (False, True)}
+    for name, parameter in parameters.items():
+        if name in rules:
+            continue
+        number = _group_of(name, config.parameter_groups)
+        members_of[number, parameter.dim() >= 2, is_stepped_by_muon(name, parameter, config, last)].append(parameter)
+    return [{"params": members, "weight_decay": config.weight_decay if matrix else 0.0,
+             **(_muon_options(config) if muon else {}), **_group_options(number, config)}
+            for (number, matrix, muon), members in members_of.items() if members or (number < 0 and not muon)] + [
+        {"params": [parameters[name]], "rule": rule} for name, rule in rules.items() if name in parameters]
+
+
+def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfig, last: int | None) -> bool:
+    """Return whether Muon steps the parameter `LAYER.NAME`. Raises ConfigError if a pattern assigns a vector to Muon.
+
+    By default, Muon steps matrices and stacks of matrices of all layers except layer 0 and layer `last`, which hold
+    embeddings and heads. Kernels of depthwise convolutions count as vectors.
+    """
+    if config.optimizer != "muon":
+        return False
+    number = _group_of(name, config.parameter_groups)
+    assigned = config.parameter_groups[number].optimizer if number >= 0 else None
+    if assigned == "muon" and parameter.dim() not in (2, 3):
+        raise ConfigError(f"training.parameter_groups[{number}].optimizer is 'muon', and {name} has "
+                          f"{parameter.dim()} dimensions; expected matrices, or stacks of them")
+    is_hidden = int(name.partition(".")[0]) not in (0, last)
+    has_matrices = parameter.dim() == 2 or (parameter.dim() == 3 and min(parameter.shape[1:]) > 1)
+    return assigned == "muon" or (assigned is None and is_hidden and has_matrices)
+
+
+def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> None:
+    """Raise ConfigError if a pattern in `[training] parameter_groups` selects no parameter of the model.
+
+    A parameter belongs to the first pattern that matches it.
+    """
+    if not config.parameter_groups:
+        return
+    names = list(_stepped_names(model))
+    used = {_group_of(name, config.parameter_groups) for name in names}
+    for number, group in enumerate(config.parameter_groups):
+        if number not in used:
+            taken = any(fnmatchcase(name, group.parameters) for name in names)
+            near = difflib.get_close_matches(group.parameters, names, 1, cutoff=0.3) or names[:1]
+            raise ConfigError(f"training.parameter_groups[{number}].parameters is {group.parameters!r}, which matches "
+                              + ("only parameters of groups before it" if taken else
+                                 f"no parameter; there is, for example, {near[0]!r}"))
+
+
+def _stepped_names(model: LayeredModel) -> Iterable[str]:
+    """Yield `LAYER.NAME` of each parameter that the optimizer steps; for a parameter that layers share, its name in the
+    first of them."""
+    sharing = sharing_of(model)
+    for layer in range(model.layers):
+        with torch.device("meta"):
+            module = model.build(layer)
+        yield from (str(sharing.first_of_group(layer, name)) for name, parameter in module.named_parameters()
+                    if parameter.requires_grad and name not in step_rules(module))
+
+
+def rules_of(modules: Mapping[int, nn.Module]) -> dict[str, StepRule]:
+    """Return the step rules of some layers (functions that step a parameter in place of the optimizer), by `LAYER.NAME`
+    of the parameter."""
+    return {f"{layer}.{name}": rule for layer, module in modules.items() for name, rule in step_rules(module).items()}
+
+
+def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:
+    """Return the number of the first parameter group whose pattern matches a parameter's name; -1 if none does."""
+    return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.parameters)), -1)
+
+
+def _muon_options(config: TrainingConfig) -> dict[str, Any]:
+    """Return the options, by torch's names, of a parameter group that Muon steps."""
+    rate = {} if config.muon.learning_rate is None else {"lr": config.muon.learning_rate}
+    return {"muon": True, "momentum": config.muon.momentum, **rate}
+
+
+def _group_options(number: int, config: TrainingConfig) -> dict[str, Any]:
+    """Return the options, by torch's names, that the job file gives to parameter group `number`; none for -1."""
+    if number < 0:
+        return {}
+    group = config.parameter_groups[number]
+    return {torchs: getattr(group, ours) for ours, torchs in _OPTIONS.items() if getattr(group, ours) is not None}

@@ -1,0 +1,201 @@
+"""Parts of layers' states, which workers send to each other and checkpoints store."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.runtime.ranks.shards import parameter_name
+from slipstream.runtime.state.parts import ElementCounts, Span, VersionError, intersect
+from slipstream.runtime.tensor_codec import decode_tensors, encode_tensors
+
+
+class PartState(NamedTuple):
+    """State of the elements [start, stop) of a layer.
+
+    Tensors are flat, and have the elements of their parameter that are in the span. An optimizer's tensor for a
+    parameter as a whole, such as a counter, is unchanged. Names are `model.NAME` as in the layer's state_dict, and
+    `optimizer.SLOT.NAME`; if the optimizer has master weights, `model.NAME` are those. Untrained tensors are whole, and
+    belong to the part that begins with element 0.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    tensors: Mapping[str, Tensor]
+    state: bool = True
+    """True if the part includes the optimizer's state; False for parameters alone."""
+    after: int | None = None
+    """Iteration after which the layer has this state; None if unknown."""
+
+    def require_version(self, after: int) -> None:
+        """Raise VersionError unless the part is the state after iteration `after`."""
+        if self.after != after:
+            raise VersionError(f"a part of layer {self.layer} is the state after iteration {self.after}; expected that "
+                               f"after iteration {after}")
+
+
+def mark_uncut(module: nn.Module, names: Collection[str]) -> None:
+    """Mark parameters of a layer, by their names, as not cut into parts: all holders of the layer store them whole."""
+    module.kept_whole = frozenset(names)  # type: ignore[assignment]
+
+
+def uncut_names(module: nn.Module) -> Collection[str]:
+    """Return the names of the layer's parameters that are not cut into parts (`mark_uncut`)."""
+    names: Collection[str] = getattr(module, "kept_whole", ())
+    return names
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a layer's trained parameters by name, in the order in which their elements are counted.
+
+    Parameters that are not cut into parts (`mark_uncut`) come last.
+    """
+    whole, parameters = uncut_names(module), dict(module.named_parameters())
+    return {name: parameter for last in (False, True) for name, parameter in parameters.items()
+            if parameter.requires_grad and (name in whole) is last}
+
+
+def untrained_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the layer's state_dict that are not trained: buffers and frozen parameters."""
+    parameters = trained_parameters(module)
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+
+
+def count_elements(module: nn.Module) -> ElementCounts:
+    """Return the numbers of trained elements of a layer: of those that are cut into parts, and of each uncut
+    parameter."""
+    sizes, whole = {name: parameter.numel() for name,
+                    parameter in trained_parameters(module).items()}, uncut_names(module)
+    return ElementCounts(sum(size for name, size in sizes.items() if name not in whole),
+                         tuple(size for name, size in sizes.items() if name in whole))
+
+
+def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
+    """Yield each trained parameter with its name and its span of the layer's elements."""
+    start = 0
+    for name, parameter in trained_parameters(module).items():
+        yield name, parameter, (start, start + parameter.numel())
+        start += parameter.numel()
+
+
+def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
+    """Return the elements `wanted` of a layer from a flat tensor that has the layer's elements `has`, both given as
+    (start, end).
+
+    A tensor that does not have one value for each of these elements, such as a step counter, is returned unchanged.
+    """
+    return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
+
+
+def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
+    """Return elements of a parameter in the parameter's shape if they are all of it, as some optimizers need; otherwise
+    unchanged, flat."""
+    whole = parameter.dim() > 1 and elements.numel() == parameter.numel()
+    return elements.view(parameter.shape) if whole else elements
+
+
+def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return an optimizer's tensor flat if it has the shape of its parameter `like`; otherwise unchanged."""
+    return tensor.reshape(-1) if tensor.shape == like.shape else tensor
+
+
+def is_elementwise(tensor: Tensor, has: Span) -> bool:
+    """Return whether a tensor is flat and has one number for each element of the span `has`, unlike a step counter."""
+    return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
+
+
+def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
+    """Return a layer's whole `state`, as `assemble_state` returns it, as one part with all elements.
+
+    It is the state after iteration `after`; None: unknown. Raises ValueError if the state does not fit the layer.
+    """
+    parameters = trained_parameters(module)
+    part = PartState(layer, 0, count_elements(module).total, {
+        key: flatten_slot(tensor, parameters[parameter_name(key)]) if parameter_name(key) in parameters else tensor
+        for key, tensor in state.items()}, after=after)
+    require_fits(module, part)
+    return part
+
+
+def require_fits(module: nn.Module, part: PartState) -> None:
+    """Raise ValueError unless a part has all `model` tensors of its span, with the right numbers of elements, and
+    otherwise only the optimizer's tensors for these parameters."""
+    expected = {f"model.{name}": both[1] - both[0] for name, _, span in parameter_spans(module)
+                if (both := intersect(span, (part.start, part.stop))) is not None}
+    if part.start == 0:
+        expected |= {f"model.{name}": tensor.numel() for name, tensor in untrained_tensors(module).items()}
+    given = {key: tensor.numel() for key, tensor in part.tensors.items() if key.startswith("model.")}
+    unknown = [key for key in part.tensors if f"model.{parameter_name(key)}" not in expected]
+    if given != expected or unknown:
+        wrong = min([*unknown, *(key for key in given | expected if given.get(key) != expected.get(key))])
+        raise ValueError(f"a part of layer {part.layer} has {given.get(wrong, 'no')} elements of {wrong!r}; expected "
+                         f"{expected.get(wrong, 'none')}")
+
+
+def select_span(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
+    """Return the tensors of a part, cut to the elements `wanted`; without `state`, leave out the optimizer's."""
+    tensors: dict[str, Tensor] = {}
+    spans = {name: span for name, _, span in parameter_spans(module)}
+    for key, tensor in part.tensors.items():
+        name = parameter_name(key)
+        overlap = intersect(spans[name], wanted) if name in spans else wanted if wanted[0] == 0 else None
+        if overlap is None or not (state or key.startswith("model.")):
+            continue
+        has = max(spans.get(name, wanted)[0], part.start), min(spans.get(name, wanted)[1], part.stop)
+        tensors[key] = slice_of(tensor, has, overlap) if name in spans else tensor
+    return tensors
+
+
+def copy_to_module(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -> None:
+    """Copy the tensors of parts into a layer's parameters, and with `untrained_too` into its untrained tensors."""
+    with torch.no_grad():
+        for part in parts:
+            for name, parameter, span in parameter_spans(module):
+                overlap = intersect(span, (part.start, part.stop))
+                tensor = part.tensors.get(f"model.{name}")
+                if overlap is None or tensor is None:
+                    continue
+                slice_of(parameter.detach().view(-1), span, overlap).copy_(tensor)
+            for name, own in untrained_tensors(module).items() if untrained_too else ():
+                if f"model.{name}" in part.tensors:
+                    own.copy_(part.tensors[f"model.{name}"])
+
+
+def assemble_state(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
+    """Return a layer's whole state in host memory, copied from parts that together have all elements.
+
+    Copies from a GPU are complete when its current stream has finished.
+    """
+    state: dict[str, Tensor] = {}
+    shapes = {name: (parameter.shape, span) for name, parameter, span in parameter_spans(module)}
+    for part in parts:
+        for key, tensor in part.tensors.items():
+            shape, span = shapes.get(parameter_name(key), (tensor.shape, (0, 0)))
+            has = max(span[0], part.start), min(span[1], part.stop)
+            if parameter_name(key) not in shapes or not is_elementwise(tensor, has):
+                state[key] = tensor.detach().to("cpu", copy=True)
+                continue
+            if key not in state:
+                state[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            slice_of(state[key].view(-1), span, has).copy_(tensor.detach(), non_blocking=True)
+    for name, tensor in untrained_tensors(module).items():
+        state.setdefault(f"model.{name}", tensor.detach().to("cpu", copy=True))
+    return state
+
+
+def pack_parts(parts: Iterable[PartState]) -> bytes:
+    """Encode parts as bytes, for `unpack_parts`."""
+    return b"".join(encode_tensors({f"{part.layer}/{part.start}/{part.stop}/{part.after}/{key}": tensor
+                                    for part in parts for key, tensor in part.tensors.items()}))
+
+
+def unpack_parts(data: bytes) -> list[PartState]:
+    """Decode the parts that `pack_parts` has encoded."""
+    tensors_of: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
+    for name, tensor in decode_tensors(data).items():
+        layer, start, stop, after, key = name.split("/", 4)
+        tensors_of.setdefault((int(layer), int(start), int(stop), int(after)), {})[key] = tensor
+    return [PartState(layer, start, stop, tensors, after=after)
+            for (layer, start, stop, after), tensors in tensors_of.items()]

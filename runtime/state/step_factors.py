@@ -1,0 +1,121 @@
+"""Factors of an optimizer step: the learning rate of an iteration, and what clipping multiplies the gradients by."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.object_reference import load_reference
+
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,  # Loshchilov and Hutter, ICLR 2017
+    "wsd": lambda progress: 1 - progress,
+}
+"""Functions, by name of the schedule, from the share of the decay's iterations that have passed to the share of the
+decay that is still ahead, from 1 to 0."""
+
+
+def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
+    """Return the learning rate of an iteration.
+
+    It equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or CosineAnnealingLR; "wsd" is the
+    schedule of MiniCPM (Hu et al., 2024).
+    """
+    return config.learning_rate * rate_factor(config, iteration)
+
+
+def is_scheduled(config: TrainingConfig) -> bool:
+    """Return whether the learning rate changes during the run."""
+    return config.learning_rate_schedule != "constant" or config.warmup_iterations > 1
+
+
+def rate_factor(config: TrainingConfig, iteration: int) -> float:
+    """Return the learning rate of an iteration as a multiple of `config.learning_rate`."""
+    if ":" in config.learning_rate_schedule:
+        return _user_factor(config, iteration)
+    warmup = config.warmup_iterations
+    if iteration < warmup:
+        return (iteration + 1) / warmup
+    if config.learning_rate_schedule == "constant":
+        return 1.0
+    end = config.schedule_iterations or config.iterations
+    begin = warmup if config.learning_rate_schedule != "wsd" else end - (
+        config.decay_iterations or min(max(1, end // 10), end - warmup))
+    progress = min(1.0, max(0, iteration - begin) / max(1, end - begin))
+    final = (config.final_learning_rate or 0.0) / config.learning_rate
+    return final + (1 - final) * _DECAYS[config.learning_rate_schedule](progress)
+
+
+def _user_factor(config: TrainingConfig, iteration: int) -> float:
+    """Return the factor of the learning rate that the user's own schedule returns for an iteration. Raises ConfigError
+    if the schedule fails, or the factor is negative or not finite."""
+    name = config.learning_rate_schedule
+    try:
+        found = float(_load_schedule(name)(config, iteration))
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(f"training.learning_rate_schedule is {name!r}, which fails: {type(error).__name__}: "
+                          f"{first_line(error)}") from error
+    if not 0 <= found < math.inf:
+        raise ConfigError(f"training.learning_rate_schedule is {name!r}, which gives {found} for iteration {iteration};"
+                          " expected a finite number of at least 0")
+    return found
+
+
+@functools.cache
+def _load_schedule(name: str) -> Callable[[TrainingConfig, int], float]:
+    """Import and return a user's function that computes the factor of the learning rate; `name` is
+    `module:function`."""
+    found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
+    return found
+
+
+CHUNK_SIZE = {"cpu": 2**18, "cuda": 2**22}
+"""Number of gradient elements converted to float64 at a time, by type of device.
+
+On the host, 2 MiB stay in the cache; with 32 MiB, which are new pages each time, the sum took three times as long. On a
+GPU, chunks are larger, for fewer and larger kernels.
+"""
+NORM_EPSILON = 1e-6
+"""Number added to the norm that gradients are divided by, as in torch.nn.utils.clip_grad_norm_ and its users."""
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """Return the sum of squares of a gradient, in float64, without a whole copy of the gradient."""
+    flat = gradient.detach().reshape(-1)
+    sums = [chunk.to(torch.float64, copy=True).square_().sum()
+            for chunk in torch.split(flat, CHUNK_SIZE[flat.device.type])]
+    return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
+
+
+def needs_gradient_norm(config: TrainingConfig) -> bool:
+    """Return whether a step depends on the gradients of other stages: to clip by their norm, or to skip a step."""
+    return config.clip_norm is not None or config.skip_nonfinite
+
+
+def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
+    """Return the factor by which a step scales all gradients to clip their norm; None if the step is skipped.
+
+    It is skipped if the norm is not finite and `[training] skip_nonfinite` is set. The argument `squares` has, for each
+    layer, the sum of squares of its gradients (`PartOptimizer.layer_squares`). The total is rounded once, so it depends
+    neither on the order of layers nor on which worker holds which: all workers get the same bits.
+    """
+    norm = math.sqrt(_exact_sum(squares))
+    if config.skip_nonfinite and not math.isfinite(norm):
+        return None
+    factor = 1.0 if config.clip_norm is None else config.clip_norm / (norm + NORM_EPSILON)
+    return 1.0 if factor > 1 else factor
+
+
+def _exact_sum(squares: Iterable[float]) -> float:
+    """Return the sum of the layers' sums of squares, rounded only once; infinity if it overflows."""
+    try:
+        return math.fsum(squares)
+    except OverflowError:
+        return math.inf
