@@ -43,7 +43,6 @@ class RoundRule(NamedTuple):
     even: bool
     patience: float
     fill_forward: bool
-    fill_gradient: bool
     skip: bool
     cascade_forward: bool
     cascade_gradient: bool
@@ -267,11 +266,11 @@ def _can_place(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progress, 
 
 @jit
 def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, state: Progress, half: Ints,
-              cascade: Ints, fills: Ints) -> None:
+              cascade: Ints, fill: bool) -> None:
     """Place one op of each worker from the lanes `half` (those of F, or those of I or B), with W before it.
 
     A worker without a chosen lane takes an op that another one makes ready in this half, from a lane with 1 in
-    `cascade`. Ops of a lane with 1 in `fills` may be delayed by a W.
+    `cascade`.
     """
     _choose_lanes(ops, lanes, memory, state, half)
     spare = rule.approved.max()
@@ -289,7 +288,7 @@ def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, s
         while weight >= 0 and state.free[worker] + ops.duration[weight] <= tick:
             _place_weight(ops, memory, state, worker)
             weight = _waiting_weight(state, worker)
-        if weight >= 0 and fills[lane] and tick > state.free[worker]:
+        if weight >= 0 and fill and tick > state.free[worker]:
             most = max(state.counters[IDLE], spare - rule.approved[worker])
             if tick - state.free[worker] > most - state.idle[worker] + rule.patience * ops.duration[weight]:
                 _place_weight(ops, memory, state, worker)
@@ -328,16 +327,12 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
                      np.zeros(workers, np.int64), np.zeros(workers, np.int64), idle,
                      np.zeros((workers, load.max()), np.int64), np.zeros((workers, 2), np.int64),
                      np.zeros(workers, np.int64), np.zeros(count, np.int64), np.zeros(2, np.int64))
-    cascade, fills = np.zeros(count, np.int64), np.ones(count, np.int64)
+    cascade = np.zeros(count, np.int64)
     for half, allowed in ((lanes.forward, rule.cascade_forward), (lanes.gradient, rule.cascade_gradient)):
         state.chosen[:] = -1
         for lane in half:
-            first = state.chosen[lanes.worker[lane]] < 0
-            cascade[lane] = allowed and first
-            if lanes.op[lanes.start[lane]] % ops.kinds == FORWARD:
-                fills[lane] = rule.fill_forward
-            else:
-                fills[lane] = rule.fill_gradient or first
+            if allowed and state.chosen[lanes.worker[lane]] < 0:
+                cascade[lane] = 1
             state.chosen[lanes.worker[lane]] = lane
     _warm_up(ops, lanes, memory, rule, state, rule.tolerance, FOREVER)
     if rule.even:
@@ -348,10 +343,10 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
     stuck = 0
     while stuck < 2:
         placed = state.counters[PLACED]
-        _run_half(ops, lanes, memory, rule, state, lanes.gradient, cascade, fills)
+        _run_half(ops, lanes, memory, rule, state, lanes.gradient, cascade, True)
         if rule.skip and not stuck:
             _mark_skipped(ops, lanes, memory, state)
-        _run_half(ops, lanes, memory, rule, state, lanes.forward, cascade, fills)
+        _run_half(ops, lanes, memory, rule, state, lanes.forward, cascade, rule.fill_forward)
         state.skipped[:] = 0
         stuck = 0 if state.counters[PLACED] > placed else stuck + 1
     for worker in range(workers):

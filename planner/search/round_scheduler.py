@@ -51,8 +51,6 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
     """
     fill_forward: bool = True
     """True if W also run before an F that they delay, as they do before an I."""
-    fill_gradient: bool = True
-    """True if W also run before an I that they delay at stages of a worker other than its last."""
     skip: bool = False
     """True if an F is postponed to the next round where it would delay an I."""
     cascade_forward: bool = False
@@ -70,9 +68,8 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
 _CHOICES: Mapping[str, Sequence[Any]] = {
     "share": (0.9, 1.0, 1.1, 1.25, 2.0), "spread": get_args(Spread), "more": (),
     "tolerance": (0.0, 0.1, 0.25, 0.5, 1.0), "even": (True, False),
-    "patience": (-9.0, -0.3, 0.0, 0.3, 0.6, 1.0), "fill_forward": (True, False),
-    "fill_gradient": (True, False), "skip": (True, False), "cascade_forward": (True, False),
-    "cascade_gradient": (True, False),
+    "patience": (-9.0, -0.3, 0.0, 0.3, 0.6, 1.0), "fill_forward": (True, False), "skip": (True, False),
+    "cascade_forward": (True, False), "cascade_gradient": (True, False),
     "pass_on": (True, False), "reserve": (True, False), "capacity": (1.0, 0.97, 0.94, 0.9, 0.8)}
 
 
@@ -83,9 +80,12 @@ RULES_OF_WHOLE_PIPELINES = (
     RoundRule(reserve=False, skip=True, tolerance=0.25, spread="less"),
     RoundRule(reserve=False, skip=True, even=True, tolerance=0.25, pass_on=False),
     RoundRule(reserve=False, skip=True, tolerance=0.25, fill_forward=False),
-    RoundRule(reserve=False, spread="stay"), RoundRule(skip=True, fill_forward=False))
-"""Rules for pipelines that have lost no worker. Of 128, each is the one with which the best of those before it gains
-most on 58 of the published settings of benchmarks.curves; the fifth is for settings that these leave behind."""
+    RoundRule(reserve=False, spread="stay"), RoundRule(skip=True, fill_forward=False),
+    RoundRule(reserve=False, skip=True, tolerance=0.1), RoundRule(reserve=False, tolerance=1.0),
+    RoundRule(skip=True, spread="less", tolerance=0.1))
+"""Rules for pipelines that have lost no worker. Of 128, each of the first eight is the one with which the best of those
+before it gains most on 58 of the published settings of benchmarks.curves; the fifth and the last three are for settings
+that the others leave behind."""
 RULES_OF_ANY_PIPELINE = (
     RoundRule(skip=True, spread="less"), RoundRule(skip=True, patience=-9.0),
     RoundRule(skip=True, fill_forward=False, cascade_gradient=False),
@@ -171,8 +171,8 @@ class RoundScheduler:
         return self._kernel.RoundRule(
             limit=np.clip(limit, 1, UNLIMITED).astype(np.int64), approved=approved, patience=rule.patience,
             tolerance=int(rule.tolerance * self.arrays.ops.duration.mean()), even=rule.even,
-            fill_forward=rule.fill_forward, fill_gradient=rule.fill_gradient, skip=rule.skip,
-            cascade_forward=rule.cascade_forward, cascade_gradient=rule.cascade_gradient, pass_on=rule.pass_on)
+            fill_forward=rule.fill_forward, skip=rule.skip, cascade_forward=rule.cascade_forward,
+            cascade_gradient=rule.cascade_gradient, pass_on=rule.pass_on)
 
     @cached_property
     def _lack(self) -> Ints:
