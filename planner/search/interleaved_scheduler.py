@@ -27,6 +27,7 @@ from slipstream.planner.model.start_times import time_order
 from slipstream.planner.search.list_scheduler import StuckError, make_memory_limits
 
 Waiting = Literal["none", "column", "any"]
+WAITING: tuple[Waiting, ...] = get_args(Waiting)
 
 
 class InterleavedRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,12 +54,12 @@ def iterate_interleaved_rules(problem: Problem) -> Iterator[InterleavedRule]:
         return
     after_first = problem.column_of[grid.columns]
     if after_first == problem.column_of[grid.columns - 1] and grid.depth == 2 * grid.columns:
-        for waiting in get_args(Waiting):
-            yield InterleavedRule(group=0, slope=2.0, waiting=waiting, late_drain=True)
+        yield from (InterleavedRule(group=0, slope=2.0, waiting=waiting, late_drain=True) for waiting in WAITING)
     if after_first != problem.column_of[0]:
         return
     whole = max(grid.microbatches)
-    for slope, waiting in ((1.0, "column"), (2.0, "any"), (1.0, "any"), (2.0, "none")):
+    turns: tuple[tuple[float, Waiting], ...] = ((1.0, "column"), (2.0, "any"), (1.0, "any"), (2.0, "none"))
+    for slope, waiting in turns:
         yield InterleavedRule(group=grid.columns, slope=slope, waiting=waiting)
     yield InterleavedRule(group=whole, slope=whole)
 
@@ -67,7 +68,7 @@ def change_interleaved_rule(rule: InterleavedRule, random: random.Random) -> Int
     """Return a copy of a rule with one field changed at random."""
     name, step = random.choice(rule.__struct_fields__), random.choice((-2, -1, 1, 2))
     values = {"group": rule.group and max(1, rule.group + step), "extra": max(0, rule.extra + step),
-              "slope": random.choice((0.5, 1.0, 1.5, 2.0)), "waiting": random.choice(get_args(Waiting)),
+              "slope": random.choice((0.5, 1.0, 1.5, 2.0)), "waiting": random.choice(WAITING),
               "late_drain": not rule.late_drain, "patience": random.choice((0.3, 0.5, 0.7, 0.9, 1.0))}
     return msgspec.structs.replace(rule, **{name: values[name]})
 
@@ -122,8 +123,8 @@ class InterleavedScheduler:
             largest = max(activation_memory(arrays.problem, each) for each in set(number.tolist()))
             warm = min(warm, int(self._memory.capacity[row]) // max(largest, 1) - 1)
         if not rule.group:
-            return _turn_of_v(*(units[chunk == place] * arrays.ops.kinds for place in (0, 1)),
-                              warm + 1, column, columns)
+            out, back = (units[chunk == place] * arrays.ops.kinds for place in (0, 1))
+            return _turn_of_v(out, back, warm + 1, column, columns)
         warm = min(max(warm, 0), len(units) - 1)
         pairs = np.column_stack((forward[warm:], gradient[:len(units) - warm] + 1)).ravel()
         return np.concatenate((forward[:warm], pairs, gradient[len(units) - warm:] + 1))
