@@ -241,7 +241,8 @@ def lower_ops(schedule: Schedule, worker: Worker, crossings: Sequence[Crossing])
     """Iterate over the instructions of a live worker; `crossings` are its transfers, by number.
 
     A send comes directly after the op that has made the tensor. A receive comes before the op that
-    takes it, and before all transfers of higher numbers.
+    takes it, before all transfers of higher numbers, and before each reduction that does not start before
+    the tensor is made: the sender may take part in it, and sends first.
     """
     ops = schedule.ops(worker)
     before: dict[int, list[Instruction]] = defaultdict(list)
@@ -250,14 +251,24 @@ def lower_ops(schedule: Schedule, worker: Worker, crossings: Sequence[Crossing])
     for crossing, transfer in reversed(list(zip(crossings, _lower_transfers(ops, worker, crossings), strict=True))):
         if crossing.source == worker:
             place, follows_op = crossing.made, True
-        elif crossing.taken <= place:
-            place, follows_op = crossing.taken, False
+        elif (latest := _find_latest_receive(schedule, ops, crossing)) <= place:
+            place, follows_op = latest, False
         (after if follows_op else before)[place].append(transfer)
     for place in early_reduction_order(schedule, ops) if schedule.has_overlap else range(len(ops)):
         op = ops[place]
         yield from reversed(before[place])
         yield Instruction(op.kind, op.slice, op.pipeline, op.microbatch)
         yield from reversed(after[place])
+
+
+def _find_latest_receive(schedule: Schedule, ops: Sequence[Op], crossing: Crossing) -> int:
+    """Return the position of the target's op before which it receives a tensor at the latest."""
+    reductions = [] if schedule.has_overlap else [
+        place for place, op in enumerate(ops[:crossing.taken]) if op.kind is OpKind.A]
+    if not reductions:
+        return crossing.taken
+    made = schedule.ops(crossing.source)[crossing.made].end_ticks
+    return next((place for place in reductions if ops[place].start_ticks >= made), crossing.taken)
 
 
 def _lower_transfers(ops: Sequence[Op], worker: Worker, crossings: Sequence[Crossing]) -> Iterator[Instruction]:
