@@ -50,7 +50,8 @@ def _compile_with(function: Function, options: Mapping[str, Any]) -> Function:
         return function
     try:
         compiled = njit(cache=True, nogil=True, **options)(function)
-        compiled._cache._cache_file._source_stamp = STAMP  # numba has no public name for it
+        if hasattr(compiled, "_cache"):  # not if NUMBA_DISABLE_JIT is set
+            compiled._cache._cache_file._source_stamp = STAMP  # numba has no public name for it
     except RuntimeError:  # neither the installation nor the user has a folder that can be written
         compiled = njit(nogil=True, **options)(function)
     return cast(Function, compiled)

@@ -371,9 +371,12 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
         for index in range(begin[worker], begin[worker + 1]):
             if turn[index] % ops.kinds == FORWARD:
                 last_forward[worker] = index
+    load = np.zeros(workers, np.int64)
+    for worker in ops.worker:
+        load[worker] += 1
     state = Progress(order, np.full(order.shape[0], -1, np.int64), begin[:-1].copy(), np.zeros(workers, np.int64),
                      np.zeros(workers, np.int64), np.zeros(workers, np.int64),
-                     np.zeros((workers, order.shape[0]), np.int64), np.zeros((workers, 2), np.int64),
+                     np.zeros((workers, load.max()), np.int64), np.zeros((workers, 2), np.int64),
                      np.zeros(workers, np.int64), np.zeros(0, np.int64), np.zeros(2, np.int64))
     placed = -1
     while placed < state.counters[PLACED]:

@@ -27,7 +27,7 @@ from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
 
 HIGHEST_PRIORITY = -100
 """Priority of the CUDA streams that are drawn. Torch takes the nearest one that exists, which is that of communicators
-(`torch_private.create_nccl_group`)."""
+(`torch_groups.create_nccl_group`)."""
 MAX_STREAMS = 256
 """Largest number of streams in torch's pool. If it gives out more different ones, it does not give them out in turn."""
 

@@ -1,4 +1,4 @@
-"""A double of NCCL on CPUs: what `runtime.torch_private.create_nccl_group` makes, over sockets, with NCCL's manners.
+"""A double of NCCL on CPUs: what `replay.torch_groups.create_nccl_group` makes, over sockets, with NCCL's manners.
 
 Calls return at once; a thread for each group carries them out later, in their order. A send is over once it is in the
 buffers on the way, which hold what is small; its receiver may take it later, or never. Whatever waits for a member that
