@@ -251,7 +251,7 @@ class Place:
 
     def _own_voice(self) -> Voice:
         return Voice(address=self._watch.address, committed=self.committed if self._has_state else None,
-                     sums=(self.last_sum,))
+                     sums=(self.last_sum.hex(),))
 
     def _enter(self, decision: Decision) -> bool:
         """Connect to the members of a generation. Return whether this process owes a step."""
@@ -270,7 +270,7 @@ class Place:
         owes_step = self._has_state and self.committed < latest
         self.newcomers, self.has_returned = decision.newcomers, False
         if self.committed < latest:
-            self.last_sum = decision.latest.sums[0]
+            self.last_sum = float.fromhex(decision.latest.sums[0])
         self.committed = latest
         return owes_step
 
