@@ -18,9 +18,9 @@ from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.torch_groups import PrefixStore, Store, TCPStore
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.replay.transport import TransportName
-from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, Voice
+from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
 from slipstream.runtime.torch_pipelining.routes import NoRouteError, Routes
-from slipstream.runtime.torch_pipelining.state import pack_state, unpack_state
+from slipstream.runtime.torch_pipelining.state import pack_state, require_all_parameters, unpack_state
 from slipstream.runtime.torch_pipelining.watch import Watch
 from slipstream.schedules.schedule import Worker
 
@@ -130,10 +130,14 @@ class Place:
     def share_state(self, modules: Mapping[int, nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Hand parameters and optimizer state to workers that have returned, if there are any.
 
-        All workers call this after `take` and after `recover`, once they have stepped if they owed it.
-        Raises CommunicationError, and NoRouteError if nobody has the state of a stage.
+        All workers call this after `take` and after `recover`, once they have stepped if they owed it
+        and have made their stages, which undoes what FSDP has gathered. Raises CommunicationError,
+        NoRouteError if nobody has the state of a stage, and ValueError if the optimizer has parameters
+        that are not those of the modules.
         """
         newcomers = set(self.newcomers)
+        if newcomers:
+            require_all_parameters(modules.values(), optimizer)
         for stage, module in sorted(modules.items()):
             holders, key = self.routes.holders(stage), f"stage {stage}"
             source = next((worker for worker in holders if worker not in newcomers), None)
@@ -172,7 +176,7 @@ class Place:
         """Wait for all workers, and close the connections; call it after the last step.
 
         Whoever still owes the last step can learn it from those that wait here. Raises NoRouteError and LeftOutError as
-        `recover` does. A second call does nothing.
+        `recover` does, and LeftOutError if the run ended before this worker had its state. A second call does nothing.
         """
         if self._session is None:
             return
@@ -183,6 +187,9 @@ class Place:
         with contextlib.suppress(distributed.DistError):
             self._leave()
         self._watch.close()
+        if not self._has_state:
+            raise LeftOutError("the run has ended before this worker had its state; expected share_state before it: "
+                               "its parameters are the initial ones, take another worker's")
 
     def publish(self, key: str, value: str) -> None:
         """Tell all processes a value, by a key that never changes its value."""

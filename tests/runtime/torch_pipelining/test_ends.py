@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from slipstream.runtime.torch_pipelining import Place
+from slipstream.runtime.torch_pipelining.agreement import LeftOutError
 from slipstream.schedules.schedule import Worker
 from tests.generate import planned
 from tests.jobs import grid
@@ -55,6 +57,29 @@ def test_a_worker_that_owes_the_last_step_learns_it_from_those_that_wait_at_the_
         return None
 
     assert with_workers(plan, run)[Worker(1, 1)] == (True, 1, pytest.approx(total, nan_ok=True))
+
+
+def test_a_worker_that_returns_at_the_end_is_told_that_it_has_no_state():
+    met = threading.Barrier(4)
+
+    def run(place):
+        begun_with = place.routes
+        place.commit()
+        met.wait(TIMEOUT_SECONDS)
+        if place.worker == Worker(0, 1):
+            die(place)
+            returned = Place.take(begun_with, place.worker, store=place.store.underlying_store,
+                                  patience=TIMEOUT_SECONDS)
+            assert returned.committed == 1
+            with pytest.raises(LeftOutError, match=r"^the run has ended before this worker had its state; "):
+                returned.close()
+            returned.close()
+            return
+        place.recover()
+        while Worker(0, 1) not in place.routes.workers:
+            place.recover()
+
+    with_workers(plan, run)
 
 
 def die(place):
