@@ -63,7 +63,7 @@ class Place:
         self._agreement = Agreement(store, f"{worker}:{rank}", ranks, patience)
         self._watch = Watch(host, self._end_if_told)
         self._decision: Decision | None = None
-        self._has_state = True
+        self._has_state, self._patience = True, patience
 
     @classmethod
     def take(cls, routes: Routes, worker: str | Worker | None = None, *, store: Store | None = None, inner: int = 1,
@@ -84,7 +84,8 @@ class Place:
             inner: Number of processes of each worker; this one has number RANK % inner there.
             device: Device of this process.
             transport: "gloo" or "nccl".
-            patience: Seconds after which a process that lives but is silent is left out of a recovery.
+            patience: Seconds after which a process that lives but is silent is left out of a recovery,
+                and after which waits for what others publish, and for the device, end in an error.
 
         Raises TimeoutError, CommunicationError, NoRouteError, and ValueError for an unknown worker.
         """
@@ -202,11 +203,11 @@ class Place:
     def read(self, key: str) -> str:
         """Wait for a value that another process publishes. Raises CommunicationError if a worker has
         died."""
-        name, deadline = f"told/{key}", time.monotonic() + PATIENCE_SECONDS
+        name, deadline = f"told/{key}", time.monotonic() + self._patience
         while not self.store.check([name]):
             self.session.raise_if_ended()
             if time.monotonic() > deadline:
-                raise CommunicationError(f"nobody said {key!r} in {PATIENCE_SECONDS:g} s; expected all workers to step")
+                raise CommunicationError(f"nobody said {key!r} in {self._patience:g} s; expected all workers to step")
             time.sleep(POLL_SECONDS)
         return self.store.get(name).decode()
 
@@ -239,7 +240,8 @@ class Place:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             distributed.init_process_group(backend, store=PrefixStore(f"ranks {self._watch.address}/", self.store)
                                            if self.ranks == 1 else self._store_of_ranks(),
-                                           rank=self.rank, world_size=self.ranks)
+                                           rank=self.rank, world_size=self.ranks,
+                                           timeout=timedelta(seconds=self._patience))
         self._has_state = not self._agreement.has_begun()
         if self._has_state and self.worker not in self.routes.workers:
             raise ValueError(f"worker {self.worker} is down in the routes that the run begins with; expected one of "
@@ -264,7 +266,7 @@ class Place:
         """Connect to the members of a generation. Return whether this process owes a step."""
         self._decision, number = decision, self._agreement.number
         live = decision.workers
-        self.routes = self.routes.without([one for one in self.routes.grid_workers if one not in live])
+        self.routes = self.routes.without([worker for worker in self.routes.grid_workers if worker not in live])
         members = [*decision.voices]
         after = members[(members.index(self._process) + 1) % len(members)]
         ranks = {worker: place for place, worker in enumerate(live)}
@@ -313,9 +315,19 @@ class Place:
             self._agreement.end(self._agreement.number)
         finally:
             self._session.abort()
+            self._await_quiescence()
             self._session.drain()
             self._session.close()
             self._session = None
+
+    def _await_quiescence(self) -> None:
+        """Wait until the device has ended all operations. Raises TimeoutError."""
+        deadline = time.monotonic() + self._patience
+        while not self.session.is_quiescent():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"transfers of {self._process} have not ended {self._patience:g} s after they were "
+                                   "aborted; expected the device to answer: end this process, and start it again")
+            time.sleep(POLL_SECONDS)
 
 
 def _find_pairs(routes: Routes, worker: Worker) -> Collection[tuple[Worker, Worker]]:
@@ -349,6 +361,8 @@ def _open_store(rank: int) -> Store:
 
 def _own_host(store: Store) -> str:
     """Return the address of this machine on its way to the store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
     if not isinstance(store, TCPStore):
         return "127.0.0.1"
     with socket.create_connection((store.host, store.port), timeout=PATIENCE_SECONDS) as connection:

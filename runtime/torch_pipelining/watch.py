@@ -17,6 +17,9 @@ from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """Longest wait for a machine that does not answer."""
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""When the system asks a machine whether it is still there, and how often: seconds, seconds, times. Not all systems
+have these options."""
 BACKLOG = 1024
 """Connections that may wait for a process that is slow: with more, it would be taken for dead."""
 
@@ -135,5 +138,15 @@ def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list
 def _connect(address: str) -> socket.socket | None:
     host, port = address.split()
     with contextlib.suppress(OSError):
-        return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        _keep_alive(connection)
+        return connection
     return None
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the system close a connection whose machine has gone without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

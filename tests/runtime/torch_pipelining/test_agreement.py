@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.runtime.replay.torch_groups import HashStore
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
-from slipstream.runtime.torch_pipelining.watch import Watch, is_dead
+from slipstream.runtime.torch_pipelining.watch import KEEPALIVE, Watch, is_dead
 from slipstream.schedules.schedule import Worker
 
 SECONDS = 60
@@ -143,6 +143,17 @@ def test_whoever_has_no_others_to_wait_for_starts_whatever_the_time():
     decision = processes.agreements["0.0:0"].start(processes.voice("0.0:0"), WORKERS[:1])
     assert decision.workers == WORKERS[:1]
     processes.close()
+
+
+def test_the_system_asks_whether_the_machine_of_a_watched_process_is_there():
+    watching, watched = Watch("127.0.0.1", lambda: None), Watch("127.0.0.1", lambda: None)
+    watching.follow(watched.address, lambda: None)
+    assert watching._followed.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            assert watching._followed.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
+    watching.close()
+    watched.close()
 
 
 @pytest.fixture
