@@ -190,8 +190,9 @@ def test_a_watch_checks_although_a_socket_of_it_is_closed():
     watch = Watch("127.0.0.1", checked.set)
     with watch._lock:
         watch._accepted.append(closed)
+    for _ in range(2):  # the first may be of the turn that had begun before
         checked.clear()
-    assert checked.wait(SECONDS)
+        assert checked.wait(SECONDS)
     watch.close()
 
 
