@@ -131,8 +131,8 @@ def train(table: Path, worker: Worker, store: TCPStore, transport: TransportName
     while not (store.check([LAST]) and place.committed >= int(store.get(LAST))):
         optimizer.zero_grad()
         try:
-            place.share_state(modules, optimizer)
             schedule = schedule or make_schedule(place, modules)
+            place.share_state(modules, optimizer)
             losses = run_step(schedule, place.committed)
             time.sleep(LONGEST_SLEEP_SECONDS * chance.random())  # so that workers are killed at all points
             place.commit(sum(loss.item() for loss in losses) / place.routes.microbatches)

@@ -29,8 +29,8 @@ class Voice(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     committed: int | None
     """Number of iterations that it has committed; None if it has no state yet."""
-    sums: tuple[float, ...] = ()
-    """Sums of its last commit."""
+    sums: tuple[str, ...] = ()
+    """Sums of its last commit, as `float.hex` writes them: JSON has no NaN or infinity."""
 
 
 class Joiner(msgspec.Struct, frozen=True):
@@ -157,7 +157,7 @@ class Agreement:
             spoken |= {other for other in addresses.keys() - spoken
                        if self._store.check([f"voice/{self.number}/{other}"])}
             missing = addresses.keys() - spoken
-            if time.monotonic() > deadline and self.number == 1:
+            if missing and self.number == 1 and time.monotonic() > deadline:
                 raise TimeoutError(f"{', '.join(sorted(missing))} did not start in {self._patience:g} s; expected all "
                                    "processes, or routes without these workers")
             alive = {other for other in missing if not probes.is_dead(addresses[other])}

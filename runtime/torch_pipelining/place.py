@@ -18,9 +18,9 @@ from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.torch_groups import PrefixStore, Store, TCPStore
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.replay.transport import TransportName
-from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, Voice
+from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
 from slipstream.runtime.torch_pipelining.routes import NoRouteError, Routes
-from slipstream.runtime.torch_pipelining.state import pack_state, unpack_state
+from slipstream.runtime.torch_pipelining.state import pack_state, require_all_parameters, unpack_state
 from slipstream.runtime.torch_pipelining.watch import Watch
 from slipstream.schedules.schedule import Worker
 
@@ -63,7 +63,7 @@ class Place:
         self._agreement = Agreement(store, f"{worker}:{rank}", ranks, patience)
         self._watch = Watch(host, self._end_if_told)
         self._decision: Decision | None = None
-        self._has_state = True
+        self._has_state, self._patience = True, patience
 
     @classmethod
     def take(cls, routes: Routes, worker: str | Worker | None = None, *, store: Store | None = None, inner: int = 1,
@@ -84,7 +84,8 @@ class Place:
             inner: Number of processes of each worker; this one has number RANK % inner there.
             device: Device of this process.
             transport: "gloo" or "nccl".
-            patience: Seconds after which a process that lives but is silent is left out of a recovery.
+            patience: Seconds after which a process that lives but is silent is left out of a recovery,
+                and after which waits for what others publish, and for the device, end in an error.
 
         Raises TimeoutError, CommunicationError, NoRouteError, and ValueError for an unknown worker.
         """
@@ -130,10 +131,14 @@ class Place:
     def share_state(self, modules: Mapping[int, nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Hand parameters and optimizer state to workers that have returned, if there are any.
 
-        All workers call this after `take` and after `recover`, once they have stepped if they owed it.
-        Raises CommunicationError, and NoRouteError if nobody has the state of a stage.
+        All workers call this after `take` and after `recover`, once they have stepped if they owed it
+        and have made their stages, which undoes what FSDP has gathered. Raises CommunicationError,
+        NoRouteError if nobody has the state of a stage, and ValueError if the optimizer has parameters
+        that are not those of the modules.
         """
         newcomers = set(self.newcomers)
+        if newcomers:
+            require_all_parameters(modules.values(), optimizer)
         for stage, module in sorted(modules.items()):
             holders, key = self.routes.holders(stage), f"stage {stage}"
             source = next((worker for worker in holders if worker not in newcomers), None)
@@ -172,7 +177,7 @@ class Place:
         """Wait for all workers, and close the connections; call it after the last step.
 
         Whoever still owes the last step can learn it from those that wait here. Raises NoRouteError and LeftOutError as
-        `recover` does. A second call does nothing.
+        `recover` does, and LeftOutError if the run ended before this worker had its state. A second call does nothing.
         """
         if self._session is None:
             return
@@ -183,6 +188,9 @@ class Place:
         with contextlib.suppress(distributed.DistError):
             self._leave()
         self._watch.close()
+        if not self._has_state:
+            raise LeftOutError("the run has ended before this worker had its state; expected share_state before it: "
+                               "its parameters are the initial ones, take another worker's")
 
     def publish(self, key: str, value: str) -> None:
         """Tell all processes a value, by a key that never changes its value."""
@@ -195,11 +203,11 @@ class Place:
     def read(self, key: str) -> str:
         """Wait for a value that another process publishes. Raises CommunicationError if a worker has
         died."""
-        name, deadline = f"told/{key}", time.monotonic() + PATIENCE_SECONDS
+        name, deadline = f"told/{key}", time.monotonic() + self._patience
         while not self.store.check([name]):
             self.session.raise_if_ended()
             if time.monotonic() > deadline:
-                raise CommunicationError(f"nobody said {key!r} in {PATIENCE_SECONDS:g} s; expected all workers to step")
+                raise CommunicationError(f"nobody said {key!r} in {self._patience:g} s; expected all workers to step")
             time.sleep(POLL_SECONDS)
         return self.store.get(name).decode()
 
@@ -232,7 +240,8 @@ class Place:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             distributed.init_process_group(backend, store=PrefixStore(f"ranks {self._watch.address}/", self.store)
                                            if self.ranks == 1 else self._store_of_ranks(),
-                                           rank=self.rank, world_size=self.ranks)
+                                           rank=self.rank, world_size=self.ranks,
+                                           timeout=timedelta(seconds=self._patience))
         self._has_state = not self._agreement.has_begun()
         if self._has_state and self.worker not in self.routes.workers:
             raise ValueError(f"worker {self.worker} is down in the routes that the run begins with; expected one of "
@@ -251,13 +260,13 @@ class Place:
 
     def _own_voice(self) -> Voice:
         return Voice(address=self._watch.address, committed=self.committed if self._has_state else None,
-                     sums=(self.last_sum,))
+                     sums=(self.last_sum.hex(),))
 
     def _enter(self, decision: Decision) -> bool:
         """Connect to the members of a generation. Return whether this process owes a step."""
         self._decision, number = decision, self._agreement.number
         live = decision.workers
-        self.routes = self.routes.without([one for one in self.routes.grid_workers if one not in live])
+        self.routes = self.routes.without([worker for worker in self.routes.grid_workers if worker not in live])
         members = [*decision.voices]
         after = members[(members.index(self._process) + 1) % len(members)]
         ranks = {worker: place for place, worker in enumerate(live)}
@@ -270,7 +279,7 @@ class Place:
         owes_step = self._has_state and self.committed < latest
         self.newcomers, self.has_returned = decision.newcomers, False
         if self.committed < latest:
-            self.last_sum = decision.latest.sums[0]
+            self.last_sum = float.fromhex(decision.latest.sums[0])
         self.committed = latest
         return owes_step
 
@@ -306,9 +315,19 @@ class Place:
             self._agreement.end(self._agreement.number)
         finally:
             self._session.abort()
+            self._await_quiescence()
             self._session.drain()
             self._session.close()
             self._session = None
+
+    def _await_quiescence(self) -> None:
+        """Wait until the device has ended all operations. Raises TimeoutError."""
+        deadline = time.monotonic() + self._patience
+        while not self.session.is_quiescent():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"transfers of {self._process} have not ended {self._patience:g} s after they were "
+                                   "aborted; expected the device to answer: end this process, and start it again")
+            time.sleep(POLL_SECONDS)
 
 
 def _find_pairs(routes: Routes, worker: Worker) -> Collection[tuple[Worker, Worker]]:
@@ -342,6 +361,8 @@ def _open_store(rank: int) -> Store:
 
 def _own_host(store: Store) -> str:
     """Return the address of this machine on its way to the store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
     if not isinstance(store, TCPStore):
         return "127.0.0.1"
     with socket.create_connection((store.host, store.port), timeout=PATIENCE_SECONDS) as connection:

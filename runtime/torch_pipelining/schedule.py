@@ -178,8 +178,13 @@ class ReroutedSchedule:
         if boundary > 1:
             example = tuple(torch.zeros(shape, dtype=dtype, device=stage.device, requires_grad=grad)
                             for shape, dtype, grad in self._forms_at(boundary - 1))
+        before = {name: buffer.clone() for name, buffer in stage.submod.named_buffers()}
         with torch.random.fork_rng(devices=[stage.device] if stage.device.type == "cuda" else []):
             output = stage.submod(*example, **kwargs)
+        with torch.no_grad():  # this forward is not one of the iteration, and other holders do without it
+            for name, buffer in stage.submod.named_buffers():
+                if name in before:
+                    buffer.copy_(before[name])
         outputs = output if isinstance(output, tuple | list) else (output,)
         if any(isinstance(tensor, DTensor) for tensor in outputs):
             raise ValueError(f"stage {boundary - 1} returns a DTensor; expected a tensor of this rank: give its last "

@@ -28,7 +28,8 @@ def pack_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     groups = [{key: value for key, value in group.items() if isinstance(value, PLAIN)}
               for group in optimizer.param_groups]
     text = torch.frombuffer(bytearray(msgspec.json.encode(groups)), dtype=torch.uint8)
-    return save({GROUPS: text, **{name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}})
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return save({GROUPS: text, **copies})
 
 
 def unpack_state(data: bytes, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -41,9 +42,23 @@ def unpack_state(data: bytes, module: nn.Module, optimizer: torch.optim.Optimize
     with torch.no_grad():
         for name, tensor in _tensors_of(module):
             local(tensor).copy_(tensors.pop(f"module.{name}"))
+    on_device = {parameter for group in optimizer.param_groups for parameter in group["params"]
+                 if group.get("fused") or group.get("capturable")}
     for place, value in tensors.items():
         _, key, name = place.split(".", 2)
-        optimizer.state[parameters[name]][key] = _like(parameters[name], value)
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = _like(parameter, value, keeps_steps_on_device=parameter in on_device)
+
+
+def require_all_parameters(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the optimizer has parameters that are not those of the modules."""
+    known = {parameter for module in modules for parameter in module.parameters()}
+    strange = [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]
+               if parameter not in known]
+    if strange:
+        raise ValueError(f"the optimizer has {len(strange)} parameters that are not the modules', the first of shape "
+                         f"{strange[0]}; expected those of the modules, as they are after ReroutedStage is made around "
+                         "each")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -56,11 +71,12 @@ def _tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
+def _like(parameter: Tensor, value: Tensor, *, keeps_steps_on_device: bool) -> Tensor:
     """Return a value of the optimizer as it keeps it for a parameter: in the same shards, or a number."""
-    if value.dim() == 0 and parameter.dim() > 0:
-        return value  # a step count: on the host, unless the optimizer is fused
-    value = value.to(local(parameter).device)
+    device = local(parameter).device
+    if value.dim() == 0 and parameter.dim() > 0:  # a step count
+        return value.to(device) if keeps_steps_on_device else value
+    value = value.to(device)
     if not isinstance(parameter, DTensor):
         return value
     return DTensor.from_local(value, parameter.device_mesh, parameter.placements, shape=parameter.shape,

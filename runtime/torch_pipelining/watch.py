@@ -6,16 +6,20 @@ ones. A process that is merely slow is not taken for dead.
 """
 
 import contextlib
-import select
+import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """Longest wait for a machine that does not answer."""
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""When the system asks a machine whether it is still there, and how often: seconds, seconds, times. Not all systems
+have these options."""
 BACKLOG = 1024
 """Connections that may wait for a process that is slow: with more, it would be taken for dead."""
 
@@ -66,20 +70,16 @@ class Watch:
         self._closed.set()
         self._thread.join(CONNECT_SECONDS)
         with self._lock:
-            for one in [self._listener, *self._accepted, *([self._followed] if self._followed else [])]:
-                one.close()
+            for connection in [self._listener, *self._accepted, *([self._followed] if self._followed else [])]:
+                connection.close()
 
     def _run(self) -> None:
         while not self._closed.is_set():
             with self._lock:
                 followed = self._followed
                 waiting = [self._listener, *self._accepted, *([followed] if followed is not None else [])]
-            try:
-                ready, _, _ = select.select(waiting, [], [], POLL_SECONDS)
-            except (OSError, ValueError):  # one was closed meanwhile
-                continue
-            for one in ready:
-                self._take(one, followed)
+            for connection in _find_readable(waiting, POLL_SECONDS):
+                self._take(connection, followed)
             self._check()
 
     def _take(self, ready: socket.socket, followed: socket.socket | None) -> None:
@@ -89,12 +89,12 @@ class Watch:
                 self._accepted.append(ready.accept()[0])
         elif ready is followed:
             with self._lock:
-                is_current = self._followed is followed
+                is_current, on_loss = self._followed is followed, self._on_loss
                 if is_current:
                     self._followed = None
             if is_current:
                 ready.close()
-                self._on_loss()
+                on_loss()
         else:
             with self._lock:
                 self._accepted.remove(ready)
@@ -111,7 +111,7 @@ class Probe:
         """Return whether nobody listens at the address any more."""
         if self._connection is None:
             return True
-        return bool(select.select([self._connection], [], [], 0)[0])  # nothing is ever sent: it has ended
+        return bool(_find_readable([self._connection], 0))  # nothing is ever sent: it has ended
 
     def close(self) -> None:
         """Close the connection."""
@@ -125,8 +125,28 @@ def is_dead(address: str) -> bool:
         return probe.is_dead()
 
 
+def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
+    """Wait until any of these can be read, or has ended; return those."""
+    # unlike select, poll takes descriptors from 1024 on; unlike epoll, it needs none of its own
+    with selectors.PollSelector() as selector:
+        for connection in connections:
+            with contextlib.suppress(ValueError, KeyError):  # closed meanwhile
+                selector.register(connection, selectors.EVENT_READ)
+        return [cast(socket.socket, key.fileobj) for key, _ in selector.select(seconds)]
+
+
 def _connect(address: str) -> socket.socket | None:
     host, port = address.split()
     with contextlib.suppress(OSError):
-        return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        _keep_alive(connection)
+        return connection
     return None
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the system close a connection whose machine has gone without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

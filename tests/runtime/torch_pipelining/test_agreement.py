@@ -1,5 +1,8 @@
 """Who goes on: each process of these tests is a watch and an agreement, in a thread."""
 
+import os
+import resource
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,10 +11,12 @@ import pytest
 
 from slipstream.runtime.replay.torch_groups import HashStore
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
-from slipstream.runtime.torch_pipelining.watch import Watch, is_dead
+from slipstream.runtime.torch_pipelining.watch import KEEPALIVE, Watch, is_dead
 from slipstream.schedules.schedule import Worker
 
 SECONDS = 60
+SHORT_SECONDS = 2
+MANY_DESCRIPTORS = 1100
 WORKERS = (Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1))
 
 
@@ -75,10 +80,17 @@ def test_a_second_death_during_the_agreement(processes):
 
 
 def test_a_process_that_is_silent_is_left_out_and_told_so():
-    processes = Processes(patience=0.2)
+    processes = Processes()
     before = processes.start()
     awake = ("0.0:0", "1.0:0", "1.1:0")
-    after = processes.each(awake, lambda name: processes.agreements[name].go_on(processes.voice(name), before[name]))
+    met = threading.Barrier(len(awake))
+
+    def go_on(name: str) -> Decision:
+        processes.agreements[name]._patience = SHORT_SECONDS
+        met.wait(SECONDS)
+        return processes.agreements[name].go_on(processes.voice(name), before[name])
+
+    after = processes.each(awake, go_on)
     assert after["0.0:0"].workers == (Worker(0, 0), Worker(1, 0), Worker(1, 1))
     with pytest.raises(LeftOutError, match=r"the others go on without 0\.1:0"):
         processes.agreements["0.1:0"].go_on(processes.voice("0.1:0"), before["0.1:0"])
@@ -124,6 +136,64 @@ def test_whoever_does_not_start_is_named():
     with pytest.raises(TimeoutError, match=r"0.1:0, 1.0:0, 1.1:0 did not start in 0.2 s"):
         processes.agreements["0.0:0"].start(processes.voice("0.0:0"), WORKERS)
     processes.close()
+
+
+def test_whoever_has_no_others_to_wait_for_starts_whatever_the_time():
+    processes = Processes(patience=0)
+    decision = processes.agreements["0.0:0"].start(processes.voice("0.0:0"), WORKERS[:1])
+    assert decision.workers == WORKERS[:1]
+    processes.close()
+
+
+def test_the_system_asks_whether_the_machine_of_a_watched_process_is_there():
+    watching, watched = Watch("127.0.0.1", lambda: None), Watch("127.0.0.1", lambda: None)
+    watching.follow(watched.address, lambda: None)
+    assert watching._followed.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            assert watching._followed.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
+    watching.close()
+    watched.close()
+
+
+@pytest.fixture
+def many_descriptors():
+    """So many open descriptors that new ones are too large for select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = MANY_DESCRIPTORS + 200
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"only {hard} descriptors are allowed")
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY_DESCRIPTORS)]
+    yield
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_death_is_noticed_by_a_process_with_many_descriptors():
+    checked, lost = threading.Event(), threading.Event()
+    watching, watched = Watch("127.0.0.1", checked.set), Watch("127.0.0.1", lambda: None)
+    assert checked.wait(SECONDS)
+    watching.follow(watched.address, lost.set)
+    assert not is_dead(watched.address)
+    watched.close()
+    assert lost.wait(SECONDS) and is_dead(watched.address)
+    watching.close()
+
+
+def test_a_watch_checks_although_a_socket_of_it_is_closed():
+    checked, closed = threading.Event(), socket.socket()
+    closed.close()
+    watch = Watch("127.0.0.1", checked.set)
+    with watch._lock:
+        watch._accepted.append(closed)
+    for _ in range(2):  # the first may be of the turn that had begun before
+        checked.clear()
+        assert checked.wait(SECONDS)
+    watch.close()
 
 
 def test_a_death_is_noticed_and_slowness_is_not_one():

@@ -1,11 +1,16 @@
 """The end of a run: all leave together, and whoever still owes the last step learns it from those that wait."""
 
+import math
+import threading
+
 import pytest
 
+from slipstream.runtime.torch_pipelining import Place
+from slipstream.runtime.torch_pipelining.agreement import LeftOutError
 from slipstream.schedules.schedule import Worker
 from tests.generate import planned
 from tests.jobs import grid
-from tests.runtime.torch_pipelining.threads import with_workers
+from tests.runtime.torch_pipelining.threads import TIMEOUT_SECONDS, with_workers
 
 JOB = grid(2, 2, [2, 2])
 ROUNDS = 20
@@ -22,8 +27,11 @@ def test_the_first_to_leave_does_not_end_the_wait_of_the_others():
 
 
 def test_a_worker_that_dies_after_the_last_commit_is_not_waited_for():
+    met = threading.Barrier(4)
+
     def run(place):
         place.commit()
+        met.wait(TIMEOUT_SECONDS)
         if place.worker == Worker(0, 1):
             die(place)
         place.close()
@@ -33,10 +41,14 @@ def test_a_worker_that_dies_after_the_last_commit_is_not_waited_for():
     assert {found[worker] for worker in found if worker != Worker(0, 1)} == {(Worker(0, 1),)}
 
 
-def test_a_worker_that_owes_the_last_step_learns_it_from_those_that_wait_at_the_end():
+@pytest.mark.parametrize(("value", "total"), [(1.0, 4.0), (math.nan, math.nan), (math.inf, math.inf)])
+def test_a_worker_that_owes_the_last_step_learns_it_from_those_that_wait_at_the_end(value, total):
     """Worker 1.1 has not heard of the commit when worker 0.1 dies."""
+    met = threading.Barrier(4)
+
     def run(place):
-        place.commit(1.0)
+        place.commit(value)
+        met.wait(TIMEOUT_SECONDS)
         if place.worker == Worker(0, 1):
             die(place)
         elif place.worker == Worker(1, 1):
@@ -44,7 +56,30 @@ def test_a_worker_that_owes_the_last_step_learns_it_from_those_that_wait_at_the_
             return place.recover(), place.committed, place.last_sum
         return None
 
-    assert with_workers(plan, run)[Worker(1, 1)] == (True, 1, 4.0)
+    assert with_workers(plan, run)[Worker(1, 1)] == (True, 1, pytest.approx(total, nan_ok=True))
+
+
+def test_a_worker_that_returns_at_the_end_is_told_that_it_has_no_state():
+    met = threading.Barrier(4)
+
+    def run(place):
+        begun_with = place.routes
+        place.commit()
+        met.wait(TIMEOUT_SECONDS)
+        if place.worker == Worker(0, 1):
+            die(place)
+            returned = Place.take(begun_with, place.worker, store=place.store.underlying_store,
+                                  patience=TIMEOUT_SECONDS)
+            assert returned.committed == 1
+            with pytest.raises(LeftOutError, match=r"^the run has ended before this worker had its state; "):
+                returned.close()
+            returned.close()
+            return
+        place.recover()
+        while Worker(0, 1) not in place.routes.workers:
+            place.recover()
+
+    with_workers(plan, run)
 
 
 def die(place):

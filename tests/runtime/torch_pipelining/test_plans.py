@@ -159,6 +159,19 @@ def test_shards_that_would_lose_gradients_are_refused():
     with_workers(schedule, run)
 
 
+def test_the_forward_that_finds_forms_leaves_buffers_as_they_were():
+    """A norm counts the forwards of the iteration, and no others."""
+    def run(place):
+        (stage,) = place.routes.stages_of(place.worker)
+        norm = nn.BatchNorm1d(6).double()
+        made = make_schedule(place, {stage: nn.Sequential(build_stage(stage), norm)})
+        run_step(made)
+        return norm.num_batches_tracked.item(), len(made.samples)
+
+    for counted, samples in with_workers(planned(grid(2, 2, [2, 3]), []), run).values():
+        assert counted == samples
+
+
 def test_samples_are_all_that_a_worker_runs():
     schedule = planned(grid(2, 2, [2, 3]), [Worker(0, 1)])
     found = with_workers(schedule, lambda place: make_schedule(
