@@ -99,7 +99,7 @@ def test_dead_workers_cost_what_plan_says_for_them(job):
     said = slipstream("simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--seeds", 2)
     assert "all 2 runs over 0.1 dead would be equal" in said.stderr and "1 trace" in said.stdout
     said = slipstream("simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--days", 2)
-    assert "0.1 dead: 48 h, 1 worker lost" in said.stdout and "searched for 0.01 s each" in said.stderr
+    assert "0.1 dead: 48 h, 1 worker lost" in said.stdout and "searched for 4,000 counted steps each" in said.stderr
 
 
 def test_slow_workers_of_the_job_are_told_to_be_left_out(job):
