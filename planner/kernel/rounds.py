@@ -52,13 +52,13 @@ class RoundRule(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """State of an order in rounds that is being made."""
+    """State of an order, in rounds or in turn, that is being made."""
 
     order: Ints
     end: Ints
     """Tick at which the op ends, [op]; -1 before it is placed."""
     next: Ints
-    """Index in `Lanes.op` of the lane's next op, [lane]."""
+    """Index in `Lanes.op` of the lane's next op, [lane]; of an order in turn, in `turn`, [worker]."""
     free: Ints
     """Tick at which the worker ends its last op, [worker]."""
     used: Ints
@@ -312,6 +312,27 @@ def _pass_on_cascade(lanes: Lanes, state: Progress, half: Ints, cascade: Ints, w
 
 
 @jit
+def _begin_order(ops: "Ops", memory: MemoryLimits, next: Ints, idle: Ints, order: Ints) -> Progress:
+    """Return the state before the first op is placed; `next` and `idle` are those of `Progress`."""
+    workers = memory.capacity.shape[0]
+    load = np.zeros(workers, np.int64)
+    for worker in ops.worker:
+        load[worker] += 1
+    return Progress(order, np.full(order.shape[0], -1, np.int64), next, np.zeros(workers, np.int64),
+                    np.zeros(workers, np.int64), idle, np.zeros((workers, load.max()), np.int64),
+                    np.zeros((workers, 2), np.int64), np.zeros(workers, np.int64), np.zeros(next.shape[0], np.int64),
+                    np.zeros(2, np.int64))
+
+
+@jit_borrowing
+def _place_left_weights(ops: "Ops", memory: MemoryLimits, state: Progress) -> None:
+    """Place all W that have waited until the end."""
+    for worker in range(memory.capacity.shape[0]):
+        while _waiting_weight(state, worker) >= 0:
+            _place_weight(ops, memory, state, worker)
+
+
+@jit
 def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, idle: Ints, order: Ints) -> int:
     """Write the ops to `order` as the rounds of a rule place them, and return their number: fewer than all if no worker
     can go on for lack of memory.
@@ -320,13 +341,7 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
     ticks of the workers in addition.
     """
     workers, count = memory.capacity.shape[0], lanes.worker.shape[0]
-    load = np.zeros(workers, np.int64)
-    for worker in ops.worker:
-        load[worker] += 1
-    state = Progress(order, np.full(order.shape[0], -1, np.int64), lanes.start[:-1].copy(),
-                     np.zeros(workers, np.int64), np.zeros(workers, np.int64), idle,
-                     np.zeros((workers, load.max()), np.int64), np.zeros((workers, 2), np.int64),
-                     np.zeros(workers, np.int64), np.zeros(count, np.int64), np.zeros(2, np.int64))
+    state = _begin_order(ops, memory, lanes.start[:-1].copy(), idle, order)
     cascade = np.zeros(count, np.int64)
     for half, allowed in ((lanes.forward, rule.cascade_forward), (lanes.gradient, rule.cascade_gradient)):
         state.chosen[:] = -1
@@ -349,9 +364,7 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
         _run_half(ops, lanes, memory, rule, state, lanes.forward, cascade, rule.fill_forward)
         state.skipped[:] = 0
         stuck = 0 if state.counters[PLACED] > placed else stuck + 1
-    for worker in range(workers):
-        while _waiting_weight(state, worker) >= 0:
-            _place_weight(ops, memory, state, worker)
+    _place_left_weights(ops, memory, state)
     return state.counters[PLACED]
 
 
@@ -371,13 +384,7 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
         for index in range(begin[worker], begin[worker + 1]):
             if turn[index] % ops.kinds == FORWARD:
                 last_forward[worker] = index
-    load = np.zeros(workers, np.int64)
-    for worker in ops.worker:
-        load[worker] += 1
-    state = Progress(order, np.full(order.shape[0], -1, np.int64), begin[:-1].copy(), np.zeros(workers, np.int64),
-                     np.zeros(workers, np.int64), np.zeros(workers, np.int64),
-                     np.zeros((workers, load.max()), np.int64), np.zeros((workers, 2), np.int64),
-                     np.zeros(workers, np.int64), np.zeros(0, np.int64), np.zeros(2, np.int64))
+    state = _begin_order(ops, memory, begin[:-1].copy(), np.zeros(workers, np.int64), order)
     placed = -1
     while placed < state.counters[PLACED]:
         placed = state.counters[PLACED]
@@ -399,7 +406,5 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
                     first, last = state.weight_bounds[worker]
                     for _ in range(last - first - waiting[worker]):
                         _place_weight(ops, memory, state, worker)
-    for worker in range(workers):
-        while _waiting_weight(state, worker) >= 0:
-            _place_weight(ops, memory, state, worker)
+    _place_left_weights(ops, memory, state)
     return state.counters[PLACED]

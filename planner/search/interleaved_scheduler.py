@@ -24,7 +24,7 @@ from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_in
 from slipstream.planner.model.memory import activation_memory
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import time_order
-from slipstream.planner.search.list_scheduler import StuckError, make_memory_limits
+from slipstream.planner.search.list_scheduler import StuckError, make_memory_limits, without_reserves
 
 Waiting = Literal["none", "column", "any"]
 WAITING: tuple[Waiting, ...] = get_args(Waiting)
@@ -79,10 +79,7 @@ class InterleavedScheduler:
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
         self._kernel = kernel_loops()
-        memory, _ = make_memory_limits(arrays)
-        room = memory.room.copy()
-        room[:, self._kernel.NEEDED] = room[:, self._kernel.FORWARD]
-        self._memory = memory._replace(room=room)
+        self._memory = without_reserves(make_memory_limits(arrays)[0])
         self._last: tuple[Ints, Ints] | None = None
 
     def evaluate_rule(self, rule: InterleavedRule) -> int:

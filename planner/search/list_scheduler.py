@@ -532,6 +532,13 @@ def make_memory_limits(arrays: ProblemArrays) -> tuple[Any, bool]:
     return kernel_loops().MemoryLimits(capacity=capacity, room=to_ints(room)), reserved.chains_in_turn
 
 
+def without_reserves(memory: Any) -> Any:
+    """Return a copy of the kernel's `MemoryLimits` in which an F reserves no memory for later stages."""
+    loops, room = kernel_loops(), memory.room.copy()
+    room[:, loops.NEEDED] = room[:, loops.FORWARD]
+    return memory._replace(room=room)
+
+
 # --- What others run: orders to compare with, by the same list scheduler under their rules ----------------------------
 
 

@@ -19,7 +19,7 @@ from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_in
 from slipstream.planner.model.memory import activation_memory
 from slipstream.planner.model.problem import UNLIMITED, Problem
 from slipstream.planner.model.start_times import time_order
-from slipstream.planner.search.list_scheduler import StuckError, make_memory_limits
+from slipstream.planner.search.list_scheduler import StuckError, make_memory_limits, without_reserves
 
 Spread = Literal["own", "stay", "less"]
 PASSES = 3
@@ -135,7 +135,7 @@ class RoundScheduler:
         """
         best, approved = None, np.full_like(self._lack, -1)
         capacity = (self._memory.capacity * rule.capacity).astype(np.int64)
-        memory = self._memory._replace(capacity=capacity, room=self._memory.room if rule.reserve else self._own_room)
+        memory = (self._memory if rule.reserve else self._memory_without_reserves)._replace(capacity=capacity)
         for _ in range(PASSES):
             idle, order = self._lack.copy(), np.zeros_like(self.arrays.ops.duration)
             done = self._kernel.order_in_rounds(self.arrays.ops, self._lanes, memory,
@@ -158,11 +158,8 @@ class RoundScheduler:
         return self.arrays.make_solution(*self._last)
 
     @cached_property
-    def _own_room(self) -> Ints:
-        """What ops take of the memory, if an F reserves none for later stages, [slice, kind]."""
-        room: Ints = self._memory.room.copy()
-        room[:, self._kernel.NEEDED] = room[:, self._kernel.FORWARD]
-        return room
+    def _memory_without_reserves(self) -> Any:
+        return without_reserves(self._memory)
 
     def _make_rule(self, rule: RoundRule, approved: Ints) -> Any:
         limit = rule.share * self._usual_forwards[rule.spread] + 0.5
