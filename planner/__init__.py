@@ -10,7 +10,7 @@
     overlapped       gradient reductions that overlap compute, added to a plan made without them
     params           parameters of the searches
     budget           limits of a search (seconds or counted steps), its seed, how to stop it, its progress
-    kernel           the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
+    kernel/          the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
     blockwise        a plan of a block of micro-batches, repeated until all of many micro-batches are done
     normalise        the choice of the roles that stay vacant, for a number of failures
     comparison       candidates compared by their plans, all in a share of the time, then the best few again

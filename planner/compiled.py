@@ -34,6 +34,7 @@ def load_kernel() -> None:
     from slipstream.planner.model.arrays import ProblemArrays
     from slipstream.planner.model.from_job import build_problem
     from slipstream.planner.search.annealing import AnnealingChain
+    from slipstream.planner.search.interleaved_scheduler import InterleavedRule, InterleavedScheduler
     from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
     from slipstream.planner.search.round_scheduler import RoundRule, RoundScheduler
 
@@ -42,6 +43,7 @@ def load_kernel() -> None:
     scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "least-loaded")))
     scheduler.evaluate_rule(DispatchRule())
     RoundScheduler(scheduler.arrays).evaluate_rule(RoundRule())
+    InterleavedScheduler(scheduler.arrays).evaluate_rule(InterleavedRule(group=1, slope=1.0))
     AnnealingChain(scheduler.last_solution(), 0, 0).run()
 
 
@@ -52,7 +54,7 @@ def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
         return
     progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)
     # One process at a time: a second compilation would be wasted.
-    with Path(__file__).with_name("kernel.py").open("rb") as source:
+    with (Path(__file__).parent / "kernel" / "__init__.py").open("rb") as source:
         with contextlib.suppress(OSError):
             fcntl.flock(source, fcntl.LOCK_EX)
         load_kernel()

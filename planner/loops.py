@@ -4,6 +4,7 @@ it."""
 import contextlib
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -11,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LAST_INDEX_FILE = "kernel.anneal-*.nbi"
-"""Pattern for the file in numba's cache that is written last: the index of `kernel.anneal`, which is compiled last."""
+LAST_INDEX_FILE = "annealing.anneal-*.nbi"
+"""Pattern for the file in numba's cache that is written last: the index of `anneal`, which is compiled last."""
 
 
 _compiling_elsewhere = threading.Event()
@@ -40,26 +41,31 @@ def use_plain_python() -> None:
 def is_compiled() -> bool:
     """Return whether the inner loops' machine code is loaded, or can be loaded without compiling.
 
-    That is so if this process has loaded it, or if its index file is not older than the source.
+    That is so if this process has loaded it, or if its index file is not older than any file of the source.
     """
     kernel = _compiled_kernel()
     if kernel.anneal.signatures or not can_store_machine_code():
         return bool(kernel.anneal.signatures)
-    changed = Path(kernel.__file__).stat().st_mtime
+    changed = _time_of_sources()
     return any(path.stat().st_mtime >= changed for path in _last_index_files())
 
 
 def mark_as_compiled() -> None:
     """Set the time of the machine code on disk to that of the source, after it was loaded or compiled.
 
-    numba identifies machine code by the content of the source. If a checkout writes the same source again, numba does
+    Machine code is identified by the content of the source. If a checkout writes the same source again, numba does
     not rewrite the machine code, which would then seem to be too old.
     """
-    changed = Path(_compiled_kernel().__file__).stat().st_mtime
+    changed = _time_of_sources()
     with contextlib.suppress(OSError):  # a folder that may only be read
         for path in _last_index_files():
             if path.stat().st_mtime < changed:
                 os.utime(path, (changed, changed))
+
+
+def _time_of_sources() -> float:
+    """Return the time of the latest change of a file of the kernel."""
+    return float(max(path.stat().st_mtime for path in _compiled_kernel().SOURCES))
 
 
 def _last_index_files() -> Iterator[Path]:
@@ -84,5 +90,6 @@ def _plain_kernel() -> ModuleType:
     spec = importlib.util.spec_from_file_location("slipstream.planner.plain_kernel", _compiled_kernel().__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its files import each other
     spec.loader.exec_module(module)
     return module

@@ -11,6 +11,7 @@ From the top, each floor on those below it:
     tools/         profile, self-test, reference run
 
     own_loop       replay in a user's own loop: no coordinator, job file or run folder
+    torch_pipelining/  plans inside torch.distributed.pipelining, in a loop of the user's own
     run_folder     locks a run's folder, and decides which files a run may replace
 
     computing/     the slices that a worker runs, and their micro-batches in flight

@@ -36,6 +36,7 @@ class Wait(NamedTuple):
 
 _TRANSFER = "replay.transfers:TRANSFER_TIMEOUT"
 _ANSWER = "protocol.channel:ANSWER_SECONDS"
+_PATIENCE = "torch_pipelining.place:PATIENCE_SECONDS"
 _COORDINATOR = "processes.worker_start:COORDINATOR_TIMEOUT_SECONDS"
 
 WAITS = (
@@ -151,6 +152,21 @@ WAITS = (
          "protocol.to_node_agent:SILENT_SECONDS"),
     Wait("node_agent:_NodeAgent._wait_for_coordinator", "another node 0", _COORDINATOR),
     Wait("processes.torchrun_store:find_node_0", "node 0", Ender.CALLER),
+    # A loop of a user's own, in torch's pipeline stages.
+    Wait("torch_pipelining.agreement:Agreement.join", "the members, at a commit", _PATIENCE),
+    Wait("torch_pipelining.agreement:Agreement._await_decision", "the members that live",
+         _PATIENCE),
+    Wait("torch_pipelining.inside_torch:RoutedStage.wait_for_sends", "workers that receive",
+         _TRANSFER),
+    Wait("torch_pipelining.place:Place.read", "another member", _PATIENCE),
+    Wait("torch_pipelining.place:_own_host", "the process of the store", _PATIENCE),
+    Wait("torch_pipelining.watch:Watch._run", "the next connection, or the end of one",
+         "torch_pipelining.watch:POLL_SECONDS"),
+    Wait("torch_pipelining.watch:Watch.close", "its thread",
+         "torch_pipelining.watch:CONNECT_SECONDS"),
+    Wait("torch_pipelining.watch:Probe.is_dead", "nobody: it does not block", Ender.NOBODY),
+    Wait("torch_pipelining.watch:_connect", "another member",
+         "torch_pipelining.watch:CONNECT_SECONDS"),
     # Node 0, and processes.
     Wait("coordinator.event_loop:EventLoop.serve", "workers: the stall watch says whom",
          Ender.PROCESS),

@@ -24,6 +24,12 @@ from slipstream.planner.model.bounds_passage import compute_whole_fill
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, ListParams
+from slipstream.planner.search.interleaved_scheduler import (
+    InterleavedRule,
+    InterleavedScheduler,
+    change_interleaved_rule,
+    iterate_interleaved_rules,
+)
 from slipstream.planner.search.list_scheduler import (
     ASSIGNMENT_RULES,
     BASELINES,
@@ -39,11 +45,12 @@ from slipstream.planner.search.list_scheduler import (
 )
 from slipstream.planner.search.round_scheduler import RoundRule, RoundScheduler, change_round_rule, iterate_round_rules
 
-Rule = DispatchRule | RoundRule
+Rule = DispatchRule | RoundRule | InterleavedRule
 
 
 class Scheduler(Protocol):
-    """Builder of the schedules of one problem and assignment: a `ListScheduler`, or a `RoundScheduler`."""
+    """Builder of the schedules of one problem and assignment: a `ListScheduler`, `RoundScheduler` or
+    `InterleavedScheduler`."""
 
     arrays: ProblemArrays
 
@@ -105,6 +112,8 @@ def change_rule(problem: Problem, rule: Rule, random: random.Random, params: Lis
     """Return a copy of a dispatch rule (which op a worker starts) in which one or two fields are changed at random."""
     if isinstance(rule, RoundRule):
         return change_round_rule(rule, len(problem.layers_by_slice), random)
+    if isinstance(rule, InterleavedRule):
+        return change_interleaved_rule(rule, random)
     rule = _change_field(problem, rule, random, params)
     return _change_field(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
@@ -176,10 +185,11 @@ def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, p
 # --- The search -------------------------------------------------------------------------------------------------------
 
 
-TRIED_RULES, TRIED_ROUNDS, TRIED_STEPS, TRIED_ASSIGNMENTS = (
-    f"list schedules: {what}" for what in ("dispatch rules", "rounds", "random steps", "random assignments"))
-"""Labels under which the tally counts list schedules of the grid, orders in rounds, list schedules of changed rules and
-of changed assignments."""
+TRIED_RULES, TRIED_ROUNDS, TRIED_INTERLEAVED, TRIED_STEPS, TRIED_ASSIGNMENTS = (
+    f"list schedules: {what}"
+    for what in ("dispatch rules", "rounds", "interleaved", "random steps", "random assignments"))
+"""Labels under which the tally counts list schedules of the grid, orders in rounds, interleaved orders, list schedules
+of changed rules and of changed assignments."""
 FIRST_RULES, FIRST_ROUNDS = 3, 4
 """Numbers of dispatch rules of the shortlist, and of rules for orders in rounds, that are tried first."""
 TIGHTNESS = 1e-4
@@ -210,8 +220,8 @@ class _SearchState:
         self._slowest = 0.0
         self.current: _Attempt | None = None
         """Dispatch rule, with its scheduler and period, from which the next random step starts."""
-        self.rounds: Scheduler | None = None
-        """Scheduler in rounds for the assignment that was tried last."""
+        self.others: dict[type[Scheduler], Scheduler] = {}
+        """Schedulers in rounds and interleaved ones, for the assignment that was tried last."""
         self.period: int | None = None
         self.solution: Solution | None = None
         self._rank = math.inf
@@ -309,7 +319,9 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
     first_rules = list(_iterate_first_rules(problem, params))
     for number, (index, rule) in enumerate(itertools.chain(first_rules, _iterate_grid(best))):
         if isinstance(rule, RoundRule):
-            attempt = _try_rounds(best, schedulers, rule)
+            attempt = _try_other(best, schedulers, rule, RoundScheduler, TRIED_ROUNDS)
+        elif isinstance(rule, InterleavedRule):
+            attempt = _try_other(best, schedulers, rule, InterleavedScheduler, TRIED_INTERLEAVED)
         elif scheduler := _get_scheduler(best, schedulers, index):
             attempt = best.try_rule(scheduler, rule, TRIED_RULES)
         else:
@@ -335,6 +347,7 @@ def _iterate_first_rules(problem: Problem, params: ListParams) -> Iterator[tuple
     shortlist = iterate_shortlist(problem, params)
     rounds = iterate_round_rules(problem)
     yield from itertools.islice(shortlist, FIRST_RULES)
+    yield from ((0, rule) for rule in iterate_interleaved_rules(problem))
     yield from ((0, rule) for rule in itertools.islice(rounds, FIRST_ROUNDS))
     yield from shortlist
     yield from ((0, rule) for rule in rounds)
@@ -352,13 +365,14 @@ def _iterate_grid(best: _SearchState) -> Iterator[tuple[int, Rule]]:
             yield index, rule
 
 
-def _try_rounds(best: _SearchState, schedulers: list[Scheduler | None], rule: RoundRule) -> _Attempt | None:
-    """Try a rule for orders in rounds under the assignment of the best rule so far."""
+def _try_other(best: _SearchState, schedulers: list[Scheduler | None], rule: Rule, kind: type[Scheduler],
+               why: str) -> _Attempt | None:
+    """Try a rule for orders in rounds, or interleaved ones, under the assignment of the best rule so far."""
     current = best.current.scheduler if best.current else _get_scheduler(best, schedulers, 0)
     assert current is not None
-    if best.rounds is None or best.rounds.arrays is not current.arrays:
-        best.rounds = best.make_scheduler(current.arrays, RoundScheduler)
-    return best.try_rule(best.rounds, rule, TRIED_ROUNDS)
+    if kind not in best.others or best.others[kind].arrays is not current.arrays:
+        best.others[kind] = best.make_scheduler(current.arrays, kind)
+    return best.try_rule(best.others[kind], rule, why)
 
 
 def _get_scheduler(best: _SearchState, made: list[Scheduler | None], index: int) -> Scheduler | None:

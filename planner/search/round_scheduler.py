@@ -80,9 +80,12 @@ RULES_OF_WHOLE_PIPELINES = (
     RoundRule(reserve=False, skip=True, tolerance=0.25, spread="less"),
     RoundRule(reserve=False, skip=True, even=True, tolerance=0.25, pass_on=False),
     RoundRule(reserve=False, skip=True, tolerance=0.25, fill_forward=False),
-    RoundRule(reserve=False, spread="stay"), RoundRule(skip=True, fill_forward=False))
-"""Rules for pipelines that have lost no worker. Of 128, each is the one with which the best of those before it gains
-most on 58 of the published settings of benchmarks.curves; the fifth is for settings that these leave behind."""
+    RoundRule(reserve=False, spread="stay"), RoundRule(skip=True, fill_forward=False),
+    RoundRule(reserve=False, skip=True, tolerance=0.1), RoundRule(reserve=False, tolerance=1.0),
+    RoundRule(skip=True, spread="less", tolerance=0.1))
+"""Rules for pipelines that have lost no worker. Of 128, each of the first eight is the one with which the best of those
+before it gains most on 58 of the published settings of benchmarks.curves; the fifth and the last three are for settings
+that the others leave behind."""
 RULES_OF_ANY_PIPELINE = (
     RoundRule(skip=True, spread="less"), RoundRule(skip=True, patience=-9.0),
     RoundRule(skip=True, fill_forward=False, cascade_gradient=False),

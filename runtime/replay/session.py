@@ -195,7 +195,7 @@ class GenerationSession:
         order of worker; None if this worker is the only one."""
         return self._open_sharer_group(layers) if layers in self._sharers else None
 
-    def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
+    def send_bytes(self, data: bytes, layers: GradientKey, target: Worker) -> None:
         """Send bytes in host memory to another worker that sums the gradients of `layers`.
 
         `connect` must have been given `bytes_too`.
@@ -206,7 +206,7 @@ class GenerationSession:
             for tensor in (torch.tensor([len(data)]), payload):
                 group.send([tensor], rank, BYTES_TAG).wait()
 
-    def receive_bytes(self, layers: LayerRange, source: Worker) -> bytes:
+    def receive_bytes(self, layers: GradientKey, source: Worker) -> bytes:
         """Receive the bytes that worker `source` sends with `send_bytes`, and return them."""
         with one_line_errors(f"receiving from worker {source}", (source,)):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(source)
@@ -414,7 +414,7 @@ class GenerationSession:
             raise RuntimeError("there is no connection")
         return found
 
-    def _bytes_group(self, layers: LayerRange) -> Group:
+    def _bytes_group(self, layers: GradientKey) -> Group:
         self._groups.raise_if_ended()
         return self._groups.get_group(self._describe_group(self._sharers[layers], "bytes" if self.ordered
                                                            else "and")[0])

@@ -1,10 +1,8 @@
 """Schedules in PyTorch's own pipeline runtime, and its schedules here."""
 
 import csv
-import random
 import re
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,12 +10,11 @@ from hypothesis import assume, given, settings
 
 from slipstream.cli.exporters import ExportError
 from slipstream.cli.exporters.torch_csv import write_order
-from slipstream.cli.exporters.torch_rows import write_rows
 from slipstream.planner.job.profiler_trace import ProfilerTraceError, read_ranges, stage_times
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.precedence import op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Worker
-from tests.generate import by_chance, planned, schedules
+from tests.generate import schedules
 from tests.interop.running import run_ranks
 from tests.jobs import grid
 
@@ -46,22 +43,6 @@ def folder(tmp_path_factory) -> Path:
 def test_torch_runs_our_orders_with_the_gradients_of_one_process(folder):
     """Linear and V-shaped, with torch's communication and with ours; the ranks themselves compare."""
     assert (folder / "rank2.json.gz").exists()
-
-
-@pytest.mark.slow
-def test_torch_runs_rows_around_a_dead_worker_with_the_gradients_of_one_process(tmp_path):
-    """36 plans: all four workers in turn are down, and the planner or chance says who runs what."""
-    chance = random.Random(0)
-    workers = [Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)]
-    cases = product(workers, ["linear", "v", "interleaved"] * 3)
-    for number, (down, order) in enumerate(cases):
-        chunks = "" if order == "linear" else f"chunks = 2\norder = '{order}'\n"
-        job = grid(2, 2, chance.choice([[3, 3], [4, 2], [1, 5]]), more=f"[placement]\n{chunks}")
-        how = {"backward": chance.choice(["split", "fused"]),
-               "optimizer": chance.choice(["staggered", "synchronous"])}
-        made = by_chance(job, [down], chance, **how) if number % 3 else planned(job, [down], **how)
-        (tmp_path / f"{number}.csv").write_text(write_rows(made))
-    run_ranks("tests.interop.rerouted_ranks", 3, str(tmp_path), seconds=TIMEOUT_SECONDS)
 
 
 def test_profiles_of_torch_give_stage_times(folder):

@@ -147,8 +147,8 @@ def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
     script = ("import sys; from pathlib import Path; from tests.runtime.checkpoints.test_checkpoint import *\n"
               f"big = states(size=4_000_000)\nwhile True: start_saving(Path({str(tmp_path)!r}), 20, "
               "share(big, 0, 1, 2), IDENTITY).wait()")
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[4],
-                               env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])})
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3],
+                               env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
     deadline = time.monotonic() + SECONDS
     while not list(tmp_path.glob(".saving-20-0/.layer-*")) and time.monotonic() < deadline:
         time.sleep(0.002)

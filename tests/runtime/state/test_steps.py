@@ -23,7 +23,7 @@ from tests.jobs import grid
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
-SAME = {"text": str(Path(__file__).parents[4] / "LICENSE"), "seed": 51}
+SAME = {"text": str(Path(__file__).parents[3] / "LICENSE"), "seed": 51}
 """The same gradients whichever Python this is: the text that is read where none is given is that of its library."""
 RARELY, OFTEN, FIRST = 1.7, 1.25, 1.18
 """Norms that one iteration of the tiny model exceeds, that every other does, and that the first does."""

@@ -1,0 +1,221 @@
+"""Agreement of all live processes on who goes on, by keys of a store.
+
+A generation begins with a decision that is made once: which processes are its members, and how many
+iterations are committed. All that are alive say how far they are; whoever sees that the others are
+dead or have spoken proposes, and the first proposal is the decision. A process that it leaves out
+has to end.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import msgspec
+
+from slipstream.runtime.replay.torch_groups import Store
+from slipstream.runtime.torch_pipelining.watch import Probe, is_dead
+from slipstream.schedules.schedule import Worker
+
+POLL_SECONDS = 0.005
+
+
+class LeftOutError(RuntimeError):
+    """Error for a process that the others go on without. The message is one line."""
+
+
+class Voice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process says of itself."""
+
+    address: str
+    committed: int | None
+    """Number of iterations that it has committed; None if it has no state yet."""
+    sums: tuple[float, ...] = ()
+    """Sums of its last commit."""
+
+
+class Joiner(msgspec.Struct, frozen=True):
+    """Process that asks to be a member."""
+
+    process: str
+    voice: Voice
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Members of a generation."""
+
+    voices: dict[str, Voice]
+    """Members by name, `WORKER:RANK`."""
+    joiners: int
+    """How many have asked to be members, up to now."""
+    settled: int
+    """How many of them are members or dead; a worker of several ranks may have asked with some only."""
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Workers that take part, sorted."""
+        return tuple(sorted({worker_of(process) for process in self.voices}))
+
+    @property
+    def latest(self) -> Voice:
+        """Voice of a member that has committed most iterations."""
+        return max(self.voices.values(), key=lambda voice: -1 if voice.committed is None else voice.committed)
+
+    @property
+    def newcomers(self) -> tuple[Worker, ...]:
+        """Workers that have no state yet."""
+        return tuple(sorted({worker_of(process) for process, voice in self.voices.items()
+                             if voice.committed is None}))
+
+
+_VOICES = msgspec.json.Decoder(Voice)
+_JOINERS = msgspec.json.Decoder(Joiner)
+_DECISIONS = msgspec.json.Decoder(Decision)
+
+
+def worker_of(process: str) -> Worker:
+    """Return the worker of a process, given by its name."""
+    return Worker.parse(process.partition(":")[0])
+
+
+class Agreement:
+    """The decisions on the generations of a run, as one process takes part in them.
+
+    Parameters
+    ----------
+    ranks
+        Number of processes of each worker; only whole workers are members.
+    patience
+        Seconds after which a process that lives but says nothing is left out.
+    """
+
+    def __init__(self, store: Store, process: str, ranks: int, patience: float) -> None:
+        self._store, self._process, self._ranks, self._patience = store, process, ranks, patience
+        self.number = 0
+        """Number of the generation; 0 before the first."""
+
+    def has_begun(self) -> bool:
+        """Return whether the run has begun without this process."""
+        return self._store.check(["decision/1"])
+
+    def end(self, number: int) -> None:
+        """Tell all members that a generation has ended."""
+        self._store.set(f"end/{number}", "")
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether a member has ended a generation."""
+        return self._store.check([f"end/{number}"])
+
+    def count_joiners(self) -> int:
+        """Return how many have asked to be members."""
+        return self._store.add("joiners", 0)
+
+    def start(self, voice: Voice, workers: Sequence[Worker]) -> Decision:
+        """Begin the first generation with all processes of these workers. Raises TimeoutError if one
+        does not come."""
+        return self._agree(voice, dict.fromkeys(self._processes_of(workers)), 0)
+
+    def join(self, voice: Voice) -> Decision:
+        """Ask to be a member, and wait until a generation begins with this process. Raises
+        TimeoutError."""
+        number = self._store.add("joiner numbers", 1)
+        self._store.set(f"joiner/{number}", _encode(Joiner(self._process, voice)))
+        self._store.add("joiners", 1)
+        deadline = time.monotonic() + self._patience
+        while True:
+            self.number += 1
+            while not self._store.check([f"decision/{self.number}"]):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no generation began with {self._process} in {self._patience:g} s; expected "
+                                       "the others to commit: is their loop running?")
+                time.sleep(POLL_SECONDS)
+            decision = self._read_decision()
+            if decision.voices.get(self._process) == voice:
+                return decision
+
+    def go_on(self, voice: Voice, before: Decision) -> Decision:
+        """Begin the next generation with those members of the one before that live, and with those
+        that ask. Raises LeftOutError."""
+        self.end(self.number)
+        return self._agree(voice, {process: voice.address for process, voice in before.voices.items()}, before.settled)
+
+    def _agree(self, voice: Voice, addresses: Mapping[str, str | None], settled: int) -> Decision:
+        self.number += 1
+        self._store.set(f"voice/{self.number}/{self._process}", _encode(voice))
+        deadline, spoken = time.monotonic() + self._patience, {self._process}
+        with _Probes() as probes:
+            self._await_decision(addresses, spoken, probes, deadline, settled)
+        decision = self._read_decision()
+        if decision.voices.get(self._process) != voice:
+            raise LeftOutError(f"the others go on without {self._process}, which was silent for too long or has lost "
+                               "a rank; end this process, and start it again to return")
+        return decision
+
+    def _await_decision(self, addresses: Mapping[str, str | None], spoken: set[str], probes: "_Probes",
+                        deadline: float, settled: int) -> None:
+        """Wait until there is a decision; propose one when all others are dead or have spoken."""
+        while not self._store.check([f"decision/{self.number}"]):
+            spoken |= {other for other in addresses.keys() - spoken
+                       if self._store.check([f"voice/{self.number}/{other}"])}
+            missing = addresses.keys() - spoken
+            if time.monotonic() > deadline and self.number == 1:
+                raise TimeoutError(f"{', '.join(sorted(missing))} did not start in {self._patience:g} s; expected all "
+                                   "processes, or routes without these workers")
+            alive = {other for other in missing if not probes.is_dead(addresses[other])}
+            if not alive or time.monotonic() > deadline:
+                self._propose(spoken, settled)
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def _propose(self, spoken: set[str], settled: int) -> None:
+        """Propose all that have spoken, and those that have asked, as far as their workers are whole."""
+        voices = {other: _VOICES.decode(self._store.get(f"voice/{self.number}/{other}")) for other in spoken}
+        count = self.count_joiners()  # before the joiners are read, so that none is counted and not seen
+        last = self._store.add("joiner numbers", 0)
+        asking = {number: self._read_joiner(number) for number in range(settled + 1, last + 1)}
+        for joiner in filter(None, asking.values()):
+            if not is_dead(joiner.voice.address):
+                voices.setdefault(joiner.process, joiner.voice)
+        whole = sorted(process for process in voices
+                       if voices.keys() >= set(self._processes_of([worker_of(process)])))
+        open_numbers = [number for number, joiner in asking.items()
+                        if joiner is None or (joiner.process in voices and joiner.process not in whole)]
+        decision = Decision(voices={process: voices[process] for process in whole}, joiners=count,
+                            settled=min(open_numbers, default=last + 1) - 1)
+        self._store.compare_set(f"decision/{self.number}", "", _encode(decision))
+
+    def _read_joiner(self, number: int) -> Joiner | None:
+        """Return who has asked; None if it has taken a number and not spoken yet."""
+        key = f"joiner/{number}"
+        return _JOINERS.decode(self._store.get(key)) if self._store.check([key]) else None
+
+    def _read_decision(self) -> Decision:
+        return _DECISIONS.decode(self._store.get(f"decision/{self.number}"))
+
+    def _processes_of(self, workers: Sequence[Worker]) -> list[str]:
+        return [f"{worker}:{rank}" for worker in workers for rank in range(self._ranks)]
+
+
+class _Probes:
+    """Connections to processes that are missing, by address."""
+
+    def __init__(self) -> None:
+        self._probes: dict[str, Probe] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for probe in self._probes.values():
+            probe.close()
+
+    def is_dead(self, address: str | None) -> bool:
+        """Return whether a process is dead; one whose address is unknown is not."""
+        if address is None:
+            return False
+        if address not in self._probes:
+            self._probes[address] = Probe(address)
+        return self._probes[address].is_dead()
+
+
+def _encode(value: msgspec.Struct) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,348 @@
+"""Place: a process's worker among those that live, its connections, and what follows when one dies."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Self
+
+import torch
+from torch import distributed, nn
+
+from slipstream.runtime.ranks.worker_group import WorkerGroup
+from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.replay.membership import GradientKey, Membership
+from slipstream.runtime.replay.session import GenerationSession
+from slipstream.runtime.replay.torch_groups import PrefixStore, Store, TCPStore
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.replay.transport import TransportName
+from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, Voice
+from slipstream.runtime.torch_pipelining.routes import NoRouteError, Routes
+from slipstream.runtime.torch_pipelining.state import pack_state, unpack_state
+from slipstream.runtime.torch_pipelining.watch import Watch
+from slipstream.schedules.schedule import Worker
+
+WORKER_VARIABLE = "SLIPSTREAM_WORKER"
+"""Environment variable that names the worker of a process: torchrun may give a node other ranks after a restart."""
+PATIENCE_SECONDS = 300.0
+POLL_SECONDS = 0.002
+Form = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape, dtype, and whether it has a gradient: of a tensor between two stages."""
+
+
+class Place:
+    """A process's place in a run: its worker, the routes, and connections to the other workers.
+
+    Attributes
+    ----------
+    worker, rank, ranks
+        Worker of this process, its number within the worker, and how many processes a worker has.
+    routes
+        Routes of the present generation.
+    committed
+        Number of iterations that this process has committed.
+    last_sum
+        Sum of the values given to the last commit.
+    has_returned
+        True if a worker asks to take part again, so that `recover` should be called.
+    """
+
+    def __init__(self, routes: Routes, worker: Worker, rank: int, ranks: int, store: Store, host: str, *,
+                 device: torch.device, transport: TransportName, patience: float) -> None:
+        self.routes, self.worker, self.rank, self.ranks, self.store = routes, worker, rank, ranks, store
+        self.device = device
+        self.committed, self.last_sum, self.has_returned = 0, 0.0, False
+        self.newcomers: tuple[Worker, ...] = ()
+        self.forms: dict[int, tuple[Form, ...]] = {}
+        """Tensors that pass before each stage, and behind the last, once they are known."""
+        self._links = GroupCache(transport)
+        self._session: GenerationSession | None = None
+        self._mates = None if ranks == 1 else WorkerGroup(rank, ranks)
+        self._agreement = Agreement(store, f"{worker}:{rank}", ranks, patience)
+        self._watch = Watch(host, self._end_if_told)
+        self._decision: Decision | None = None
+        self._has_state = True
+
+    @classmethod
+    def take(cls, routes: Routes, worker: str | Worker | None = None, *, store: Store | None = None, inner: int = 1,
+             device: str | torch.device = "cpu", transport: TransportName = "gloo",
+             patience: float = PATIENCE_SECONDS) -> Self:
+        """Take the place of a worker, and connect to the others.
+
+        All processes of the run call this. If the run goes on already, this process asks to be a
+        member, and waits until the others commit: a worker that returns. If torch.distributed is not
+        initialised, it is, for the processes of this worker alone: then all meshes are inside it.
+
+        Args:
+            routes: Routes of the first generation.
+            worker: Worker of this process; None: that of the environment variable SLIPSTREAM_WORKER,
+                else the live worker of number RANK // inner.
+            store: Store that all processes share; None: that of torchrun. If its process dies, nobody
+                recovers.
+            inner: Number of processes of each worker; this one has number RANK % inner there.
+            device: Device of this process.
+            transport: "gloo" or "nccl".
+            patience: Seconds after which a process that lives but is silent is left out of a recovery.
+
+        Raises TimeoutError, CommunicationError, NoRouteError, and ValueError for an unknown worker.
+        """
+        world_rank = int(os.environ.get("RANK", "0"))
+        if worker is None:
+            worker = os.environ.get(WORKER_VARIABLE) or _worker_of_rank(routes, world_rank // inner)
+        worker = worker if isinstance(worker, Worker) else Worker.parse(worker)
+        if worker not in routes.grid_workers:
+            raise ValueError(f"the schedule has no worker {worker}; expected one of {routes.grid_workers[0]} to "
+                             f"{routes.grid_workers[-1]}, for example by {WORKER_VARIABLE}")
+        store = store or _open_store(world_rank)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        place = cls(routes, worker, world_rank % inner, inner, PrefixStore(f"slipstream {attempt}/", store),
+                    _own_host(store), device=torch.device(device), transport=transport, patience=patience)
+        place._begin()
+        return place
+
+    @property
+    def session(self) -> GenerationSession:
+        """Transfers and sums of the present generation."""
+        assert self._session is not None
+        return self._session
+
+    def commit(self, value: float = 0.0) -> float:
+        """Wait until all live workers have all gradients; return the sum of their values.
+
+        Whoever gets past this knows that all have what they need to step, so no step has to be undone:
+        after this and before anything else, step. A worker's value is the mean of its processes'.
+
+        Raises CommunicationError if a worker has died; then call `recover`.
+        """
+        session = self.session
+        if self.newcomers:
+            raise ValueError(f"worker {self.newcomers[0]} has returned without state; expected share_state before the "
+                             "next iteration")
+        session.reach_commit_point()
+        assert self._decision is not None
+        joiners = self._agreement.count_joiners() - self._decision.joiners if self._is_first else 0
+        sums = session.start_sum_over_all([value / self.ranks, joiners]).wait_for_sums()
+        self.committed, self.last_sum, self.has_returned = self.committed + 1, sums[0], sums[1] > 0
+        return sums[0]
+
+    def share_state(self, modules: Mapping[int, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        """Hand parameters and optimizer state to workers that have returned, if there are any.
+
+        All workers call this after `take` and after `recover`, once they have stepped if they owed it.
+        Raises CommunicationError, and NoRouteError if nobody has the state of a stage.
+        """
+        newcomers = set(self.newcomers)
+        for stage, module in sorted(modules.items()):
+            holders, key = self.routes.holders(stage), f"stage {stage}"
+            source = next((worker for worker in holders if worker not in newcomers), None)
+            if source is None:
+                raise NoRouteError(f"no live worker has the state of stage {stage}; go back to a checkpoint")
+            if source == self.worker:
+                for target in sorted(newcomers & set(holders)):
+                    self.session.send_bytes(pack_state(module, optimizer), key, target)
+            elif self.worker in newcomers:
+                unpack_state(self.session.receive_bytes(key, source), module, optimizer)
+        self.newcomers, self._has_state = (), True
+
+    def sum_over_all(self, value: float) -> float:
+        """Return the sum of a value over all processes. Raises CommunicationError."""
+        return self.session.start_sum_over_all([value]).wait_for_sums()[0]
+
+    def recover(self) -> bool:
+        """Go on with those that live, and with workers that return, by the routes for these.
+
+        Call it after a CommunicationError, or if `has_returned`; then make new stages around the same
+        modules. Returns True if this process owes the step of an iteration that others have committed:
+        its gradients are complete, so it is to step with them. Else the iteration is run again.
+
+        Raises NoRouteError if these workers cannot go on, and LeftOutError if the others go on without
+        this process.
+        """
+        assert self._decision is not None
+        while True:
+            self._leave()
+            try:
+                return self._enter(self._agreement.go_on(self._own_voice(), self._decision))
+            except CommunicationError:  # another one died meanwhile
+                continue
+
+    def close(self) -> None:
+        """Wait for all workers, and close the connections; call it after the last step.
+
+        Whoever still owes the last step can learn it from those that wait here. Raises NoRouteError and LeftOutError as
+        `recover` does. A second call does nothing.
+        """
+        if self._session is None:
+            return
+        with contextlib.suppress(distributed.DistError):  # whoever has the store may be gone when all have been here
+            while not self._have_all_ended():
+                self.recover()
+        self._watch.follow(None, lambda: None)
+        with contextlib.suppress(distributed.DistError):
+            self._leave()
+        self._watch.close()
+
+    def publish(self, key: str, value: str) -> None:
+        """Tell all processes a value, by a key that never changes its value."""
+        self.store.set(f"told/{key}", value)
+
+    def knows(self, key: str) -> bool:
+        """Return whether a process has published a value."""
+        return self.store.check([f"told/{key}"])
+
+    def read(self, key: str) -> str:
+        """Wait for a value that another process publishes. Raises CommunicationError if a worker has
+        died."""
+        name, deadline = f"told/{key}", time.monotonic() + PATIENCE_SECONDS
+        while not self.store.check([name]):
+            self.session.raise_if_ended()
+            if time.monotonic() > deadline:
+                raise CommunicationError(f"nobody said {key!r} in {PATIENCE_SECONDS:g} s; expected all workers to step")
+            time.sleep(POLL_SECONDS)
+        return self.store.get(name).decode()
+
+    def _have_all_ended(self) -> bool:
+        """Wait until all members have called this. Return False if one of them has died before."""
+        assert self._decision is not None
+        number, members = self._agreement.number, len(self._decision.voices)
+        key = f"all have ended {number}"
+        try:
+            self.session.wait_for_device()
+            if self.store.add(f"have ended {number}", 1) == members:
+                self.publish(key, "")
+            self.read(key)
+        except CommunicationError:  # those that are past this leave, which ends the generation
+            return self.knows(key)
+        return True
+
+    @property
+    def _is_first(self) -> bool:
+        assert self._decision is not None
+        return next(iter(self._decision.voices)) == self._process
+
+    @property
+    def _process(self) -> str:
+        return f"{self.worker}:{self.rank}"
+
+    def _begin(self) -> None:
+        """Become a member of the first generation, or of one that comes."""
+        if not distributed.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            distributed.init_process_group(backend, store=PrefixStore(f"ranks {self._watch.address}/", self.store)
+                                           if self.ranks == 1 else self._store_of_ranks(),
+                                           rank=self.rank, world_size=self.ranks)
+        self._has_state = not self._agreement.has_begun()
+        if self._has_state and self.worker not in self.routes.workers:
+            raise ValueError(f"worker {self.worker} is down in the routes that the run begins with; expected one of "
+                             f"{', '.join(map(str, self.routes.workers))}")
+        start = self._agreement.start(self._own_voice(), self.routes.workers) if self._has_state \
+            else self._agreement.join(self._own_voice())
+        try:
+            self._enter(start)
+        except CommunicationError:
+            self.recover()
+
+    def _store_of_ranks(self) -> Store:
+        """Return a store in which the processes of this worker that start together meet."""
+        visits = self.store.add(f"visits of {self.worker}", 1)
+        return PrefixStore(f"ranks of {self.worker} {(visits - 1) // self.ranks}/", self.store)
+
+    def _own_voice(self) -> Voice:
+        return Voice(address=self._watch.address, committed=self.committed if self._has_state else None,
+                     sums=(self.last_sum,))
+
+    def _enter(self, decision: Decision) -> bool:
+        """Connect to the members of a generation. Return whether this process owes a step."""
+        self._decision, number = decision, self._agreement.number
+        live = decision.workers
+        self.routes = self.routes.without([one for one in self.routes.grid_workers if one not in live])
+        members = [*decision.voices]
+        after = members[(members.index(self._process) + 1) % len(members)]
+        ranks = {worker: place for place, worker in enumerate(live)}
+        self._session = GenerationSession(Membership(number, ranks, self.worker, self._mates), links=self._links,
+                                          device=self.device, store=self.store, spared=self._watch.sockets)
+        self._watch.follow(None if after == self._process else decision.voices[after].address,
+                           lambda: self._agreement.end(number))
+        self._connect()
+        latest = decision.latest.committed or 0
+        owes_step = self._has_state and self.committed < latest
+        self.newcomers, self.has_returned = decision.newcomers, False
+        if self.committed < latest:
+            self.last_sum = decision.latest.sums[0]
+        self.committed = latest
+        return owes_step
+
+    def _connect(self) -> None:
+        session, routes = self.session, self.routes
+        sharers: dict[GradientKey, Sequence[Worker]] = {
+            f"stage {stage}": routes.holders(stage) for stage in routes.stages_of(self.worker)}
+        session.connect(sharers, pairs=_find_pairs(routes, self.worker), sums=True, bytes_too=True)
+        self._require_same_routes()
+        session.raise_if_ended()
+
+    def _require_same_routes(self) -> None:
+        """Raise ValueError if the first process has other routes: planned twice, within some seconds, a
+        job has other plans."""
+        key = f"routes {self._agreement.number}"
+        if self._is_first:
+            self.publish(key, self.routes.digest)
+        elif self.read(key) != self.routes.digest:
+            raise ValueError("this process has other routes than the first one; expected the same: plan once, write a "
+                             "table (slipstream table), and let all processes read it")
+
+    def _end_if_told(self) -> None:
+        """Abort the session if a member has ended the generation. Called by the watch."""
+        session, number = self._session, self._agreement.number
+        with contextlib.suppress(distributed.DistError):  # without the store, the run goes on until a worker dies
+            if session is not None and self._agreement.has_ended(number):
+                session.abort()
+
+    def _leave(self) -> None:
+        if self._session is None:
+            return
+        try:
+            self._agreement.end(self._agreement.number)
+        finally:
+            self._session.abort()
+            self._session.drain()
+            self._session.close()
+            self._session = None
+
+
+def _find_pairs(routes: Routes, worker: Worker) -> Collection[tuple[Worker, Worker]]:
+    """Return the pairs (source, target) of workers between which a worker transfers tensors."""
+    pairs: set[tuple[Worker, Worker]] = set()
+    for stage, action, microbatch in routes.rows[worker]:
+        if microbatch is None:
+            continue
+        step = 1 if action in ("SEND_F", "RECV_B") else -1
+        if action.startswith("SEND"):
+            pairs.add((worker, routes.worker_with(stage + step, f"RECV{action[4:]}", microbatch)))
+        elif action.startswith("RECV"):
+            pairs.add((routes.worker_with(stage + step, f"SEND{action[4:]}", microbatch), worker))
+    return pairs
+
+
+def _worker_of_rank(routes: Routes, number: int) -> Worker:
+    if number >= len(routes.workers):
+        raise ValueError(f"rank {os.environ.get('RANK')} has no worker: the schedule has {len(routes.workers)} live "
+                         f"workers; start as many processes, or name the worker in {WORKER_VARIABLE}")
+    return routes.workers[number]
+
+
+def _open_store(rank: int) -> Store:
+    """Open the store at MASTER_ADDR: torchrun's own, or one of the process of rank 0."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
+                    is_master=rank == 0 and not agent, wait_for_workers=False,
+                    timeout=timedelta(seconds=PATIENCE_SECONDS))
+
+
+def _own_host(store: Store) -> str:
+    """Return the address of this machine on its way to the store."""
+    if not isinstance(store, TCPStore):
+        return "127.0.0.1"
+    with socket.create_connection((store.host, store.port), timeout=PATIENCE_SECONDS) as connection:
+        return str(connection.getsockname()[0])

@@ -1,0 +1,162 @@
+"""Who goes on: each process of these tests is a watch and an agreement, in a thread."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from slipstream.runtime.replay.torch_groups import HashStore
+from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
+from slipstream.runtime.torch_pipelining.watch import Watch, is_dead
+from slipstream.schedules.schedule import Worker
+
+SECONDS = 60
+WORKERS = (Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1))
+
+
+class Processes:
+    """One process a worker; those whose watch is closed are dead."""
+
+    def __init__(self, ranks: int = 1, patience: float = SECONDS) -> None:
+        self.store = HashStore()
+        names = [f"{worker}:{rank}" for worker in WORKERS for rank in range(ranks)]
+        self.watches = {name: Watch("127.0.0.1", lambda: None) for name in names}
+        self.agreements = {name: Agreement(self.store, name, ranks, patience) for name in names}
+        self.pool = ThreadPoolExecutor(len(names) + 2)
+
+    def voice(self, name: str, committed: int | None = 0) -> Voice:
+        return Voice(address=self.watches[name].address, committed=committed)
+
+    def start(self) -> dict[str, Decision]:
+        return self.each(self.agreements, lambda name: self.agreements[name].start(self.voice(name), WORKERS))
+
+    def each(self, names, call: Callable[[str], Decision]) -> dict[str, Decision]:
+        begun: dict[str, Future[Decision]] = {name: self.pool.submit(call, name) for name in names}
+        return {name: future.result(SECONDS) for name, future in begun.items()}
+
+    def kill(self, *names: str) -> None:
+        for name in names:
+            self.watches.pop(name).close()
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.kill(*self.watches)
+
+
+@pytest.fixture
+def processes():
+    made = Processes()
+    yield made
+    made.close()
+
+
+def test_those_that_live_go_on_and_know_who_is_behind(processes):
+    before = processes.start()
+    processes.kill("0.1:0")
+    counts = {"0.0:0": 7, "1.0:0": 8, "1.1:0": 7}
+    after = processes.each(counts, lambda name: processes.agreements[name].go_on(
+        processes.voice(name, counts[name]), before[name]))
+    assert len({decision.workers for decision in after.values()}) == 1
+    decision = after["1.1:0"]
+    assert decision.workers == (Worker(0, 0), Worker(1, 0), Worker(1, 1))
+    assert decision.latest.committed == 8 and decision.newcomers == ()
+
+
+def test_a_second_death_during_the_agreement(processes):
+    """Two wait for a third, which dies instead of speaking."""
+    before = processes.start()
+    processes.kill("0.1:0")
+    begun = [processes.pool.submit(processes.agreements[name].go_on, processes.voice(name), before[name])
+             for name in ("0.0:0", "1.0:0")]
+    assert not any(future.done() for future in begun)
+    processes.kill("1.1:0")
+    assert [future.result(SECONDS).workers for future in begun] == [(Worker(0, 0), Worker(1, 0))] * 2
+
+
+def test_a_process_that_is_silent_is_left_out_and_told_so():
+    processes = Processes(patience=0.2)
+    before = processes.start()
+    awake = ("0.0:0", "1.0:0", "1.1:0")
+    after = processes.each(awake, lambda name: processes.agreements[name].go_on(processes.voice(name), before[name]))
+    assert after["0.0:0"].workers == (Worker(0, 0), Worker(1, 0), Worker(1, 1))
+    with pytest.raises(LeftOutError, match=r"the others go on without 0\.1:0"):
+        processes.agreements["0.1:0"].go_on(processes.voice("0.1:0"), before["0.1:0"])
+    processes.close()
+
+
+def test_a_worker_that_has_lost_a_rank_is_out():
+    processes = Processes(ranks=2)
+    before = processes.start()
+    processes.kill("0.1:1")
+    left = [name for name in processes.watches if name != "0.1:0"]
+    lost = processes.pool.submit(processes.agreements["0.1:0"].go_on, processes.voice("0.1:0"), before["0.1:0"])
+    after = processes.each(left, lambda name: processes.agreements[name].go_on(processes.voice(name), before[name]))
+    assert after["0.0:1"].workers == (Worker(0, 0), Worker(1, 0), Worker(1, 1))
+    with pytest.raises(LeftOutError, match="has lost a rank"):
+        lost.result(SECONDS)
+    processes.close()
+
+
+def test_a_worker_returns_without_state(processes):
+    before = processes.start()
+    processes.kill("0.1:0")
+    left = ("0.0:0", "1.0:0", "1.1:0")
+    second = processes.each(left, lambda name: processes.agreements[name].go_on(
+        processes.voice(name, 3), before[name]))
+    processes.watches["0.1:0"] = Watch("127.0.0.1", lambda: None)
+    returned = Agreement(processes.store, "0.1:0", 1, SECONDS)
+    assert returned.has_begun()
+    joining = processes.pool.submit(returned.join, processes.voice("0.1:0", None))
+    while processes.agreements["0.0:0"].count_joiners() == 0:
+        assert not joining.done()
+    while not processes.store.check(["joiner/1"]):
+        assert not joining.done()
+    third = processes.each(left, lambda name: processes.agreements[name].go_on(
+        processes.voice(name, 4), second[name]))
+    decision = joining.result(SECONDS)
+    assert decision == third["1.1:0"] and decision.workers == WORKERS
+    assert decision.newcomers == (Worker(0, 1),) and decision.latest.committed == 4 and returned.number == 3
+
+
+def test_whoever_does_not_start_is_named():
+    processes = Processes(patience=0.2)
+    with pytest.raises(TimeoutError, match=r"0.1:0, 1.0:0, 1.1:0 did not start in 0.2 s"):
+        processes.agreements["0.0:0"].start(processes.voice("0.0:0"), WORKERS)
+    processes.close()
+
+
+def test_a_death_is_noticed_and_slowness_is_not_one():
+    lost = threading.Event()
+    one, other = Watch("127.0.0.1", lambda: None), Watch("127.0.0.1", lambda: None)
+    one.follow(other.address, lost.set)
+    assert not is_dead(other.address) and not lost.is_set()
+    other.close()
+    assert lost.wait(SECONDS) and is_dead(other.address)
+    again = threading.Event()
+    one.follow(other.address, again.set)
+    assert again.is_set()
+    one.close()
+
+
+def test_a_worker_of_two_ranks_returns_when_both_have_asked():
+    processes = Processes(ranks=2)
+    before = processes.start()
+    processes.kill("0.1:0", "0.1:1")
+    left = [*processes.watches]
+
+    def go_on(then: dict[str, Decision]) -> dict[str, Decision]:
+        return processes.each(left, lambda name: processes.agreements[name].go_on(processes.voice(name), then[name]))
+
+    then, joining = go_on(before), []
+    for rank in range(2):
+        name = f"0.1:{rank}"
+        processes.watches[name] = Watch("127.0.0.1", lambda: None)
+        joining.append(processes.pool.submit(Agreement(processes.store, name, 2, SECONDS).join,
+                                             processes.voice(name, None)))
+        while not processes.store.check([f"joiner/{rank + 1}"]):
+            assert not joining[-1].done()
+        then = go_on(then)
+        assert (Worker(0, 1) in then["0.0:0"].workers) == (rank == 1)
+    assert all(future.result(SECONDS) == then["0.0:0"] for future in joining)
+    processes.close()
