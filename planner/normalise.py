@@ -268,9 +268,14 @@ def settled_form(job: Job, failures: int, options: PlanOptions, *, windows: Wind
     if candidates:
         with suppress(NoPlanError):  # others may have room
             first = plan_only(moving, job, candidates[0])
-        if first is not None and (first.schedule.status == "optimal" or len(candidates) == 1):
+        if first is not None and (first.interrupted or len(candidates) == 1):
             return first
-    compared = normal_form(job, failures, moving, windows=windows)
+    try:
+        compared = normal_form(job, failures, moving, windows=windows)
+    except NoPlanError:
+        if first is None:
+            raise
+        return first
     return first if first is not None and first.period <= compared.period else compared
 
 
