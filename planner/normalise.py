@@ -255,6 +255,30 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
 
 
+def settled_form(job: Job, failures: int, options: PlanOptions, *, windows: WindowBounds) -> Plan:
+    """Return the better of two plans for this number of failures in which any layers move.
+
+    One has the most promising vacant roles and the whole limit, the other those that a comparison
+    of plans with layers moved has chosen (`normal_form`), in a second limit. A comparison alone
+    has too little time for each candidate of a large job. Raises NoPlanError if neither exists.
+    """
+    moving = msgspec.structs.replace(options, layers="move")
+    candidates = candidate_vacancies(job, windows, failures, options.params.roles)
+    first = None
+    if candidates:
+        with suppress(NoPlanError):  # others may have room
+            first = plan_only(moving, job, candidates[0])
+        if first is not None and (first.interrupted or len(candidates) == 1):
+            return first
+    try:
+        compared = normal_form(job, failures, moving, windows=windows)
+    except NoPlanError:
+        if first is None:
+            raise
+        return first
+    return first if first is not None and first.period <= compared.period else compared
+
+
 def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: PlanOptions,
                     progress: ProgressCallback, clock: Clock) -> Plan:
     """Return the plan with the shortest period among plans for several sets of vacant roles; the first of equals.
@@ -284,9 +308,11 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
         return plan
 
     candidates = candidate_vacancies(job, windows, failures, params)
+    # The bounds by column are for layers in place.
+    floor = windows.to_seconds(windows.best_distributions(failures)[0][0]) if options.layers == "fixed" else 0.0
     rounds = [Round(options.for_comparison, seconds)] * (2 if len(candidates) > params.finalists else 1)
     best = plan_in_rounds(candidates, rounds, plan_vacancies, clock, finalists=params.finalists,
-                          floor=windows.to_seconds(windows.best_distributions(failures)[0][0]),
+                          floor=floor,
                           deadline=clock.now() + 2 * seconds)
     if best is None:
         raise refusals[0]
