@@ -168,12 +168,11 @@ def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Sc
         return schedule
     recorded, tick = schedule.times.of_layers, exact_decimal(schedule.tick_seconds)
     if not recorded:
-        least = to_layer_ticks(job_layers.costs, job_layers.tick, job_layers.unit, fused=schedule.backward == "fused",
-                               down=True)
-        per_tick = limited_ratio(schedule.tick_seconds, float(job_layers.tick))
+        # In the schedule's own ticks, which `_in_layer_ticks` has made fine enough: the bound is claimed in them.
+        least = to_layer_ticks(job_layers.costs, tick / (1 + FLOAT_ERROR), job_layers.unit,
+                               fused=schedule.backward == "fused", down=True)
         per_unit = memory_ratio(schedule.memory.unit, float(job_layers.unit)) if schedule.memory else Fraction(1)
-        recorded = TicksOfLayers(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
-                                 **asdict(least))
+        recorded = TicksOfLayers(per_unit=per_unit.as_integer_ratio(), per_tick=(1, 1), **asdict(least))
     recorded = replace(recorded, all_reduce=job_layers.reduction_ticks(tick / Fraction(*recorded.per_tick)))
     return replace(schedule, times=replace(schedule.times, of_layers=recorded))
 

@@ -1,6 +1,7 @@
 """Look up what ops hold in a problem, and what room its workers have, as `schedules.memory` counts it."""
 
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, chain
 
 from slipstream.planner.model.problem import Problem
 from slipstream.schedules.memory import memory_change, peak_memory, weights_of
@@ -33,6 +34,17 @@ def peak_slice_memory(problem: Problem, slice_: int) -> int:
     return peak_memory(activation_memory(problem, slice_), stash_memory(problem, slice_))
 
 
+def needed_room(problem: Problem, stages: Sequence[int]) -> int:
+    """Return the peak memory of one micro-batch at some stages of a worker, in its order, from F of the first on.
+
+    Each W directly follows its I. What is held for no time takes no memory (`Problem.held_amounts`).
+    """
+    changes = [tuple(memory_change(kind, *problem.held_amounts(stage)) for kind in problem.op_kinds)
+               for stage in stages]
+    backwards = chain.from_iterable(change[1:] for change in reversed(changes))
+    return max(accumulate((*(change[0] for change in changes), *backwards)))
+
+
 def min_room(problem: Problem, stage: int) -> int:
     """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
 
@@ -40,11 +52,9 @@ def min_room(problem: Problem, stage: int) -> int:
     stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other, each W
     directly after its I. If some worker has less room, no plan exists.
     """
-    stages = [other for other in problem.grid.stages_of_column(problem.column_of[stage])
-              if other >= stage and other // problem.grid.depth == stage // problem.grid.depth]
-    forwards = [memory_changes(problem, other)[0] for other in stages]
-    backwards = [change for other in reversed(stages) for change in memory_changes(problem, other)[1:]]
-    return max(accumulate(forwards + backwards))
+    return needed_room(problem, [
+        other for other in problem.grid.stages_of_column(problem.column_of[stage])
+        if other >= stage and other // problem.grid.depth == stage // problem.grid.depth])
 
 
 def activation_room(problem: Problem, worker: Worker) -> int:

@@ -343,11 +343,22 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.memory is None:
             return self.holders_by_slice
         room = {worker: state.room - weights_of(self.memory, state.holds) for worker, state in self.workers.items()}
-        split = self.backward == "split"
-        most = [peak_memory(activation, stash if split else 0) for activation, stash in
-                zip(self.memory.activation, self.memory.weight_stash, strict=True)]
-        return tuple(tuple(worker for worker in holders if most[number] <= room[worker])
+        return tuple(tuple(worker for worker in holders if peak_memory(*self.held_amounts(number)) <= room[worker])
                      for number, holders in enumerate(self.holders_by_slice))
+
+    def held_amounts(self, slice_: int) -> tuple[int, int]:
+        """Return the activation and the stash of a micro-batch at a slice, in memory units; 0 where the memory is
+        unlimited, and for what is held for no time.
+
+        That is the stash of a W that takes no time, as it may end when I does, and the activation of the model's end if
+        F and I take none.
+        """
+        if self.memory is None:
+            return 0, 0
+        ends = self.layers_by_slice[slice_][1] == self.grid.layer_count
+        passes = not ends or self.usual_ticks(OpKind.F, slice_) + self.usual_ticks(self.gradient_kind, slice_) > 0
+        stashes = self.backward == "split" and self.usual_ticks(OpKind.W, slice_) > 0
+        return passes * self.memory.activation[slice_], stashes * self.memory.weight_stash[slice_]
 
     def hosts_in_column(self, stage: int) -> tuple[Worker, ...]:
         """Return the live workers in the column of a stage that have room for a micro-batch of it, sorted.

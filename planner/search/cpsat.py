@@ -1,7 +1,7 @@
 """Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never becomes worse."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import accumulate, pairwise
@@ -164,8 +164,9 @@ class Constraints:
             for kind, unit, _ in self._variables.runs[worker]:
                 if kind is OpKind.F:
                     demands += self.make_memory_intervals(unit, worker)
-            if sum(demand for _, demand in demands) > activation_room(problem, worker):
-                coarse = coarsen_memory([demand for _, demand in demands], activation_room(problem, worker))
+            room = activation_room(problem, worker)
+            if sum(demand for _, demand in demands) > room:
+                coarse = coarsen_memory([demand for _, demand in demands], room)
                 self._model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
     def make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
@@ -487,22 +488,16 @@ def is_within_room(solution: Solution) -> bool:
     arrays, problem = solution.arrays, solution.arrays.problem
     if problem.memory is None:
         return True
-    kinds = arrays.ops.kinds
-    rooms = [activation_room(problem, worker) for worker in arrays.workers]
+    kinds, end = arrays.ops.kinds, solution.end
     changes = [memory_changes(problem, number) for number in range(len(problem.layers_by_slice))]
-    used, end = [0] * len(rooms), solution.end
-    freed = set[int]()
-    for op in solution.order.tolist():
-        unit, kind = op // kinds, op % kinds
-        row, change = arrays.ops.worker[unit], changes[arrays.ops.slice[unit]]
-        used[row] += 0 if op in freed else change[kind]
-        if kinds == 3 and kind == 1 and end[op] == end[op + 1]:
-            # A W of no time frees its stash at the very tick at which I takes it.
-            used[row] += change[2]
-            freed.add(op + 1)
-        if used[row] > rooms[row]:
-            return False
-    return True
+    by_worker = [defaultdict[int, int](int) for _ in arrays.workers]
+    for op, start in enumerate(solution.start.tolist()):
+        unit, kind = divmod(op, kinds)
+        tick = start if kind == 0 else int(end[op])
+        # What is taken at the tick at which it is freed is held for no time.
+        by_worker[arrays.ops.worker[unit]][tick] += changes[arrays.ops.slice[unit]][kind]
+    return all(max(accumulate(held for _, held in sorted(by_tick.items())), default=0) <= activation_room(problem, worker)
+               for worker, by_tick in zip(arrays.workers, by_worker, strict=True))
 
 
 def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:

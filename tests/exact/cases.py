@@ -55,6 +55,10 @@ WHOLE_MODELS = Case("any layers", job(
     2, 2, 1, {**ONES, "transfer": 3},
     memory={"capacity": [4.1, 3], "activation": 2, "weight_stash": 1}), ((1, 1),))
 """Two workers run one whole micro-batch each; the third has no room for that, and stays idle."""
+REDUCED_IN_FINE_TICKS = Case("whole stages", job(
+    2, 1, 2, {"forward": 0.87, "backward_input": 0, "backward_weight": 0.34, "optimizer": 0.34,
+              "all_reduce": 2.000001, "transfer": 0.34}, network={"overlap": True}), ((1, 0),))
+"""Ticks divide the compute, but not the reduction, whose layers were recorded in other ticks."""
 ONE_LAYER_EACH = Case("any layers", job(1, 2, 2))
 
 NAMED = {name: case for name, case in globals().items() if isinstance(case, Case)}

@@ -34,7 +34,8 @@ KEPT_SEEDS = (
     ("whole stages", 27), ("whole stages", 30), ("layers in place", 24), ("layers in place", 31),
     ("layers in place", 32), ("layers in place", 39), ("roles", 4), ("roles", 12), ("roles", 57),
     ("whole stages", 100_026), ("whole stages", 100_139), ("roles", 100_022), ("roles", 100_038),
-    ("any placement", 100_015), ("whole stages", 300_185), ("any layers", 300_192), ("any placement", 300_195))
+    ("any placement", 100_015), ("whole stages", 300_185), ("any layers", 300_192), ("any placement", 300_195),
+    ("roles", 300_252))
 """Drawn jobs with claims that were wrong once."""
 WRONG_SCOPES: dict[str, str] = {}
 """Scopes of which some of many drawn jobs have a wrong claim, each with its reason."""
@@ -64,7 +65,7 @@ def test_claims_of_a_case_are_true(name):
 
 @pytest.mark.parametrize("name", marked(sorted(NAMED), LONG_CASES))
 def test_a_case_is_planned_as_short_as_possible(name):
-    assert judge(NAMED[name]).distance == pytest.approx(0.0)
+    assert judge(NAMED[name]).distance == pytest.approx(0.0, abs=1e-6)  # ticks are rounded
 
 
 @pytest.mark.parametrize(
@@ -126,12 +127,9 @@ def draw_fine_cases(scope: str) -> Iterator[Case]:
 
 @pytest.mark.parametrize("scope", SCOPES[:3])
 def test_claims_beside_reductions_are_true_where_times_are_finer_than_ticks(scope):
-    """The reference counts these times exactly.
-
-    The witness knows costs of layers that are rounded down, and may prove a tick less.
-    """
+    """The reference counts these times exactly, and the witness proves what is claimed."""
     verdicts = [judge(case, steps=2_000, effort=QUICK) for case in islice(draw_fine_cases(scope), 4)]
-    assert not any(verdict.wrong.keys() - {"unproven"} for verdict in verdicts)
+    assert not any(verdict.wrong for verdict in verdicts)
     assert any(verdict.is_decided for verdict in verdicts)
 
 
