@@ -34,7 +34,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import Bound, NoPlanError, Problem
+from slipstream.planner.model.problem import Bound, NoPlanError, NoRoomError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
 from slipstream.planner.params import DEFAULTS, RoleParams
@@ -255,30 +255,6 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
 
 
-def settled_form(job: Job, failures: int, options: PlanOptions, *, windows: WindowBounds) -> Plan:
-    """Return the better of two plans for this number of failures in which any layers move.
-
-    One has the most promising vacant roles and the whole limit, the other those that a comparison
-    of plans with layers moved has chosen (`normal_form`), in a second limit. A comparison alone
-    has too little time for each candidate of a large job. Raises NoPlanError if neither exists.
-    """
-    moving = msgspec.structs.replace(options, layers="move")
-    candidates = candidate_vacancies(job, windows, failures, options.params.roles)
-    first = None
-    if candidates:
-        with suppress(NoPlanError):  # others may have room
-            first = plan_only(moving, job, candidates[0])
-        if first is not None and (first.interrupted or len(candidates) == 1):
-            return first
-    try:
-        compared = normal_form(job, failures, moving, windows=windows)
-    except NoPlanError:
-        if first is None:
-            raise
-        return first
-    return first if first is not None and first.period <= compared.period else compared
-
-
 def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: PlanOptions,
                     progress: ProgressCallback, clock: Clock) -> Plan:
     """Return the plan with the shortest period among plans for several sets of vacant roles; the first of equals.
@@ -309,10 +285,10 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
 
     candidates = candidate_vacancies(job, windows, failures, params)
     # The bounds by column are for layers in place.
-    floor = windows.to_seconds(windows.best_distributions(failures)[0][0]) if options.layers == "fixed" else 0.0
+    is_fixed = options.layers == "fixed"
+    floor = windows.to_seconds(windows.best_distributions(failures)[0][0]) if is_fixed else 0.0
     rounds = [Round(options.for_comparison, seconds)] * (2 if len(candidates) > params.finalists else 1)
-    best = plan_in_rounds(candidates, rounds, plan_vacancies, clock, finalists=params.finalists,
-                          floor=floor,
+    best = plan_in_rounds(candidates, rounds, plan_vacancies, clock, finalists=params.finalists, floor=floor,
                           deadline=clock.now() + 2 * seconds)
     if best is None:
         raise refusals[0]
@@ -383,9 +359,12 @@ def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], o
     The argument `moving` is True if layers may move in `best`, too. Otherwise the bound of the result also holds for
     plans with moved roles.
     """
-    job = slow_while_alive(job, failed)
-    windows = window_bounds_of(job, options)
-    bounds = role_bounds(job, failed, options)
+    job = _with_usual_rooms(slow_while_alive(job, failed), failed)
+    try:
+        windows, bounds = window_bounds_of(job, options), role_bounds(job, failed, options)
+    except NoRoomError:  # in their own roles; bounds for more room hold for less
+        roomy = _with_usual_rooms(job, unlike_workers(job, failed))
+        windows, bounds = window_bounds_of(roomy, options), role_bounds(roomy, failed, options)
     least, tick_seconds = bounds.best_bound(), windows.tick_seconds
     if best is not None:
         own = best.schedule
@@ -399,11 +378,16 @@ def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], o
             least, tick_seconds = Bound(own.lower_bound_ticks, own.scope), own.tick_seconds
     unlike = bool(unlike_workers(job, failed))
     half = options.with_limit(options.limit_seconds / 2) if unlike and options.steps is None else options
-    normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress, clock=clock)
-    schedule = relabel_schedule(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
-    if schedule is not None:
-        best = _shorter_plan(best, normal, with_converted_bound(schedule, least, tick_seconds))
-    interrupted = normal.interrupted
+    interrupted = False
+    try:
+        normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress, clock=clock)
+        schedule = relabel_schedule(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
+        if schedule is not None:
+            best = _shorter_plan(best, normal, with_converted_bound(schedule, least, tick_seconds))
+        interrupted = normal.interrupted
+    except NoPlanError:  # workers with a room of their own keep their roles in it; other roles may suit them
+        if not unlike:
+            raise
     if unlike and not interrupted and (best is None or best.schedule.status != "optimal"):
         found = exchange_roles(job, failed, half, bounds, clock, windows.to_seconds(bounds.best_bound().ticks))
         if found is not None:
@@ -420,6 +404,18 @@ def _shorter_plan(best: Plan | None, found: Plan, schedule: Schedule) -> Plan:
     assert not violations, f"relabelling broke a rule: {violations[0]}"
     return msgspec.structs.replace(best or found, schedule=schedule, evidence=None, tally=found.tally, end=None,
                                    fixed_period=best and (best.fixed_period or best.period))
+
+
+def _with_usual_rooms(job: Job, workers: Collection[Worker]) -> Job:
+    """Return a copy of the job in which these workers have at least the usual memory of their column.
+
+    A failed worker's role has the memory of whoever plays it.
+    """
+    if job.memory is None:
+        return job
+    rooms = tuple((worker, max(room, job.memory.capacity[worker.column]) if worker in workers else room)
+                  for worker, room in job.memory.capacity_of)
+    return msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity_of=rooms))
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:

@@ -10,7 +10,7 @@ import msgspec
 
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, with_shared_state
-from slipstream.planner.model.memory import activation_room, min_room, needed_room
+from slipstream.planner.model.memory import activation_room, needed_room
 from slipstream.planner.model.problem import (
     IN_PLACE,
     UNLIMITED,
@@ -323,7 +323,7 @@ def _require_feasible(problem: Problem) -> None:
         holders = problem.holders_by_slice[stage]
         capacity = max(activation_room(problem, worker) for worker in holders)
         # Of several holders, one may run a micro-batch at one virtual stage and another at the next.
-        need = min_room(problem, stage) if len(holders) == 1 else needed_room(problem, [stage])
+        need = needed_room(problem, stage, alone=len(holders) > 1)
         if need > capacity:
             raise NoRoomError(f"a worker of stage {problem.column_of[stage]} has room for {capacity * memory.unit:g}, "
                               f"but one micro-batch needs {need * memory.unit:g} there")
@@ -332,7 +332,7 @@ def _require_feasible(problem: Problem) -> None:
 def _needs_peers(problem: Problem) -> bool:
     """Return whether some worker lacks the room to run micro-batches at all of its virtual stages by itself."""
     return problem.memory is not None and any(
-        min_room(problem, stage) > activation_room(problem, worker)
+        needed_room(problem, stage) > activation_room(problem, worker)
         for worker in problem.live_workers for stage in problem.grid.stages_of_column(worker.column))
 
 

@@ -34,27 +34,37 @@ def peak_slice_memory(problem: Problem, slice_: int) -> int:
     return peak_memory(activation_memory(problem, slice_), stash_memory(problem, slice_))
 
 
-def needed_room(problem: Problem, stages: Sequence[int]) -> int:
-    """Return the peak memory of one micro-batch at some stages of a worker, in its order, from F of the first on.
-
-    Each W directly follows its I. What is held for no time takes no memory (`Problem.held_amounts`).
-    """
-    changes = [tuple(memory_change(kind, *problem.held_amounts(stage)) for kind in problem.op_kinds)
-               for stage in stages]
-    backwards = chain.from_iterable(change[1:] for change in reversed(changes))
-    return max(accumulate((*(change[0] for change in changes), *backwards)))
-
-
 def min_room(problem: Problem, stage: int) -> int:
-    """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
+    """Return the memory with which a micro-batch can always go on from the start of F of this stage to the end of W.
 
     The worker may hold later stages of the same direction; their W can be done before the gradient is back at this
     stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other, each W
-    directly after its I. If some worker has less room, no plan exists.
+    directly after its I.
     """
-    return needed_room(problem, [
-        other for other in problem.grid.stages_of_column(problem.column_of[stage])
-        if other >= stage and other // problem.grid.depth == stage // problem.grid.depth])
+    return _peak_in_turn([memory_changes(problem, other) for other in _later_stages(problem, stage)])
+
+
+def needed_room(problem: Problem, stage: int, *, alone: bool = False) -> int:
+    """Return the memory without which no plan exists: that of one micro-batch in the order of `min_room`, where what is
+    held for no time takes none (`Problem.held_amounts`).
+
+    With `alone`, other workers may run the micro-batch at the later stages that this one's worker holds.
+    """
+    stages = [stage] if alone else _later_stages(problem, stage)
+    return _peak_in_turn([tuple(memory_change(kind, *problem.held_amounts(other)) for kind in problem.op_kinds)
+                          for other in stages])
+
+
+def _later_stages(problem: Problem, stage: int) -> list[int]:
+    """Return this stage and the later ones of its column in the same direction."""
+    return [other for other in problem.grid.stages_of_column(problem.column_of[stage])
+            if other >= stage and other // problem.grid.depth == stage // problem.grid.depth]
+
+
+def _peak_in_turn(changes: Sequence[tuple[int, ...]]) -> int:
+    """Return the peak memory of a micro-batch whose ops make these changes at each stage."""
+    backwards = chain.from_iterable(change[1:] for change in reversed(changes))
+    return max(accumulate((*(change[0] for change in changes), *backwards)))
 
 
 def activation_room(problem: Problem, worker: Worker) -> int:

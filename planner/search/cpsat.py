@@ -496,8 +496,8 @@ def is_within_room(solution: Solution) -> bool:
         tick = start if kind == 0 else int(end[op])
         # What is taken at the tick at which it is freed is held for no time.
         by_worker[arrays.ops.worker[unit]][tick] += changes[arrays.ops.slice[unit]][kind]
-    return all(max(accumulate(held for _, held in sorted(by_tick.items())), default=0) <= activation_room(problem, worker)
-               for worker, by_tick in zip(arrays.workers, by_worker, strict=True))
+    peaks = [max(accumulate(change for _, change in sorted(by_tick.items())), default=0) for by_tick in by_worker]
+    return all(peak <= activation_room(problem, worker) for worker, peak in zip(arrays.workers, peaks, strict=True))
 
 
 def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:

@@ -29,7 +29,6 @@ from slipstream.planner.normalise import (
     WindowBounds,
     normal_form,
     plan_moved_roles,
-    settled_form,
     slow_while_alive,
     window_bounds_of,
 )
@@ -285,7 +284,8 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
     - with `by_node`, one for each further pattern that the loss of one or two nodes leaves;
     - if live workers are unlike, one with roles moved for each pattern: the roles of a number of failures may then fit
       no others. Patterns of more failures are included as long as all are few, as if `exact`;
-    - with `settled`, one with layers moved for each number and pattern.
+    - with `settled`, one with layers moved for each number and pattern, except for the one-failure patterns of alike
+      workers without `exact`.
 
     With `by_node`, there is also an entry for each number of workers that one or two nodes have: in it, roles have
     moved to where their loss costs least. Raises TableError for more failures than workers, for too many patterns or
@@ -309,7 +309,7 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
     moving = [msgspec.structs.replace(task, key=roles_key(task.key), answer="roles moved")
               for task in tasks.values() if unlike and task.failed]
     settling = [msgspec.structs.replace(task, key=settled_key(task.key), answer="settled")
-                for task in tasks.values() if task.failures and settled]
+                for task in tasks.values() if task.failures and settled and (unlike or task not in few)]
     return [*tasks.values(), *moving, *settling]
 
 
@@ -411,11 +411,16 @@ class EntryPlanner:
         return plan_moved_roles(self.job, task.failed, self._options).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
-        """Plan the schedule of a table's entry in which layers have moved for even load."""
+        """Plan the schedule of a table's entry in which layers have moved for even load.
+
+        If the entry is for a number of failures, the vacant roles are chosen by plans with layers moved: the pipelines
+        that they leave are divided again, each by itself, so the same number of workers may take longer or shorter.
+        """
+        moving = msgspec.structs.replace(self._options, layers="move")
         if task.failed is not None:
-            return plan_only(msgspec.structs.replace(self._options, layers="move"), self.job, task.failed).schedule
+            return plan_only(moving, self.job, task.failed).schedule
         job, windows = self._job_while_alive(task.slow)
-        return settled_form(job, task.failures, self._options, windows=windows).schedule
+        return normal_form(job, task.failures, moving, windows=windows).schedule
 
     def with_bound_of_choices(self, part: FinishedPart, task: EntryTask) -> FinishedPart:
         """Return a copy of a finished entry whose bound holds for every choice of what is recomputed, if there was

@@ -26,6 +26,10 @@ ROLES_EXCHANGED = Case("roles", job(
     2, 2, 1, {**{key: [1, 2] for key in ONES}, "slow": {"0.1": 2}}), ((0, 0), (1, 1)))
 ROLES_WITH_ROOMS = Case("roles", job(
     2, 2, 2, memory={"capacity": 2, "activation": 1, "capacity_of": {"0.1": 1}}), ((0, 0),))
+ROLES_WITHOUT_ROOM = Case("roles", job(
+    2, 2, 2, memory={"capacity": 1, "activation": [0.5, 1], "weight_stash": [0.5, 1],
+                     "capacity_of": {"0.1": 0.5, "1.1": 0.5}}), ((0, 0),))
+"""No worker has room for its own role."""
 BIDIRECTIONAL = Case("whole stages", job(
     3, 2, [1, 1, 2],
     {"forward": 2, "backward_input": 3, "backward_weight": 2, "optimizer": 3, "all_reduce": 4},
