@@ -284,11 +284,9 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
         return plan
 
     candidates = candidate_vacancies(job, windows, failures, params)
-    # The bounds by column are for layers in place.
-    is_fixed = options.layers == "fixed"
-    floor = windows.to_seconds(windows.best_distributions(failures)[0][0]) if is_fixed else 0.0
     rounds = [Round(options.for_comparison, seconds)] * (2 if len(candidates) > params.finalists else 1)
-    best = plan_in_rounds(candidates, rounds, plan_vacancies, clock, finalists=params.finalists, floor=floor,
+    best = plan_in_rounds(candidates, rounds, plan_vacancies, clock, finalists=params.finalists,
+                          floor=windows.to_seconds(windows.best_distributions(failures)[0][0]),
                           deadline=clock.now() + 2 * seconds)
     if best is None:
         raise refusals[0]

@@ -27,6 +27,7 @@ from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import (
     WindowBounds,
+    candidate_vacancies,
     normal_form,
     plan_moved_roles,
     slow_while_alive,
@@ -411,16 +412,14 @@ class EntryPlanner:
         return plan_moved_roles(self.job, task.failed, self._options).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
-        """Plan the schedule of a table's entry in which layers have moved for even load.
-
-        If the entry is for a number of failures, the vacant roles are chosen by plans with layers moved: the pipelines
-        that they leave are divided again, each by itself, so the same number of workers may take longer or shorter.
-        """
-        moving = msgspec.structs.replace(self._options, layers="move")
-        if task.failed is not None:
-            return plan_only(moving, self.job, task.failed).schedule
+        """Plan the schedule of a table's entry in which layers have moved for even load. If the entry is for a number
+        of failures, the vacant roles are chosen by lower bounds: which ones they are matters little."""
         job, windows = self._job_while_alive(task.slow)
-        return normal_form(job, task.failures, moving, windows=windows).schedule
+        failed = task.failed \
+            or next(iter(candidate_vacancies(job, windows, task.failures, self._options.params.roles)), None)
+        if failed is None:
+            raise NoPlanError(f"{task.failures} failures leave some stage without a live worker")
+        return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
     def with_bound_of_choices(self, part: FinishedPart, task: EntryTask) -> FinishedPart:
         """Return a copy of a finished entry whose bound holds for every choice of what is recomputed, if there was

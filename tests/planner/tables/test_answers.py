@@ -1,13 +1,10 @@
 """What tables answer to failures of unlike workers, beside fresh plans and beside their own rows."""
 
-import msgspec
 import pytest
 
 from benchmarks.answers import TOLERANCE, build_small_table, compare_job
 from slipstream.planner import PlanOptions, parse_job
 from slipstream.planner.bound_verifier import proven_bound
-from slipstream.planner.normalise import candidate_vacancies, window_bounds_of
-from slipstream.planner.plan import plan_only
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import roles_key, settled_key
@@ -73,26 +70,3 @@ def test_moved_roles_of_a_pattern_answer_equal_pipelines():
         assert check(other) == [] and other.period_ticks == schedule.period_ticks and other.moves
         with pytest.raises(ValueError, match="interchangeable"):
             relabel_schedule(schedule, [Worker(0, failed.column)])
-
-
-ALIKE = Case("roles", job(
-    2, 5, 8,
-    {"forward": [4, 2, 3, 4, 3], "backward_input": [0, 2, 3, 4, 3],
-     "backward_weight": [4, 2, 3, 4, 3], "optimizer": 0.5, "all_reduce": 3, "transfer": 0.5},
-    network={"overlap": True},
-    placement={"layers": [4, 2, 3, 4, 3]},
-    memory={"capacity": 15, "activation": [4, 2, 3, 4, 3],
-            "weight_stash": [3.2, 1.6, 2.4, 3.2, 2.4], "weights": [0.8, 0.4, 0.6, 0.8, 0.6]}))
-"""Alike workers, of which each pattern of failures leads to a plan of another length."""
-
-
-def test_layers_moved_after_failures_of_alike_workers_are_planned_for_more_than_one_vacancy():
-    """Two failures were answered with 138 s, where a fresh plan of others had 128.25."""
-    alike, asked = parse_job(ALIKE.text), PlanOptions(steps=STEPS)
-    settled = build_small_table(ALIKE, alike, asked, 2).lookup([Worker(0, 0), Worker(0, 1)], settled=True)
-    assert settled is not None
-    assert check(settled.schedule) == []
-    first = candidate_vacancies(alike, window_bounds_of(alike, asked), 2)[0]
-    moving = msgspec.structs.replace(asked, layers="move")
-    fresh = [plan_only(moving, alike, failed).period for failed in (first, (Worker(0, 1), Worker(1, 2)))]
-    assert settled.schedule.seconds(settled.schedule.period_ticks) <= min(fresh) * (1 + TOLERANCE)
