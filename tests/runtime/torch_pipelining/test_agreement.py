@@ -122,13 +122,46 @@ def test_a_worker_returns_without_state(processes):
     joining = processes.pool.submit(returned.join, processes.voice("0.1:0", None))
     while processes.agreements["0.0:0"].count_joiners() == 0:
         assert not joining.done()
-    while not processes.store.check(["joiner/1"]):
+    while not returned.store.check(["joiner/1"]):
         assert not joining.done()
     third = processes.each(left, lambda name: processes.agreements[name].go_on(
         processes.voice(name, 4), second[name]))
     decision = joining.result(SECONDS)
     assert decision == third["1.1:0"] and decision.workers == WORKERS
     assert decision.newcomers == (Worker(0, 1),) and decision.latest.committed == 4 and returned.number == 3
+
+
+def start_again(processes: Processes) -> dict[str, bool]:
+    """Start all processes anew, on the store of those before; return which of them are to join."""
+    processes.kill(*processes.watches)
+    processes.watches = {name: Watch("127.0.0.1", lambda: None) for name in processes.agreements}
+    processes.agreements = {name: Agreement(processes.store, name, 1, SECONDS)
+                            for name in processes.agreements}
+    return {name: agreement.has_begun() for name, agreement in processes.agreements.items()}
+
+
+def test_a_run_begins_where_all_processes_of_an_earlier_one_are_dead(processes):
+    """torchrun starts all processes anew with the store that they had."""
+    before = processes.start()
+    assert not any(start_again(processes).values())
+    after = processes.start()
+    assert after["0.0:0"].workers == WORKERS
+    assert after["0.0:0"].voices.keys() == before["0.0:0"].voices.keys()
+    one = Agreement(processes.store, "0.1:0", 1, SECONDS)
+    assert one.has_begun() and one.store.check(["decision/1"])
+
+
+def test_a_run_that_never_began_is_left_by_all(processes):
+    """Two processes have spoken when all are started anew; another one, slower, looks at that run first."""
+    for name in ("0.0:0", "0.1:0"):
+        processes.store.set(f"slipstream 1/voice/1/{name}", "of a process that is dead")
+    slow = processes.pool.submit(processes.agreements["1.1:0"].start, processes.voice("1.1:0"), WORKERS)
+    while not processes.store.check(["slipstream 1/voice/1/1.1:0"]):
+        assert not slow.done()
+    others = [name for name in processes.agreements if name != "1.1:0"]
+    decisions = processes.each(others, lambda name: processes.agreements[name].start(
+        processes.voice(name), WORKERS))
+    assert slow.result(SECONDS) == decisions["0.0:0"] and decisions["0.0:0"].workers == WORKERS
 
 
 def test_whoever_does_not_start_is_named():
@@ -222,9 +255,9 @@ def test_a_worker_of_two_ranks_returns_when_both_have_asked():
     for rank in range(2):
         name = f"0.1:{rank}"
         processes.watches[name] = Watch("127.0.0.1", lambda: None)
-        joining.append(processes.pool.submit(Agreement(processes.store, name, 2, SECONDS).join,
-                                             processes.voice(name, None)))
-        while not processes.store.check([f"joiner/{rank + 1}"]):
+        returned = Agreement(processes.store, name, 2, SECONDS)
+        joining.append(processes.pool.submit(returned.join, processes.voice(name, None)))
+        while not returned.store.check([f"joiner/{rank + 1}"]):
             assert not joining[-1].done()
         then = go_on(then)
         assert (Worker(0, 1) in then["0.0:0"].workers) == (rank == 1)
