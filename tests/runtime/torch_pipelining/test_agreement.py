@@ -3,15 +3,17 @@
 import os
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from slipstream.runtime.replay.torch_groups import HashStore
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
-from slipstream.runtime.torch_pipelining.watch import KEEPALIVE, Watch, is_dead
+from slipstream.runtime.torch_pipelining.watch import SILENT_SECONDS, Watch, is_dead
 from slipstream.schedules.schedule import Worker
 
 SECONDS = 60
@@ -182,9 +184,9 @@ def test_the_system_asks_whether_the_machine_of_a_watched_process_is_there():
     watching, watched = Watch("127.0.0.1", lambda: None), Watch("127.0.0.1", lambda: None)
     watching.follow(watched.address, lambda: None)
     assert watching._followed.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            assert watching._followed.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
+    if sys.platform == "linux":
+        limit = watching._followed.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == 1000 * SILENT_SECONDS
     watching.close()
     watched.close()
 
@@ -217,15 +219,64 @@ def test_a_death_is_noticed_by_a_process_with_many_descriptors():
     watching.close()
 
 
+@contextmanager
+def no_descriptors():
+    """Let no further descriptor be opened in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def await_turns(checked: threading.Event) -> None:
+    """Wait until a watch has had a whole turn; the first to end may have begun before."""
+    for _ in range(2):
+        checked.clear()
+        assert checked.wait(SECONDS)
+
+
+def test_a_watch_outlives_a_want_of_descriptors():
+    checked, lost = threading.Event(), threading.Event()
+    watch, other = Watch("127.0.0.1", checked.set), Watch("127.0.0.1", lambda: None)
+    host, port = watch.address.split()
+    with socket.socket() as late:
+        with no_descriptors():
+            late.connect((host, int(port)))
+            await_turns(checked)
+            assert not watch._accepted
+            with pytest.raises(OSError, match="Too many open files"):  # nothing is said of the other process
+                watch.follow(other.address, lost.set)
+        while not watch._accepted:
+            await_turns(checked)
+    watch.follow(other.address, lost.set)
+    assert not lost.is_set()
+    other.close()
+    assert lost.wait(SECONDS)
+    watch.close()
+
+
+def test_a_watch_does_not_wait_for_a_connection_that_has_gone():
+    watch = Watch("127.0.0.1", lambda: None)
+    watch._take(watch._listener, None)
+    assert not watch._accepted
+    watch.close()
+
+
 def test_a_watch_checks_although_a_socket_of_it_is_closed():
     checked, closed = threading.Event(), socket.socket()
     closed.close()
     watch = Watch("127.0.0.1", checked.set)
     with watch._lock:
         watch._accepted.append(closed)
-    for _ in range(2):  # the first may be of the turn that had begun before
-        checked.clear()
-        assert checked.wait(SECONDS)
+    await_turns(checked)
     watch.close()
 
 
