@@ -7,8 +7,9 @@ from slipstream.cli.shared.role_changes import role_change_lines
 from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares, gap_text
 from slipstream.planner.job.file import Job
 from slipstream.planner.placement import FoundPlacement
-from slipstream.planner.plan import FaultFree, Plan
+from slipstream.planner.plan import Plan
 from slipstream.planner.recompute import Recomputation
+from slipstream.planner.reference import FaultFree
 from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, format_gigabytes, pays_after_iterations
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
 from slipstream.schedules.schedule import Schedule, Scope
