@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slipstream.cli.shared.device_peak import peak_of_gpu
+from slipstream.cli.train import peak_of_gpu
 from slipstream.runtime.computing.slices import find_forms
 from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_config
 from slipstream.runtime.coordinator.records import run_log, tensorboard
