@@ -48,7 +48,7 @@ from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.node_agent import NodeJob, join_run
 from slipstream.runtime.placement import split_layers
 from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
-from slipstream.runtime.processes.parent_death import request_parent_death_signal
+from slipstream.runtime.processes.process_attributes import request_parent_death_signal
 from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
 from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS

@@ -59,13 +59,12 @@ from slipstream.planner.recompute import chooses_recomputation, with_bound_of_ch
 from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions.settling import Settling
-from slipstream.runtime.coordinator.records.tensorboard import require_tensorboard
+from slipstream.runtime.coordinator.records.metrics import require_tensorboard
 from slipstream.runtime.device import choose_device, gpu_name
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
 from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
-from slipstream.runtime.processes.parent_death import request_parent_death_signal
-from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
 from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.run_folder import read_takeover_record

@@ -25,7 +25,7 @@ from slipstream.planner.plan import Plan, plan_with
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from slipstream.planner.reference import FaultFree, reference_key
 from slipstream.planner.search.engine import METHODS, Method
-from slipstream.planner.tables.executors import ExecutorError, open_executor
+from slipstream.planner.tables.process_pool import ExecutorError, open_executor
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 

@@ -44,8 +44,7 @@ from slipstream.runtime.events import (
 )
 from slipstream.runtime.launch import RestartLimit, RunResult
 from slipstream.runtime.placement import PlacementError
-from slipstream.runtime.processes.parent_death import request_parent_death_signal
-from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
 from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS, SIGNALS, RunStopped
 from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.run_folder import FolderError, read_takeover_record
