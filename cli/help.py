@@ -1,4 +1,4 @@
-"""Define what all commands have in common: the layout of their help, and what their outputs may overwrite.
+"""Define what all commands share: the layout of help, and what outputs may overwrite.
 
 The help shows options in groups, one or two lines for each option, readable at 80 columns. The group of an option is
 its `rich_help_panel`. The metavar (SEC, FILE, N) tells the kind of its value. The valid range is not shown; the error

@@ -1,4 +1,7 @@
-"""Build the problems from which a job's bounds are proven, with costs rounded down, and give plans their bounds."""
+"""Build the problems from which a job's bounds are proven, with costs rounded down.
+
+Plans get such bounds here, too.
+"""
 
 import math
 from collections.abc import Collection, Sequence

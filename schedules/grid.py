@@ -1,4 +1,7 @@
-"""Define the shape of a job: workers, virtual stages and their layers, and the numbers that files may hold."""
+"""Define the shape of a job: workers, virtual stages and their layers.
+
+The ranges of numbers are those that reading a file checks.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property

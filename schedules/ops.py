@@ -1,4 +1,7 @@
-"""Define ops, as a program stores them and as they happen, and what they take: time in ticks, and room on a worker."""
+"""Define ops, as programs store them and as they happen, and what they take.
+
+They take time, in ticks, and room on a worker.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum

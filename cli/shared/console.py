@@ -1,4 +1,4 @@
-"""Talk to the user of any command: answers, errors, durations, progress in a log, and Ctrl-C.
+"""Talk to the user of any command: answers, errors, progress in a log, Ctrl-C.
 
 stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit status 0: done; 1: the
 answer is no; 2: bad input.

@@ -1,6 +1,6 @@
-"""Read what a run is told for its processes: which node this one is, and the rehearsals --kill, --return and --slow.
+"""Read which node of a run this process is, and what is rehearsed.
 
-Nothing here imports torch, so that a wrong option is refused before the seconds that this takes.
+Nothing here imports torch, so that a wrong --kill, --return or --slow is refused before the seconds that this takes.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Accompany a run of `slipstream train`: show its progress and result, turn errors into an exit status, restart it.
+"""Accompany a run of `slipstream train`: progress, result, exit status and restarts.
 
 On node 0, `slipstream train` consists of two processes: one that leads the run, and its parent, which only waits for
 it. When the leading process is killed, as for lack of memory, its workers live on, and the next one adopts them

@@ -1,4 +1,7 @@
-"""Find where `slipstream train` starts: tables and checkpoints that fit, or that nothing is left to do."""
+"""Find where `slipstream train` starts, or that nothing is left to do.
+
+It starts with schedules that are given or from a table, if they fit the job, and from a checkpoint if there is one.
+"""
 
 import shlex
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Summarise a run, as numbers for JSON and as text, and describe its events in words, one line each."""
+"""Summarise a run, as numbers for JSON and as text, and describe its events."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Summarise a schedule: as numbers for JSON, as one line, and the roles that it changes."""
+"""Summarise a schedule, as numbers for JSON and as lines."""
 
 from slipstream.cli.shared.console import duration
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops

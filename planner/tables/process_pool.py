@@ -1,4 +1,4 @@
-"""Processes for long, independent tasks: of this machine, or of an executor, which may use many machines.
+"""Run long, independent tasks in processes of this machine, or of an executor.
 
 The processes of this machine all end when one dies or the caller stops. `concurrent.futures` runs them, but cannot stop
 running tasks, and a table build is usually interrupted during tasks. So a thread of each process waits for a pipe to

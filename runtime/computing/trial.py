@@ -1,4 +1,4 @@
-"""Trial of a user's layers before the start: do they build the same whenever they are built, and run as autograd does?
+"""Try a user's layers before the start: whether they repeat, and run as autograd does.
 
 Shapes do not show what a layer does to numbers (`runtime.computing.forms`). One micro-batch is therefore run through
 each kind of layer, in this process, on the CPU: once as workers run it, and once as plainly as autograd does, and what

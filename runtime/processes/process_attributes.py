@@ -1,4 +1,4 @@
-"""Set what the system knows of this process: its name, and the signal that it gets when its parent dies."""
+"""Set this process's name, and the signal that it gets when its parent dies."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Decide whether and when a worker is started again, and limit the starts that node 0 may ask for.
+"""Decide whether and when a worker is started again, and limit starts.
 
 Most faults are transient: a flipped bit, a network link that was down, memory that other programs had taken. A worker
 with broken code or a broken device would crash forever, and each return costs the other workers a moment. So each pause

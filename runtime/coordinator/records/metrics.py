@@ -1,4 +1,4 @@
-"""Metrics: the figures that dashboards show for each iteration, and their forms for TensorBoard and Prometheus."""
+"""Write the figures that dashboards, TensorBoard and Prometheus show for each iteration."""
 
 import importlib.util
 from collections.abc import Callable, Iterator

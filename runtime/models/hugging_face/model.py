@@ -40,9 +40,9 @@ _RUN_KEYS = ("attn_implementation", "experts_implementation")
 class HuggingFaceModel:
     """Model that `[model] hugging_face` names, see `runtime.models.layered_model.LayeredModel`.
 
-    Attention is scaled_dot_product_attention for each document separately
-    and experts run as grouped products (`runtime.models.hugging_face.registered`); `[model.options]` can name other implementations. Raises ConfigError
-    if the model cannot be used.
+    Attention is scaled_dot_product_attention for each document separately, and experts run as grouped products
+    (`runtime.models.hugging_face.registered`); `[model.options]` can name other implementations. Raises ConfigError if
+    the model cannot be used.
     """
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
