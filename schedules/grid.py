@@ -19,7 +19,8 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """Time, or amount of memory: an integer that a double represents exactly."""
 TickSeconds = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
-Ratio = tuple[Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[int, msgspec.Meta(ge=1, le=2**53)]]
+_Term = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+Ratio = tuple[_Term, _Term]
 """Exact fraction, as (numerator, denominator)."""
 
 
@@ -37,34 +38,47 @@ class Worker(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the name of a worker, `pipeline.column`. Raises ValueError, which quotes the text, if it has another
-        form."""
+        """Parse the name of a worker, `pipeline.column`.
+
+        Raises ValueError, which quotes the text, if it has another form.
+        """
         pipeline, dot, column = text.partition(".")
-        if not (dot and pipeline.isdecimal() and column.isdecimal() and text.isascii() and len(text) <= 16):
+        are_numbers = pipeline.isdecimal() and column.isdecimal() and text.isascii()
+        if not (dot and are_numbers and len(text) <= 16):
             raise ValueError(f"{text!r} is not a worker: write PIPELINE.STAGE, for example 1.2")
         return cls(int(pipeline), int(column))
 
 
 Speeds = tuple[tuple[Worker, float], ...]
-"""Workers that do not run at the usual speed, sorted, each with the factor by which its ops take longer."""
+"""Workers that do not run at the usual speed, sorted.
+
+Each has the factor by which its ops take longer.
+"""
 HeldLayers = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
 """Layers of the schedule's model that each live worker holds, sorted by worker."""
 
 
 class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Virtual stage: the worker column that holds it and, if known, its half-open range of model layers."""
+    """Virtual stage: the column of workers that holds it and, if known, its layers."""
 
     column: Natural
     layers: LayerRange | None = None
 
 
-class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True,
-           dict=True):
-    """Shape of a job. `stages` are the virtual stages in the order in which a micro-batch visits them.
+class Grid(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    dict=True,
+):
+    """Shape of a job.
 
-    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains: `stages` then lists them one after the
-    other, with equally many stages each, and a micro-batch visits only one chain. Stages at the same place of different
-    chains are *copies*: they hold the same layers, and their gradients are reduced together.
+    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains: `stages` then lists
+    them one after the other, with equally many stages each, and a micro-batch visits only one
+    chain. Stages at the same place of different chains are *copies*: they hold the same layers, and
+    their gradients are reduced together.
     """
 
     pipelines: Count
@@ -72,11 +86,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     microbatches: tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)], ...]
     """Number of micro-batches per iteration, one value per pipeline."""
     stages: tuple[VirtualStage, ...]
+    """Virtual stages in the order in which a micro-batch visits them."""
     chains: Count = 1
-    """Number of chains: runs of virtual stages, of which a micro-batch passes one; 2 in bidirectional pipelines, else
-    1.
+    """Number of chains, of which a micro-batch passes one: 2 in bidirectional pipelines, else 1.
 
-    Micro-batch m of a pipeline passes chain m modulo `chains`.
+    A chain is a run of virtual stages. Micro-batch m of a pipeline passes chain m modulo `chains`.
     """
 
     @property
@@ -85,21 +99,23 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return len(self.stages) // self.chains
 
     def stages_of_microbatch(self, microbatch: int) -> range:
-        """Return the numbers of the virtual stages that a micro-batch passes, in order, given its number in its
-        pipeline."""
+        """Return the virtual stages that a micro-batch of a pipeline passes, in order."""
         return self._stages_by_chain[microbatch % self.chains]
 
     @cached_property
     def _stages_by_chain(self) -> tuple[range, ...]:
-        return tuple(range(first, first + self.depth) for first in range(0, len(self.stages), self.depth))
+        starts = range(0, len(self.stages), self.depth)
+        return tuple(range(first, first + self.depth) for first in starts)
 
     def is_last(self, stage: int) -> bool:
         """Return whether a micro-batch passes this stage last."""
         return (stage + 1) % self.depth == 0
 
     def original_stage(self, stage: int) -> int:
-        """Return the number of the stage in the first chain that has the same layers; in pipelines of one direction,
-        the stage itself."""
+        """Return the stage of the first chain that has the same layers.
+
+        In pipelines of one direction, it is the stage itself.
+        """
         return stage % self.depth
 
     def workers(self) -> Iterator[Worker]:
@@ -114,28 +130,33 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @cached_property
     def _stages_by_column(self) -> tuple[tuple[int, ...], ...]:
-        held: list[list[int]] = [[] for _ in range(self.columns)]
+        stages: list[list[int]] = [[] for _ in range(self.columns)]
         for index, stage in enumerate(self.stages):
-            held[stage.column].append(index)
-        return tuple(map(tuple, held))
+            stages[stage.column].append(index)
+        return tuple(map(tuple, stages))
 
     @cached_property
     def held_layers_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
-        """Layers of the stages of each column, as ascending ranges that do not touch, indexed by column."""
-        return tuple(merge_ranges(self.layers_of(stage) for stage in held) for held in self._stages_by_column)
+        """Layers of the stages of each column, indexed by column.
+
+        They are ascending ranges that do not touch.
+        """
+        return tuple(
+            merge_ranges(map(self.layers_of, stages)) for stages in self._stages_by_column
+        )
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:
         """Range of layers of each virtual stage, indexed by the stage's number.
 
-        If every stage names its layers, and the stages of each chain cover consecutive ranges from layer 0 on, with at
-        least one layer each, these are the ranges. Otherwise every stage counts as one layer, numbered by its place in
-        its chain. A chain is the stages that a micro-batch passes, in order; bidirectional pipelines have two.
+        If every stage names its layers, and the stages of each chain cover consecutive ranges from
+        layer 0 on, with at least one layer each, these are the ranges. Otherwise every stage counts
+        as one layer, numbered by its place in its chain.
         """
         given = tuple(stage.layers for stage in self.stages)
         named = tuple(layers for layers in given if layers is not None)
         chains = [named[first:first + self.depth] for first in range(0, len(given), self.depth)]
-        if len(named) == len(given) and all(_is_tiling_from_zero(chain) for chain in chains):
+        if len(named) == len(given) and all(map(_is_tiling_from_zero, chains)):
             return named
         return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(len(given)))
 
@@ -155,6 +176,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def _is_tiling_from_zero(ranges: Sequence[LayerRange]) -> bool:
-    """Return whether the ranges are non-empty and follow one another without gaps, beginning at 0."""
-    return ranges[0][0] == 0 and all(first < end for first, end in ranges) and all(
-        before[1] == after[0] for before, after in pairwise(ranges))
+    """Return whether the ranges are not empty, begin at 0, and follow one another."""
+    have_layers = all(first < end for first, end in ranges)
+    return have_layers and ranges[0][0] == 0 and all(
+        before[1] == after[0] for before, after in pairwise(ranges)
+    )

@@ -29,10 +29,10 @@ COMPUTE_KINDS = frozenset({OpKind.F, OpKind.I, OpKind.W, OpKind.B})
 
 
 class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """Op as a program stores it: `[kind, slice, microbatch, start_ticks]`, then the pipeline if it is not the role's.
+    """Op as a program stores it: `[kind, slice, microbatch, start_ticks, pipeline]`.
 
-    The field `slice` is an index for `Schedule.layers_of`, None for O; `microbatch` is None for A and O. If `pipeline`
-    is None, it is the pipeline of the role that runs the op.
+    The field `slice` is an index for `Schedule.layers_of`, None for O; `microbatch` is None for A
+    and O. The pipeline is left out if it is that of the role that runs the op.
     """
 
     kind: OpKind
@@ -46,23 +46,26 @@ Program = tuple[ProgramOp, ...]
 
 
 class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """Live worker in a schedule, as `[worker, role, program, holds]`. The role is the worker itself unless it was
-    moved.
+    """Live worker in a schedule, as `[worker, role, program, holds]`.
 
-    The field `program` is an index of `Schedule.programs`.
+    The role is the worker itself unless it was moved. The field `program` is an index of
+    `Schedule.programs`.
     """
 
     worker: Worker
     role: Worker
     program: Natural
     holds: tuple[LayerRange, ...] | None = None
-    """Layers that the worker holds, as ascending ranges that do not touch. None: the layers of its role's stages."""
+    """Layers that the worker holds, as ascending ranges that do not touch.
+
+    None: the layers of its role's stages.
+    """
 
 
 class Op(msgspec.Struct, frozen=True, gc=False, order=True):
-    """Op of a live worker, with the number of its micro-batch's pipeline, and start and end in ticks.
+    """Op of a live worker, with its micro-batch, and start and end in ticks.
 
-    `Schedule.op_text` names the layers of its slice.
+    The pipeline is that of the micro-batch. `Schedule.op_text` names the layers of the slice.
     """
 
     kind: OpKind
@@ -78,21 +81,26 @@ class Op(msgspec.Struct, frozen=True, gc=False, order=True):
             return f"O on {self.worker}"
         if self.kind is OpKind.A:
             return f"A(slice {self.slice}) on {self.worker}"
-        return f"{self.kind}(micro-batch {self.pipeline}.{self.microbatch}, slice {self.slice}) on {self.worker}"
+        microbatch = f"micro-batch {self.pipeline}.{self.microbatch}"
+        return f"{self.kind}({microbatch}, slice {self.slice}) on {self.worker}"
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Entry for a worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
+    """Worker whose compute ops take `per_mille` / 1000 of the usual time.
+
+    Times are rounded up to a tick.
+    """
 
     worker: Worker
     per_mille: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 
 
 class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Least time and memory of each layer, one value per layer. Bounds over all layouts are computed from these.
+    """Least time and memory of each layer, one value per layer.
 
-    Layers may need finer units than whole stages. There are `per_tick` of their time units in a tick of the schedule,
-    and `per_unit` of their memory units in a unit of its memory. Both are fractions (numerator, denominator).
+    Bounds over all layouts are computed from these. Layers may need finer units than whole stages.
+    There are `per_tick` of their time units in a tick of the schedule, and `per_unit` of their
+    memory units in a unit of its memory. Both are fractions (numerator, denominator).
     """
 
     per_tick: Ratio = (1, 1)
@@ -109,8 +117,11 @@ class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Durations of ops in ticks, by the number of the slice (see `Schedule.layers_by_slice`); `optimizer` has one per
-    column, `transfer` is one for all."""
+    """Durations of ops in ticks, by the number of the slice.
+
+    `Schedule.layers_by_slice` says which slice has which number. `optimizer` has one duration per
+    column, and `transfer` is one for all.
+    """
 
     forward: tuple[Ticks, ...]
     backward_input: tuple[Ticks, ...]
@@ -120,35 +131,43 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     transfer: Ticks
     slow: tuple[Slow, ...] = ()
     optimizer_of_layer: tuple[Ticks, ...] = ()
-    """Optimizer ticks of each layer: the O of a seat with `holds` takes the sum over the layers that it holds."""
+    """Optimizer ticks of each layer.
+
+    The O of a seat with `holds` takes the sum over the layers that it holds.
+    """
     of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
     """Costs of single layers. A file has this key only if its bound also covers other layouts."""
     overlap: bool | msgspec.UnsetType = msgspec.UNSET
-    """True if an all-reduce (A) occupies the links of its workers, one A at a time, while they compute.
+    """True if an all-reduce (A) occupies the links of its workers while they compute.
 
-    Otherwise A occupies links and compute. A file has this key only if it is true.
+    There is one A at a time. Otherwise A occupies links and compute. A file has this key only if it
+    is true.
     """
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
-        """Return the duration of an op in ticks on a physical worker; compute ops take longer or shorter on a worker in
-        `slow`.
+        """Return the duration of an op in ticks on a physical worker.
 
-        The argument `where` is the number of the op's slice, for A too: stages are numbered first, then the other
-        slices of the schedule (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
-        `optimizer_ticks` for a worker whose seat lists its layers. All durations of single ops are looked up here.
+        Compute ops take longer or shorter on a worker in `slow`. The argument `where` is the number
+        of the op's slice, for A too: stages are numbered first, then the other slices of the
+        schedule (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
+        `optimizer_ticks` for a worker whose seat lists its layers. All durations of single ops are
+        looked up here.
         """
         if kind is OpKind.O:
             return self.optimizer[where]
         if kind is OpKind.A:
             return self.all_reduce[where]
         if kind is OpKind.B:
-            return self.duration_ticks(OpKind.I, where, worker) + self.duration_ticks(OpKind.W, where, worker)
+            backward_input = self.duration_ticks(OpKind.I, where, worker)
+            return backward_input + self.duration_ticks(OpKind.W, where, worker)
         ticks = _ticks_by_slice(self, kind)[where]
         return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
 
     def optimizer_ticks(self, seat: Seat) -> int:
-        """Return the ticks of a live worker's optimizer step: by its column, or by its layers if its seat lists
-        them."""
+        """Return the ticks of a live worker's optimizer step.
+
+        They follow from its column, or from its layers if its seat lists them.
+        """
         if seat.holds is None:
             return self.optimizer[seat.role.column]
         return sum_over_ranges(self._optimizer_before, seat.holds)
@@ -171,31 +190,50 @@ def _ticks_by_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
 
 
 class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Entry for a worker whose memory for activations differs from that of its column, with the amount, in multiples of
-    `Memory.unit`."""
+    """Worker whose memory for activations differs from that of its column.
+
+    The capacity is in multiples of `Memory.unit`.
+    """
 
     worker: Worker
     capacity: Ticks
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Memory of the workers and what ops take of it, in multiples of `unit`, which is given in the job's unit."""
+    """Memory of the workers and what ops take of it, in multiples of `unit`.
+
+    The unit is given in the job's unit.
+    """
 
     unit: Annotated[float, msgspec.Meta(ge=1e-300, le=1e300)]
     capacity: tuple[Ticks, ...]
-    """Room for activations of a worker that holds the layers of its own stages, one value per column."""
+    """Room for activations of a worker that holds its own stages, one value per column."""
     activation: tuple[Ticks, ...]
-    """Memory held per micro-batch from the start of F to the end of I, one value per slice, stages first."""
+    """Memory of a micro-batch from the start of F to the end of I.
+
+    There is one value per slice, stages first.
+    """
     weight_stash: tuple[Ticks, ...]
-    """Memory held per micro-batch from the end of I to the end of W, one value per slice, stages first."""
+    """Memory of a micro-batch from the end of I to the end of W.
+
+    There is one value per slice, stages first.
+    """
     weights: tuple[Ticks, ...] = ()
-    """Memory of parameters, gradients and optimizer state, one value per layer. Used for seats with `holds`."""
+    """Memory of parameters, gradients and optimizer state, one value per layer.
+
+    It counts for seats with `holds`.
+    """
     capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Workers whose capacity differs from that of their column. A file has this key only if there are any."""
+    """Workers whose capacity differs from that of their column.
+
+    A file has this key only if there are any.
+    """
 
     def capacity_for(self, worker: Worker, column: int) -> int:
-        """Return the memory for activations of a worker that holds the layers of `column`: its own value if
-        `capacity_of` has one, else that of the column."""
+        """Return the memory for activations of a worker that holds the layers of `column`.
+
+        It is the worker's own value if `capacity_of` has one, else that of the column.
+        """
         return self._capacity_of.get(worker, self.capacity[column])
 
     @cached_property
@@ -209,7 +247,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
-    """Iterate over the ops of a seat's worker: those of the program, with worker, pipeline, and end in ticks added."""
+    """Iterate over the ops of a program, with worker, pipeline and end of each."""
     own_pipeline, worker = seat.role.pipeline, seat.worker
     ticks_of: dict[tuple[OpKind, int | None], int] = {}
     for op in program:
@@ -217,21 +255,35 @@ def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
         if key not in ticks_of:
             ticks_of[key] = times.optimizer_ticks(seat) if op.slice is None else \
                 times.duration_ticks(op.kind, op.slice, worker)
-        pipeline = None if op.microbatch is None else own_pipeline if op.pipeline is None else op.pipeline
-        yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + ticks_of[key])
+        pipeline = own_pipeline if op.pipeline is None else op.pipeline
+        if op.microbatch is None:
+            pipeline = None
+        end_ticks = op.start_ticks + ticks_of[key]
+        yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, end_ticks)
 
 
 def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
-    """Return a copy of a program in which re-routed micro-batches have new pipeline numbers (`numbers`, by old number),
-    or the program itself if none changes."""
+    """Return a copy of a program in which re-routed micro-batches have new pipeline numbers.
+
+    The argument `numbers` has the new numbers by the old ones. If none changes, the program itself
+    is returned.
+    """
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
-    return tuple(op if op.pipeline is None else
-                 ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, numbers[op.pipeline]) for op in program)
+    return tuple(_with_pipeline_number(op, numbers) for op in program)
+
+
+def _with_pipeline_number(op: ProgramOp, numbers: Mapping[int, int] | Sequence[int]) -> ProgramOp:
+    if op.pipeline is None:
+        return op
+    return ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, numbers[op.pipeline])
 
 
 def compute_period_ticks(ops: Iterable[Op]) -> int:
-    """Return the period in ticks: the longest time of a worker from its first start to its last end; 0 without ops."""
+    """Return the longest time of a worker from its first start to its last end.
+
+    It is the period, in ticks; 0 without ops.
+    """
     first: dict[Worker, int] = {}
     last: dict[Worker, int] = {}
     for op in ops:
