@@ -468,7 +468,7 @@ def find_solution(problem: Problem, budget: Budget, params: CpSatParams = DEFAUL
     if not all(problem.allowed_hosts(unit.slice, unit.pipeline) for unit in problem.iterate_units()):
         return FirstPlan(None, is_impossible=True)
     model, variables = _build_model(problem, 0, ample_period(problem))
-    solver, status = run_solver(model, variables, budget, params)
+    solver, status = run_solver(model, variables, budget, params, relaxed=False)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return FirstPlan(None, is_impossible=status == cp_model.INFEASIBLE)
     hosts = {unit: problem.allowed_hosts(unit.slice, unit.pipeline)[0] for unit in variables.units}
@@ -520,11 +520,14 @@ def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_mode
 
 
 def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
-                on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
+                on_solution: _OnSolution | None = None, *,
+                relaxed: bool = True) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
     """Solve the model within the budget in another thread, so that this thread can stop the search; `on_solution` is
     called for each better plan.
 
-    Return the solver, which has the values, and its status.
+    If not `relaxed`, no linear relaxation is solved. It says little where any plan is looked for in ample time, and
+    has ended the process there (OR-Tools 9.15, "Check failed: threshold > 0"). Return the solver, which has the
+    values, and its status.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -533,7 +536,7 @@ def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, pa
     parameters.catch_sigint_signal = False
     parameters.random_seed = budget.seed
     parameters.num_workers = 1
-    parameters.linearization_level = 2 if len(variables.start) <= params.largest_relaxed else 0
+    parameters.linearization_level = 2 if relaxed and len(variables.start) <= params.largest_relaxed else 0
     with ThreadPoolExecutor(max_workers=1) as pool:
         running = pool.submit(solver.solve, model, on_solution)
         while not running.done():

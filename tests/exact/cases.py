@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.exact.generate import Case
+from tests.exact.generate import Case, draw_case
 
 ONES: dict[str, Any] = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 
@@ -77,5 +77,6 @@ CRASHES = {
                   "backward_weight": [0.87, 0.333333333333, 0.333333333333]},
         memory={"capacity": 1.333333333334, "activation": 0.666666666667,
                 "weight_stash": 0.111111111111})), 20_000),
+    "no room": (draw_case(300_509, "any layers"), 20_000),
 }
 """Cases whose planning ended in a crash, each with the number of steps."""
