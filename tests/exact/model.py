@@ -304,6 +304,9 @@ def solve(question: Question, *, at_most: int | None = None, effort: float = EFF
     solver.parameters.max_deterministic_time = effort
     # The search raises the bound by one tick at a time, which leads nowhere if ticks are fine.
     solver.parameters.use_objective_lb_search = exact.limit <= COARSE
+    # Its linear programmes have gone on without end there, as no deterministic time passes.
+    if exact.limit > COARSE:
+        solver.parameters.linearization_level = 0
     status = solver.solve(exact.model)
     assert status != cp_model.MODEL_INVALID, exact.model.validate()
     if status == cp_model.INFEASIBLE:

@@ -107,11 +107,13 @@ def test_effort_is_shared_by_all_placements_of_a_job():
     assert QUICK < taken <= 2 * QUICK * 1.5
 
 
-def test_fine_ticks_take_no_more_effort():
+@pytest.mark.parametrize(
+    ("scope", "seed", "most"), [("any placement", 1027, QUICK), ("any layers", 300_534, 5 * QUICK)])
+def test_fine_ticks_take_no_more_effort(scope, seed, most):
     """The solver does not raise its bound tick by tick where a period has millions of them."""
-    verdict = judge(draw_case(1027, "any placement"))
+    verdict = judge(draw_case(seed, scope))
     assert verdict.is_decided
-    assert verdict.answer.effort < QUICK
+    assert verdict.answer.effort < most
 
 
 def draw_fine_cases(scope: str) -> Iterator[Case]:
