@@ -18,6 +18,8 @@ Op = tuple[str, Batch, int]
 """Compute op as (kind, micro-batch, part)."""
 EFFORT = 2.0
 """Deterministic time of the solver for one job, in its unit of about a second."""
+PATIENCE = 60.0
+"""Most seconds of the solver for one question, which is then not decided."""
 COARSE = 10_000
 """Most ticks of a period for which the solver raises its bound tick by tick."""
 
@@ -304,9 +306,8 @@ def solve(question: Question, *, at_most: int | None = None, effort: float = EFF
     solver.parameters.max_deterministic_time = effort
     # The search raises the bound by one tick at a time, which leads nowhere if ticks are fine.
     solver.parameters.use_objective_lb_search = exact.limit <= COARSE
-    # Its linear programmes have gone on without end there, as no deterministic time passes.
-    if exact.limit > COARSE:
-        solver.parameters.linearization_level = 0
+    # A linear programme of fine ticks has gone on without end, in which no deterministic time passes.
+    solver.parameters.max_time_in_seconds = PATIENCE
     status = solver.solve(exact.model)
     assert status != cp_model.MODEL_INVALID, exact.model.validate()
     if status == cp_model.INFEASIBLE:
