@@ -23,16 +23,22 @@ from slipstream.cli.drawing.simulation_report import (
     worker_hours,
 )
 from slipstream.cli.shared.console import LogProgress, err, exit_negative, out, print_json, refuse, watch_interrupts
-from slipstream.cli.shared.inputs import (
+from slipstream.cli.shared.options import (
+    ANSWER,
+    ExecutorName,
+    Force,
+    JobFile,
+    Json,
+    Settings,
     failed_workers,
     load_table_or_refuse,
     read_job_or_refuse,
     require_choice,
     require_trainable_tables,
     require_writable,
+    take_request,
     write_or_refuse,
 )
-from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
 from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
 from slipstream.planner.budget import STEP_SECONDS, CountCallback
 from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO

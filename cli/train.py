@@ -12,13 +12,6 @@ import typer
 from msgspec.structs import replace
 
 from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
-from slipstream.cli.shared.inputs import (
-    failed_workers,
-    read_job_or_refuse,
-    read_schedule_or_refuse,
-    require_choice,
-    require_writable,
-)
 from slipstream.cli.shared.launch_options import (
     Rehearsals,
     find_own_node,
@@ -26,7 +19,14 @@ from slipstream.cli.shared.launch_options import (
     read_secret_or_refuse,
     with_machines,
 )
-from slipstream.cli.shared.options import take_request
+from slipstream.cli.shared.options import (
+    failed_workers,
+    read_job_or_refuse,
+    read_schedule_or_refuse,
+    require_choice,
+    require_writable,
+    take_request,
+)
 from slipstream.cli.shared.plan_summary import recomputation_lines
 from slipstream.cli.shared.planning import build_plan_options, find_recomputation, make_plan, read_search_params
 from slipstream.cli.shared.run_process import (

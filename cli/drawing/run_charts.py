@@ -11,7 +11,7 @@ from html import escape
 
 from slipstream.cli.drawing.axis import nice_step
 from slipstream.cli.drawing.svg_chart import nice_top
-from slipstream.cli.shared.run_summary import as_percent, run_time
+from slipstream.cli.shared.summaries import as_percent, run_time
 from slipstream.runtime.events import FetchAbandoned, FetchBegun, Finished, HandedOver, Started
 from slipstream.runtime.run_record import GenerationRecord, RunRecord
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from slipstream.cli.shared.console import refuse
-from slipstream.cli.shared.inputs import parse_workers
+from slipstream.cli.shared.options import parse_workers
 from slipstream.planner.job.file import Job, JobError, read_job, workers_of_nodes
 from slipstream.runtime.failure_domains import divide_workers_by_node, find_domains
 from slipstream.runtime.processes.launch_environment import LaunchInfo, group_ranks, read_launch_info
