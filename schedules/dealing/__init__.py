@@ -9,24 +9,24 @@ order matters, and which samples other workers run for a failed worker.
 
 from slipstream.schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
 from slipstream.schedules.dealing.lengths import (
-           CoefficientFit,
-           Coefficients,
-           costs_by_stage,
-           costs_of,
-           fit_coefficients,
-           read_lengths,
+    CoefficientFit,
+    Coefficients,
+    costs_by_stage,
+    costs_of,
+    fit_coefficients,
+    read_lengths,
 )
 
 __all__ = [
-           "CoefficientFit",
-           "Coefficients",
-           "CostError",
-           "Costs",
-           "Dealer",
-           "Dealt",
-           "costs_by_stage",
-           "costs_of",
-           "fit_coefficients",
-           "read_lengths",
-           "require_costs",
+    "CoefficientFit",
+    "Coefficients",
+    "CostError",
+    "Costs",
+    "Dealer",
+    "Dealt",
+    "costs_by_stage",
+    "costs_of",
+    "fit_coefficients",
+    "read_lengths",
+    "require_costs",
 ]
