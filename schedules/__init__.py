@@ -2,7 +2,8 @@
 
 It is schedules, their JSON, and an independent checker.
 
-    schedule          a schedule as data: grid, ops, costs, and the scope of its lower bound
+    schedule          a schedule as data, and the scope of its lower bound
+    grid, ops         its parts: workers and virtual stages; ops, seats, and what they take
     precedence        table of which op of a micro-batch waits for which
     codec             schedules as JSON (`document` and `files` bound what is read and written)
     check             checks a schedule against all rules (`symmetry`, `text_excerpt`)

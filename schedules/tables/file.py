@@ -20,20 +20,18 @@ import msgspec
 from slipstream.schedules.codec import MAX_OPS, require_op_limit, validate
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import read_at_most
+from slipstream.schedules.grid import Natural, Ticks, TickSeconds
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
     LayerRange,
     Memory,
-    Natural,
     OptimizerMode,
     Program,
     Schedule,
     Scope,
     Seat,
     Status,
-    Ticks,
-    TickSeconds,
     Times,
     Worker,
     with_pipeline_numbers,
