@@ -28,8 +28,6 @@ LATER = {
     "planner/model/from_job.py",
     "planner/model/memory.py",
     "planner/model/problem.py",
-    "schedules/grid.py",
-    "schedules/ops.py",
     "schedules/program.py",
     "schedules/schedule.py",
 }
