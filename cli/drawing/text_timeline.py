@@ -70,7 +70,7 @@ def draw_measured_timeline(schedule: Schedule, iteration: MeasuredIteration, wid
     The workers are those of this schedule.
     """
     grid = schedule.grid
-    equal = [(pipeline,) for pipeline in range(grid.pipelines)]
+    equal: list[tuple[int, ...]] = [(pipeline,) for pipeline in range(grid.pipelines)]
     if grid.pipelines * grid.columns > FULL_ROWS:
         equal = find_equal_pipelines(schedule)
     return _draw(

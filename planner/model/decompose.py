@@ -72,7 +72,7 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
     whole = make_whole_piece(problem)
     if problem.assigned:
         renamed = problem
-        names: dict[MicroBatch, MicroBatch] | None = None
+        names: Mapping[MicroBatch, MicroBatch] | None = None
         if problem.grid.chains == 1:
             renamed, names = renumber_by_runner(problem)
         return tuple(
