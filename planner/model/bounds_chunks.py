@@ -68,10 +68,7 @@ class Chunks(NamedTuple):
 
     @property
     def most_left(self) -> Fraction:
-        """Most time of I and W that is left at the last F (lemma 18b).
-
-        F ends then.
-        """
+        """Most time of I and W left when the last F ends (lemma 18b)."""
         all_left, kinds = 0, list(self._stashes)
         for chunk in self.chunks:
             all_left += (chunk.gradient + chunk.weight) * chunk.most
