@@ -53,11 +53,15 @@ class RunFit:
     """Settings that all processes are told."""
     facts: RunFacts
     model: LayeredModel
-    placement: Placement
     gpus: GpuShare
     """GPUs of the workers of node 0."""
     work: IterationWork
     """Number of tokens and of floating-point operations in an iteration."""
+
+    @property
+    def placement(self) -> Placement:
+        """Mapping between the schedules' stages, their columns, and the layers of the model."""
+        return Placement(self.common.cuts)
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
@@ -156,4 +160,4 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     work = IterationWork(tokens=training.batch * config.model.context * microbatches,
                          flops=flops.training_flops(microbatches),
                          peak_flops=training.peak_flops or options.peak_flops)
-    return RunFit(common=common, facts=facts, model=model, placement=placement, gpus=gpus, work=work)
+    return RunFit(common=common, facts=facts, model=model, gpus=gpus, work=work)
