@@ -65,7 +65,7 @@ from benchmarks.chaos_scenario import CHECKPOINT_EVERY, ChaosScenario, resilienc
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.checkpoints.checkpoint import open_latest
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.device import choose_device
 from slipstream.runtime.errors import RunError

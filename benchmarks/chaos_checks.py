@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.runtime.checkpoints.parameters import load_parameters
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.events import Event, Failed, Joined, Noted
 from slipstream.runtime.tools.reference import ReferenceResult

@@ -26,7 +26,7 @@ import torch
 from benchmarks.chaos_checks import ChaosError, Survivors, below
 from benchmarks.chaos_scenario import resilience, scenario, watching_closely
 from slipstream.planner.plan import plan_job
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import RunOptions, run

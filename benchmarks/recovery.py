@@ -32,7 +32,7 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.job.file import Job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return

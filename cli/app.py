@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import slipstream
 from slipstream.cli.help import Command, write_options, write_section
-from slipstream.cli.shared.console import print_error, suggest
-from slipstream.cli.shared.interrupts import delay_interrupts
-from slipstream.cli.shared.version import installed_version
+from slipstream.cli.shared.console import delay_interrupts, print_error, suggest
 
 COMMANDS = {
     "new": "Write a job file: from a preset, a trace, or an estimate of a model.",
@@ -70,7 +69,7 @@ class _CommandGroup(TyperGroup):
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no such command {args[0]!r}{suggest(args[0], COMMANDS)}")
         if args[0] == "train":
-            from slipstream.cli.shared.rehearsals import require_possible_rehearsals
+            from slipstream.cli.shared.launch_options import require_possible_rehearsals
 
             require_possible_rehearsals(args[1:])
         name, command, rest = super().resolve_command(ctx, args)
@@ -147,7 +146,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"slipstream {installed_version()}\n")
+        sys.stdout.write(f"slipstream {slipstream.__version__}\n")
         raise typer.Exit
 
 

@@ -14,10 +14,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.shared.console import duration, err, out, print_json
-from slipstream.cli.shared.interrupts import delay_interrupts
+import slipstream
+from slipstream.cli.shared.console import delay_interrupts, duration, err, out, print_json
 from slipstream.cli.shared.options import Json
-from slipstream.cli.shared.version import installed_version
 from slipstream.planner.job.file import read_job
 
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
@@ -84,7 +83,7 @@ def _collect_findings(quick: bool) -> Iterator[Finding]:
 
 def _check_packages() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    yield Finding("installed", "slipstream", "ok", installed_version())
+    yield Finding("installed", "slipstream", "ok", slipstream.__version__)
     yield Finding("installed", "python", "ok", f"{platform.python_version()} on {platform.system()} "
                   f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB")
     for name in PACKAGES:

@@ -10,14 +10,8 @@ import typer
 
 from slipstream.cli.exporters import EXPORTERS, Exporter, ExportError
 from slipstream.cli.exporters.torchtitan import NEWEST, VERSIONS
-from slipstream.cli.shared.console import complete_from, err, exit_negative, print_json, refuse
-from slipstream.cli.shared.inputs import (
-    read_job_or_refuse,
-    read_schedule_or_refuse,
-    require_choice,
-    require_writable,
-)
-from slipstream.cli.shared.interrupts import delay_interrupts
+from slipstream.cli.shared.console import complete_from, delay_interrupts, err, exit_negative, print_json, refuse
+from slipstream.cli.shared.inputs import read_job_or_refuse, read_schedule_or_refuse, require_choice, require_writable
 from slipstream.cli.shared.options import Force, Json
 from slipstream.schedules.check import check
 
@@ -132,7 +126,7 @@ def _require_new_folder(folder: Path | None, to: str, what: str) -> Path:
 def _export_checkpoint(source: Path, folder: Path, to: str, json: bool) -> None:
     """Write the model of a checkpoint in the format `to`."""
     with delay_interrupts():
-        from slipstream.cli.shared.train_inputs import find_checkpoint_or_refuse
+        from slipstream.cli.shared.run_start import find_checkpoint_or_refuse
         from slipstream.runtime.checkpoints.checkpoint import CheckpointError
         from slipstream.runtime.config import ConfigError
     checkpoint = find_checkpoint_or_refuse(source)

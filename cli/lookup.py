@@ -19,7 +19,7 @@ from slipstream.cli.shared.inputs import (
 )
 from slipstream.cli.shared.options import Failed, FailedNode, Force, Json, OutFile
 from slipstream.cli.shared.planning import compile_planner, find_recomputation
-from slipstream.cli.shared.role_changes import role_change_lines
+from slipstream.cli.shared.schedule_summary import role_change_lines
 from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised

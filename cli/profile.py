@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from slipstream.cli.shared.console import duration, err, out, print_json, refuse
+from slipstream.cli.shared.console import delay_interrupts, duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
-from slipstream.cli.shared.interrupts import delay_interrupts
 from slipstream.cli.shared.options import ANSWER, Force, Json
 from slipstream.planner.job.file import Job, placement_table, topology_table
 from slipstream.planner.job.network import network_table

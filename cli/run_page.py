@@ -25,9 +25,11 @@ from slipstream.cli.drawing.run_charts import (
     find_starting,
 )
 from slipstream.cli.shared.console import duration
-from slipstream.cli.shared.event_descriptions import EventGroup, describe_event, event_group
 from slipstream.cli.shared.run_summary import (
+    EventGroup,
     as_percent,
+    describe_event,
+    event_group,
     mean_throughput,
     notable_events,
     run_time,

@@ -22,7 +22,7 @@ from slipstream.cli.drawing.simulation_report import (
     tokens_per_gpu_hour,
     worker_hours,
 )
-from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
+from slipstream.cli.shared.console import LogProgress, err, exit_negative, out, print_json, refuse, watch_interrupts
 from slipstream.cli.shared.inputs import (
     failed_workers,
     load_table_or_refuse,
@@ -32,8 +32,6 @@ from slipstream.cli.shared.inputs import (
     require_writable,
     write_or_refuse,
 )
-from slipstream.cli.shared.interrupts import watch_interrupts
-from slipstream.cli.shared.log_progress import LogProgress
 from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
 from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
 from slipstream.planner.budget import STEP_SECONDS, CountCallback

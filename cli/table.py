@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Option
 
 from slipstream.cli.shared import options
-from slipstream.cli.shared.console import duration, err, exit_negative, out, print_json, refuse
+from slipstream.cli.shared.console import LogProgress, duration, err, exit_negative, out, print_json, refuse
 from slipstream.cli.shared.inputs import (
     may_exist,
     read_job_or_refuse,
@@ -21,7 +21,6 @@ from slipstream.cli.shared.inputs import (
     require_writable,
     write_or_refuse,
 )
-from slipstream.cli.shared.log_progress import LogProgress
 from slipstream.cli.shared.plan_summary import placement_lines
 from slipstream.cli.shared.planning import (
     build_plan_options,

@@ -22,11 +22,15 @@ import torch
 import typer
 
 from slipstream.cli.shared.console import print_error
-from slipstream.cli.shared.error_exits import exit_on_errors
-from slipstream.cli.shared.launch_options import find_own_node, read_secret_or_refuse, with_machines
-from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
-from slipstream.cli.shared.resume import find_whole_checkpoint
-from slipstream.cli.shared.run_progress import call_in_thread
+from slipstream.cli.shared.launch_options import (
+    Rehearsals,
+    find_own_node,
+    read_rehearsals,
+    read_secret_or_refuse,
+    with_machines,
+)
+from slipstream.cli.shared.run_process import call_in_thread, exit_on_errors
+from slipstream.cli.shared.run_start import find_whole_checkpoint
 from slipstream.cli.start import exit_despite_planning
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job, JobError, parse_job, read_job
@@ -44,7 +48,7 @@ from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.node_agent import NodeJob, join_run
 from slipstream.runtime.placement import split_layers
 from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
-from slipstream.runtime.processes.parent_death import request_parent_death_signal
+from slipstream.runtime.processes.process_attributes import request_parent_death_signal
 from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
 from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
 from slipstream.runtime.processes.worker_start import NodeSettings
@@ -63,11 +67,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
 
 from slipstream.runtime.checkpoints.trainer_state import load_into_trainer, save_trainer
-from slipstream.runtime.models.torchtitan.training import (
-    build_run_config,
-    describe_differences,
-    divide_microbatches,
-)
+from slipstream.runtime.models.torchtitan.training import build_run_config, describe_differences, divide_microbatches
 
 HEARTBEAT_SECONDS = Resilience().heartbeat_timeout_seconds
 PLAN_SECONDS = 10.0

@@ -1,6 +1,7 @@
 """Implement `slipstream train`, which trains a job's model by a schedule that is planned, given, or taken from a
 table."""
 
+import re
 import shlex
 import signal
 import sys
@@ -11,8 +12,6 @@ import typer
 from msgspec.structs import replace
 
 from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
-from slipstream.cli.shared.device_peak import peak_flops
-from slipstream.cli.shared.error_exits import exit_on_errors
 from slipstream.cli.shared.inputs import (
     failed_workers,
     read_job_or_refuse,
@@ -20,37 +19,52 @@ from slipstream.cli.shared.inputs import (
     require_choice,
     require_writable,
 )
-from slipstream.cli.shared.launch_options import find_own_node, read_secret_or_refuse, with_machines
+from slipstream.cli.shared.launch_options import (
+    Rehearsals,
+    find_own_node,
+    read_rehearsals,
+    read_secret_or_refuse,
+    with_machines,
+)
 from slipstream.cli.shared.options import take_request
 from slipstream.cli.shared.plan_summary import recomputation_lines
 from slipstream.cli.shared.planning import build_plan_options, find_recomputation, make_plan, read_search_params
-from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
-from slipstream.cli.shared.resume import (
+from slipstream.cli.shared.run_process import (
+    build_report,
+    call_in_thread,
+    exit_on_errors,
+    exit_on_signals,
+    fork_supervised,
+    show_progress,
+    summary_text,
+)
+from slipstream.cli.shared.run_start import (
     describe_resuming,
     find_start,
     is_done_without_node,
+    look_up,
+    read_fitting_table,
+    require_same_shape,
+    require_trainable,
     require_usable,
     warn_if_done,
 )
-from slipstream.cli.shared.run_progress import call_in_thread, show_progress
-from slipstream.cli.shared.supervisor import exit_on_signals, fork_supervised
-from slipstream.cli.shared.train_inputs import look_up, read_fitting_table, require_same_shape, require_trainable
 from slipstream.cli.shared.train_options import TrainRequest
-from slipstream.cli.shared.train_result import build_report, summary_text
 from slipstream.cli.start import PROGRAM
 from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.job.estimate import GPUS
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import LAYERS
 from slipstream.planner.recompute import chooses_recomputation, with_bound_of_choices
 from slipstream.runtime.checkpoints.checkpoint import Checkpoint
-from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
+from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions.settling import Settling
-from slipstream.runtime.coordinator.records.tensorboard import require_tensorboard
+from slipstream.runtime.coordinator.records.metrics import require_tensorboard
+from slipstream.runtime.device import choose_device, gpu_name
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
 from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
-from slipstream.runtime.processes.parent_death import request_parent_death_signal
-from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
 from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import Secret
@@ -272,3 +286,24 @@ def _read_fitting_schedule(path: Path, job: Job) -> Schedule:
 
 def _say(line: str) -> None:
     err.print(line, style="yellow", soft_wrap=True)
+
+
+_NAME_PATTERNS = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH200\b", "b200": r"\bB200\b"}
+"""Patterns of the driver's names of GPUs. Other forms, such as H100 PCIe and NVL, have other peaks."""
+
+
+def peak_flops(training: TrainingConfig) -> float | None:
+    """Return the peak of this machine's GPU in operations per second, without sparsity, if training uses bf16.
+
+    Returns None if the peak is unknown, and for other arithmetic, which may or may not use the tensor cores. GPUs of
+    other nodes are assumed to be the same. Raises ConfigError if bf16 training requires a GPU that this machine lacks.
+    """
+    if training.dtype != "bf16" or choose_device(training.device) == "cpu":
+        return None
+    return peak_of_gpu(gpu_name())
+
+
+def peak_of_gpu(device: str) -> float | None:
+    """Return a GPU's peak in bf16 operations per second, without sparsity, by the name that its driver reports; None if
+    it is unknown."""
+    return next((GPUS[name].flops for name, pattern in _NAME_PATTERNS.items() if re.search(pattern, device)), None)

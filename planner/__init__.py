@@ -5,6 +5,8 @@
     search/          searches for the best solution
     layout/          layouts: which worker holds which layers, and the route of each micro-batch
     plan             one checked schedule for a job and its failures (`options`)
+    candidates       what is tried for them: the problem in place, and layouts
+    reference        the fault-free period that plans are compared with
     bounding         problems from which the bounds of a job are proven
     periods          periods by the number of failed workers of each stage, for simulations that need hundreds of them
     overlapped       gradient reductions that overlap compute, added to a plan made without them

@@ -1,19 +1,26 @@
-"""Build the problems from which the bounds of a job's questions are proven, with costs rounded down."""
+"""Build the problems from which a job's bounds are proven, with costs rounded down.
+
+Plans get such bounds here, too.
+"""
 
 import math
 from collections.abc import Collection, Sequence
+from fractions import Fraction
 from operator import add
 
 import msgspec
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import exact_decimal
+from slipstream.planner.job.layers import exact_decimal, limited_ratio
+from slipstream.planner.model.assemble import with_converted_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.bounds_roles import RoleBounds
+from slipstream.planner.model.from_job import has_exact_units
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem, has_overlapping_reductions
 from slipstream.planner.search.list_scheduler import BASELINES
-from slipstream.schedules.schedule import Scope, Worker
+from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 
 def bounding_problem_in(scope: Scope, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
@@ -63,3 +70,30 @@ def _without_state(job: Job) -> Job:
     for its own failures, not for others that a bound covers, too.
     """
     return msgspec.structs.replace(job, memory=job.memory and msgspec.structs.replace(job.memory, state=()))
+
+
+def with_rounded_bound(schedule: Schedule, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Schedule:
+    """Return a copy of a schedule whose bound also holds for the exact times and memory, if its units are too coarse.
+
+    Lemma 15 of docs/bounds.md. Bounds for layouts with layers moved are computed from costs that are rounded down.
+    """
+    if schedule.scope not in (Scope.OWN, Scope.STAGES, Scope.PLACE) or has_exact_units(job, failed):
+        return schedule
+    problem = bounding_problem_in(schedule.scope, options, job, failed)
+    lower = math.floor(strongest_bound(problem).ticks * limited_ratio(problem.tick_seconds, schedule.tick_seconds))
+    return schedule if lower >= schedule.lower_bound_ticks else schedule.with_bound(lower, schedule.scope)
+
+
+def with_bound_of(schedule: Schedule, other: Schedule) -> Schedule:
+    """Return a copy of `schedule` with the lower bound of `other`, and with the costs of layers that this bound
+    counts."""
+    ticks = limited_ratio(schedule.tick_seconds, other.tick_seconds)
+    costs = other.times.of_layers
+    if costs:
+        units = limited_ratio(schedule.memory.unit, other.memory.unit) if schedule.memory and other.memory else 1
+        costs = msgspec.structs.replace(costs, per_tick=(Fraction(*costs.per_tick) * ticks).as_integer_ratio(),
+                                        per_unit=(Fraction(*costs.per_unit) * units).as_integer_ratio())
+    times = msgspec.structs.replace(schedule.times, of_layers=costs)
+    return with_converted_bound(msgspec.structs.replace(schedule, times=times),
+                                Bound(other.lower_bound_ticks, other.scope),
+                                other.tick_seconds)

@@ -38,7 +38,8 @@ from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
 from slipstream.planner.params import DEFAULTS, RoleParams
-from slipstream.planner.plan import FaultFree, Plan, plan_only, plan_with
+from slipstream.planner.plan import Plan, plan_only, plan_with
+from slipstream.planner.reference import FaultFree
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 from slipstream.schedules.tables.pattern import (

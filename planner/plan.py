@@ -1,25 +1,20 @@
 """Plan a checked schedule for a job and its failed workers.
 
-With layers in place, the candidates are the problem as it is, in which live holders share micro-batches, and layouts
-that cut some micro-batches within a stage (`planner.layout.fixed`). If layers may move, all layouts of `planner.layout`
-are candidates, too. `planner.search.engine` finds the best of them; if there is not enough time for the whole job,
-`planner.blockwise` plans a part of it.
+`planner.search.engine` finds the best of the candidates (`planner.candidates`). If there is not enough time for the
+whole job, `planner.blockwise` plans a part of it. `planner.reference` finds the fault-free period to compare with.
 """
 
 import gc
-import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from slipstream.planner.blockwise import Speed, TooLargeError, choose_blocks, plan_in_blocks
-from slipstream.planner.bounding import bounding_problem_in
+from slipstream.planner.bounding import with_bound_of, with_rounded_bound
 from slipstream.planner.budget import (
     Budget,
     Clock,
@@ -31,22 +26,12 @@ from slipstream.planner.budget import (
     defer_interrupts,
     ignore_progress,
 )
+from slipstream.planner.candidates import build_candidates
 from slipstream.planner.compiled import compile_in_background, ensure_compiled
 from slipstream.planner.job.file import Job, require_workers
-from slipstream.planner.job.layers import layer_costs, limited_ratio, with_shared_state
-from slipstream.planner.layout.candidates import generate_layouts
-from slipstream.planner.model.assemble import with_converted_bound
-from slipstream.planner.model.bounds import layout_lower_bound, strongest_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.from_job import (
-    build_layered_problem,
-    choose_memory_unit,
-    choose_tick,
-    count_equal_layers,
-    has_exact_units,
-    with_layout,
-)
-from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, NoRoomError, Problem
+from slipstream.planner.model.problem import Bound, NoPlanError, NoRoomError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import (
     add_overlapping_reductions,
@@ -55,146 +40,12 @@ from slipstream.planner.overlapped import (
     without_reductions,
 )
 from slipstream.planner.params import OverlapParams
+from slipstream.planner.reference import FaultFree, ReferenceSearch, is_reference_kind
 from slipstream.planner.search.engine import Method, find_best_candidate
-from slipstream.planner.search.incumbent import CandidateSource, Incumbent, SolvedPiece, divide_problem
+from slipstream.planner.search.incumbent import Incumbent, SolvedPiece
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import BackwardMode, LayerCosts, OptimizerMode, Schedule, Scope, Worker
-
-# --- The fault-free period that plans are compared with ---------------------------------------------------------------
-
-
-VERSION = 2
-"""Version of the stored fault-free periods.
-
-Periods are those of valid plans and bounds are proven, so a better planner needs no new version. Until version 1,
-periods of other kinds of plans were also stored.
-"""
-CLOSE = 1e-3
-"""Relative gap between period and bound up to which no better fault-free plan is searched for."""
-
-
-class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Best known period with no worker down, and its bound, in seconds."""
-
-    period: float
-    """Period, in seconds, of the best plan found."""
-    bound: float
-    """Proven lower bound on the period, in seconds. For 1F1B and ReCycle, which make one plan each, the period."""
-
-    @property
-    def is_close(self) -> bool:
-        """True if the period is so close to its bound that a better plan would make no difference."""
-        return self.period <= self.bound * (1 + CLOSE)
-
-    def merged_with(self, other: "FaultFree | None") -> "FaultFree":
-        """Return a copy with the shorter period and the larger bound of this result and `other`, one for the same job
-        (None: there is none)."""
-        if other is None:
-            return self
-        return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
-
-    def capped_at(self, period: float) -> "FaultFree":
-        """Return a copy in which period and bound are at most `period`, that of a plan with fewer workers alive: all
-        workers together could do as well."""
-        return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
-
-
-def reference_options(options: PlanOptions) -> PlanOptions:
-    """Return a copy of the options for the plan with which others are compared: layers stay in place, and no
-    micro-batch changes workers within a stage.
-
-    This is how the job runs when nothing has failed, even if the options allow both after a failure.
-    """
-    return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
-
-
-def is_reference_kind(schedule: Schedule) -> bool:
-    """Return whether a schedule keeps layers and roles in place and cuts no micro-batch, as a fault-free plan does.
-
-    If reductions overlap compute, micro-batches may be cut for them, as long as all stay on their own workers.
-    """
-    in_place = not schedule.slices or (schedule.has_overlap and not schedule.rerouted and not schedule.shed)
-    return in_place and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
-
-
-def reference_key(options: PlanOptions, job: Job) -> str:
-    """Return a digest of all that the fault-free period of a job depends on; the period is stored under it."""
-    problem = reference_options(options).make_problem(job)
-    rules = (VERSION, options.method, problem.backward, problem.optimizer,
-             *([job.network] if job.network.overlap else []))
-    text = msgspec.json.encode((rules, problem.tick_seconds, problem.grid, problem.times, problem.memory))
-    return hashlib.sha256(text).hexdigest()
-
-
-# --- What answers a failure -------------------------------------------------------------------------------------------
-
-
-def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
-                     problem: Problem | None) -> CandidateSource:
-    """Return the candidates of a search for a job and its failures: `problem`, in which layers stay in place, and
-    layouts if allowed.
-
-    `problem` is None if it has no plan. Otherwise it is the only candidate if no layout can be better.
-    """
-    alone = options.method not in ("cp-sat", "greedy") \
-        or not (options.layers == "move" or _can_layouts_gain(options, problem))
-    if problem is not None and alone:
-        return CandidateSource(first=problem)
-    sliced = options.slices if problem is None or options.layers == "move" else problem.can_cut_stages
-    layout_scope = LayoutScope(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
-    layered, lower = (
-        build_layered_problem(job, failed, layout_scope, backward=options.backward or "split",
-                              optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
-        for down in (False, True))
-    costs = layer_costs(job)
-    shared = with_shared_state(job, failed)  # as in both problems
-    units = choose_memory_unit(shared) / choose_memory_unit(shared, layer_costs(shared))
-    scale = choose_tick(job) / choose_tick(job, costs)
-    if problem is not None and options.layers == "fixed":
-        lower = msgspec.structs.replace(lower, sharing=problem.sharing,
-                                        parts=count_equal_layers(lower.grid, lower.costs))
-    least, layered = layout_lower_bound(lower), _with_layer_costs(layered, lower)
-
-    def iterate_layouts(largest_fine: float) -> Iterator[Incumbent]:
-        try:
-            for layout in generate_layouts(layered, largest_fine=largest_fine, params=options.params.layouts):
-                yield divide_problem(with_layout(layered, layout), least, moved=layered.moved_memory(layout.holds))
-        except LookupError as error:
-            if options.from_checkpoint:
-                raise
-            raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
-                              ) from None
-
-    return CandidateSource(first=problem and _with_layer_costs(problem, lower, scale, units), layouts=iterate_layouts,
-                           layered=layered, layered_bound=least,
-                           bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
-                           units=layered.grid.total_microbatches * layered.grid.depth, moving=options.layers == "move")
-
-
-def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Return whether layouts that keep layers in place can be better than the problem as it is; False if `problem` is
-    None.
-
-    They can if they may cut micro-batches within a stage, or if workers of a column differ in memory.
-    """
-    return problem is not None and (
-        problem.has_unequal_room or (options.slices and problem.can_cut_stages and problem.grid.chains == 1))
-
-
-def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
-                      per_unit: Fraction = Fraction(1)) -> Problem:
-    """Return a copy of the problem that records the costs of single layers, taken from `below`, the problem from which
-    its lower bound is computed.
-
-    A tick of the problem is `per_tick` ticks of `below`, and a unit of its memory is `per_unit` units of `below`.
-    """
-    costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
-                       **msgspec.structs.asdict(below.costs))
-    return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))
-
-
-# --- Plans ------------------------------------------------------------------------------------------------------------
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Scope, Worker
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,15 +121,16 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         budget = Budget(deadline=clock.now() + options.limit_seconds, clock=clock, seed=options.seed, stop=stop,
                         progress=SearchProgress(progress))
         speed = Speed(options.limit_seconds, clock, options.params.blocks)
-        reference = _ReferenceSearch(options, job, known, budget, speed)
+        reference = ReferenceSearch(options, job, known, budget, speed, _plan_reference)
         is_reference = not failed and options.layers == "fixed"
         if not is_reference:
             reference.improve(options.params.blocks.reference_share * options.limit_seconds,
                               lambda line: progress(f"reference with no worker down: {line}"))
-        plan = _with_rounded_bound(_plan_with_fallback(options, job, failed, budget, speed), options, job, failed)
+        plan = _plan_with_fallback(options, job, failed, budget, speed)
+        plan = msgspec.structs.replace(plan, schedule=with_rounded_bound(plan.schedule, options, job, failed))
         is_comparable = is_reference_kind(plan.schedule)
         if is_reference and is_comparable:
-            reference.add_plan(plan)
+            reference.add_schedule(plan.schedule)
         else:
             # If the search ends early, the rest of the time goes to the reference.
             reference.improve(budget.seconds_left)
@@ -286,40 +138,6 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
                 reference.best = reference.best.capped_at(plan.period)
         return msgspec.structs.replace(plan, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
                                        fault_free=reference.best, tally=budget.tally)
-
-
-class _ReferenceSearch:
-    """Search for the fault-free period with which plans are compared. With counted steps it has its own clock, so that
-    plans do not depend on whether an earlier search has found this period."""
-
-    def __init__(self, options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget, speed: Speed) -> None:
-        clock = options.make_clock()
-        self._options, self._job, self.best = reference_options(options), job, known
-        self._budget = msgspec.structs.replace(budget, clock=clock, tally=Tally())
-        self._speed = speed if options.steps is None else Speed(options.limit_seconds, clock, options.params.blocks)
-
-    def improve(self, seconds: float, progress: ProgressCallback = ignore_progress) -> None:
-        """Search for this number of seconds, unless the period known is already close to its bound or no time is left.
-
-        The extra time that a large job may take (grace) is reserved for the plan itself.
-        """
-        budget = msgspec.structs.replace(self._budget.with_seconds(seconds), progress=SearchProgress(progress))
-        if self.best and (self.best.is_close or budget.seconds_left < 0.0):
-            return
-        with suppress(TooLargeError, NoPlanError):  # layers in place may have none where others do
-            self.add_plan(_plan_whole_or_blocks(self._options, self._job, (), budget, self._speed, grace=False))
-
-    def add_plan(self, plan: Plan) -> None:
-        """Update `best` with a plan that has no worker down: keep the shorter of the two periods, and the larger of the
-        two bounds.
-
-        If the method is a baseline (1F1B or ReCycle), the plan's own period serves as its bound: the method makes no
-        shorter plan, so that the search can end.
-        """
-        plan = _with_rounded_bound(plan, self._options, self._job, ())
-        is_baseline = self._options.method in BASELINES
-        bound = plan.period if is_baseline else plan.schedule.seconds(plan.schedule.lower_bound_ticks)
-        self.best = FaultFree(period=plan.period, bound=bound).merged_with(self.best)
 
 
 def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None,
@@ -337,24 +155,15 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
                         solved=solved)
         plan = _plan_with_fallback(options, job, failed, budget,
                                    Speed(options.limit_seconds, clock, options.params.blocks))
-        plan = _with_rounded_bound(plan, options, job, failed)
-        return msgspec.structs.replace(plan, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
+        return msgspec.structs.replace(plan, schedule=with_rounded_bound(plan.schedule, options, job, failed),
+                                       solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)
 
 
-def _with_rounded_bound(plan: Plan, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Plan:
-    """Return a copy of a plan whose bound also holds for the exact times and memory, if its units are too coarse.
-
-    Lemma 15 of docs/bounds.md. Bounds for layouts with layers moved are computed from costs that are rounded down.
-    """
-    schedule = plan.schedule
-    if schedule.scope not in (Scope.OWN, Scope.STAGES, Scope.PLACE) or has_exact_units(job, failed):
-        return plan
-    problem = bounding_problem_in(schedule.scope, options, job, failed)
-    lower = math.floor(strongest_bound(problem).ticks * limited_ratio(problem.tick_seconds, schedule.tick_seconds))
-    if lower >= schedule.lower_bound_ticks:
-        return plan
-    return msgspec.structs.replace(plan, schedule=schedule.with_bound(lower, schedule.scope))
+def _plan_reference(options: PlanOptions, job: Job, budget: Budget, speed: Speed) -> Schedule:
+    """Return the best schedule with no worker down; the extra time of a large job (grace) is left to the plan
+    itself."""
+    return _plan_whole_or_blocks(options, job, (), budget, speed, grace=False).schedule
 
 
 def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
@@ -376,7 +185,7 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
                 return quick_plan
     plan = _plan_whole_or_blocks(options, job, failed, budget, speed)
     if quick_plan is not None and quick_plan.period < plan.period:
-        plan = msgspec.structs.replace(quick_plan, schedule=_with_bound_of(quick_plan.schedule, plan.schedule),
+        plan = msgspec.structs.replace(quick_plan, schedule=with_bound_of(quick_plan.schedule, plan.schedule),
                                        fixed_period=min(filter(None, (quick_plan.fixed_period, plan.fixed_period)),
                                                         default=None), end=plan.end)
     cut = options.slices and plan.schedule.scope is Scope.PLACE
@@ -394,23 +203,8 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
                                               Speed(options.limit_seconds, clock, options.params.blocks))
             if narrow_plan.period < plan.period:
                 return msgspec.structs.replace(narrow_plan,
-                                               schedule=_with_bound_of(narrow_plan.schedule, plan.schedule))
+                                               schedule=with_bound_of(narrow_plan.schedule, plan.schedule))
     return plan
-
-
-def _with_bound_of(schedule: Schedule, other: Schedule) -> Schedule:
-    """Return a copy of `schedule` with the lower bound of `other`, and with the costs of layers that this bound
-    counts."""
-    ticks = limited_ratio(schedule.tick_seconds, other.tick_seconds)
-    costs = other.times.of_layers
-    if costs:
-        units = limited_ratio(schedule.memory.unit, other.memory.unit) if schedule.memory and other.memory else 1
-        costs = msgspec.structs.replace(costs, per_tick=(Fraction(*costs.per_tick) * ticks).as_integer_ratio(),
-                                        per_unit=(Fraction(*costs.per_unit) * units).as_integer_ratio())
-    times = msgspec.structs.replace(schedule.times, of_layers=costs)
-    return with_converted_bound(msgspec.structs.replace(schedule, times=times),
-                                Bound(other.lower_bound_ticks, other.scope),
-                                other.tick_seconds)
 
 
 def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,

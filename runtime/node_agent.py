@@ -24,7 +24,7 @@ from slipstream.runtime.processes.file_descriptors import LAUNCHER_DESCRIPTORS, 
 from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
 from slipstream.runtime.processes.launch_environment import ONLY_PROCESS, GpuShare, LocalProcess, compute_gpu_share
 from slipstream.runtime.processes.process_manager import NodeProcesses
-from slipstream.runtime.processes.start_limit import StartLimit, StartLimitError
+from slipstream.runtime.processes.restart_policy import StartLimit, StartLimitError
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, handle_stop_signals
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol import to_node_agent

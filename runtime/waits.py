@@ -164,6 +164,8 @@ WAITS = (
     Wait("torch_pipelining.place:_own_host", "the process of the store", _PATIENCE),
     Wait("torch_pipelining.watch:_find_readable", "the next connection, or the end of one",
          "torch_pipelining.watch:POLL_SECONDS"),
+    Wait("torch_pipelining.watch:Watch._take", "nobody: a pause without descriptors",
+         "torch_pipelining.watch:POLL_SECONDS"),
     Wait("torch_pipelining.watch:Watch.close", "its thread",
          "torch_pipelining.watch:CONNECT_SECONDS"),
     Wait("torch_pipelining.watch:_connect", "another member",

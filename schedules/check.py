@@ -1,11 +1,14 @@
-"""Check a schedule against all rules, from the schedule alone: nothing here depends on how it was made.
+"""Check a schedule against all rules, from the schedule alone.
 
-One function checks one rule; `TIERS` lists them. Rules of a later tier rely on what the earlier tiers establish, so
-checking stops after the first tier with a violation: a dropped op is reported once, as dropped.
+Nothing here depends on how it was made.
 
-Pipelines that share no micro-batch with others, and run the same programs at the same speed, behave identically at all
-times; only one of them is checked. The same applies to groups of pipelines that share micro-batches. The cost is linear
-in the number of ops of the *different* groups.
+One function checks one rule; `TIERS` lists them. Rules of a later tier rely on what the earlier
+tiers establish, so checking stops after the first tier with a violation: a dropped op is reported
+once, as dropped.
+
+Pipelines that share no micro-batch with others, and run the same programs at the same speed, behave
+identically at all times; only one of them is checked. The same applies to groups of pipelines that
+share micro-batches. The cost is linear in the number of ops of the *different* groups.
 """
 
 from bisect import bisect_left
@@ -23,7 +26,7 @@ from slipstream.schedules.precedence import OpKey, op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 from slipstream.schedules.symmetry import find_equal_groups
 
-# --- The schedule under check, and what several rules look up in it ---------------------------------------------------
+# --- The schedule under check, and what several rules look up in it -------------------------------
 
 
 Route = Sequence[int]
@@ -31,8 +34,10 @@ Route = Sequence[int]
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """Broken rule of a schedule: the rule's name, a one-line message with ids and values, and the op or worker if
-    known."""
+    """Broken rule of a schedule, with the op or worker if known.
+
+    The message is one line with ids and values.
+    """
 
     rule: str
     message: str
@@ -52,36 +57,51 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """Numbers of the pipelines whose ops are checked. Of several pipelines that behave identically, only one is
-        checked."""
-        return tuple(sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0]))
+        """Numbers of the pipelines whose ops are checked.
+
+        Of several pipelines that behave identically, only one is checked.
+        """
+        return tuple(
+            sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0])
+        )
 
     @cached_property
     def programs(self) -> Mapping[Worker, list[Op]]:
-        """Ops of each worker whose role is in one of `pipelines`, in the order in which it runs them."""
+        """Ops of each worker whose role is in one of `pipelines`, in program order."""
         return programs_of(self.schedule, self.pipelines)
 
     @cached_property
     def ops(self) -> Mapping[OpKey, Op]:
-        """Compute ops by key (kind, slice, pipeline, micro-batch). If an op is there twice, only one of them is kept;
-        `check_each_once` reports this."""
+        """Compute ops by key (kind, slice, pipeline, micro-batch).
+
+        If an op is there twice, only one of them is kept; `check_each_once` reports this.
+        """
         return {op_key(op): op for op in self.compute_ops()}
 
     def compute_ops(self) -> Iterator[Op]:
-        """Iterate over the compute ops (F, I, W, B) of the pipelines to check, worker by worker."""
+        """Iterate over the compute ops of the pipelines to check, worker by worker."""
         return (op for ops in self.programs.values() for op in ops if op.kind in COMPUTE_KINDS)
 
     @cached_property
     def reductions(self) -> Mapping[Worker, list[tuple[LayerRange, Op]]]:
-        """All-reduces (A) of each worker, in order, each as a pair of the layers whose gradients it sums and the op."""
+        """All-reduces of each worker, in order.
+
+        Each is a pair of the layers whose gradients it sums and the op.
+        """
         layers = self.schedule.layers_by_slice
-        return {worker: [(layers[op.slice], op) for op in ops if op.kind is OpKind.A and op.slice is not None]
-                for worker, ops in self.programs.items()}
+        reductions: dict[Worker, list[tuple[LayerRange, Op]]] = {}
+        for worker, ops in self.programs.items():
+            reductions[worker] = [
+                (layers[op.slice], op) for op in ops if op.kind is OpKind.A and op.slice is not None
+            ]
+        return reductions
 
     @property
     def op_kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of op that a micro-batch must run at each slice, in order: F, I, W; F, B with a fused backward; or F
-        alone."""
+        """Kinds of op that a micro-batch must run at each slice, in order.
+
+        F, I, W; or F, B with a fused backward; or F alone.
+        """
         if self.forwards:
             return (OpKind.F,)
         split = self.schedule.backward == "split"
@@ -89,7 +109,10 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def gradient_kind(self) -> OpKind:
-        """Kind of op that makes the gradient for the slice before: I, or B if the backward is fused."""
+        """Kind of op that makes the gradient for the slice before.
+
+        I, or B if the backward is fused.
+        """
         return self.op_kinds[1]
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
@@ -100,17 +123,29 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def has_only_stage_routes(self) -> bool:
-        """True if every micro-batch runs every op once along the stages of its direction, and nothing else runs."""
+        """True if every micro-batch passes the stages of its direction, and nothing else runs.
+
+        Each op runs once.
+        """
         grid, kinds = self.schedule.grid, self.op_kinds
-        expected = ((kind, stage, pipeline, microbatch) for pipeline, microbatch in self.microbatches()
-                    for stage in grid.stages_of_microbatch(microbatch) for kind in kinds)
-        count = sum(grid.microbatches[pipeline] for pipeline in self.pipelines) * grid.depth * len(kinds)
+        expected = (
+            (kind, stage, pipeline, microbatch)
+            for pipeline, microbatch in self.microbatches()
+            for stage in grid.stages_of_microbatch(microbatch)
+            for kind in kinds
+        )
+        count = (
+            sum(grid.microbatches[pipeline] for pipeline in self.pipelines)
+            * grid.depth
+            * len(kinds)
+        )
         return all(map(self.ops.__contains__, expected)) \
             and sum(1 for _ in self.compute_ops()) == len(self.ops) == count
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """Slices at which each micro-batch (pipeline, number) runs F, in the order of their layers."""
+        """Slices at which each micro-batch (pipeline, number) runs F, in the order of their layers.
+        """
         visited: dict[tuple[int, int], list[int]] = defaultdict(list)
         for kind, slice, pipeline, microbatch in self.ops:
             if kind is OpKind.F:
@@ -120,10 +155,10 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
                 for microbatch, slices in visited.items()}
 
     def route_of(self, pipeline: int, microbatch: int) -> Route:
-        """Return the numbers of the slices at which a micro-batch runs F, in the order of their layers; empty if there
-        are none.
+        """Return the numbers of the slices at which a micro-batch runs F.
 
-        Rules that run after `check_each_once` has passed rely on these slices covering all layers exactly once.
+        They are in the order of their layers; empty if there are none. Rules that run after
+        `check_each_once` has passed rely on these slices covering all layers exactly once.
         """
         if self.has_only_stage_routes:
             return self.schedule.grid.stages_of_microbatch(microbatch)
@@ -131,13 +166,17 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reduced_ranges(self) -> list[LayerRange]:
-        """Ranges of layers that are all-reduced (A), each once, ascending. They are disjoint if
-        `check_reduced_together` has passed."""
+        """Ranges of layers that are all-reduced (A), each once, ascending.
+
+        They are disjoint if `check_reduced_together` has passed.
+        """
         return sorted({layers for reduced in self.reductions.values() for layers, _ in reduced})
 
     def reduced_ranges_sharing(self, layers: LayerRange) -> Iterator[LayerRange]:
-        """Iterate over the ranges in `reduced_ranges` that share a layer with `layers`. Those ranges must be
-        disjoint."""
+        """Iterate over the ranges in `reduced_ranges` that share a layer with `layers`.
+
+        Those ranges must be disjoint.
+        """
         ranges = self.reduced_ranges
         for index in range(max(0, bisect_left(ranges, (layers[0], 0)) - 1), len(ranges)):
             if ranges[index][0] >= layers[1]:
@@ -145,12 +184,18 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
             if ranges[index][1] > layers[0]:
                 yield ranges[index]
 
-    def covers_layers(self, held: Sequence[LayerRange], layers: LayerRange) -> bool:
-        """Return whether all of `layers` are within one of the ranges `held`, which are ascending and do not touch."""
-        return any(first <= layers[0] and layers[1] <= end for first, end in held)
+    def covers_layers(self, ranges: Sequence[LayerRange], layers: LayerRange) -> bool:
+        """Return whether all of `layers` are within one of `ranges`.
+
+        They are ascending and do not touch.
+        """
+        return any(first <= layers[0] and layers[1] <= end for first, end in ranges)
 
     def transfer_ticks(self, before: Op, after: Op) -> int:
-        """Return the ticks that a tensor needs from the op `before` to the op `after`: 0 if one worker runs both."""
+        """Return the ticks that a tensor needs from one op to another.
+
+        0 if one worker runs both.
+        """
         return 0 if before.worker == after.worker else self.schedule.times.transfer
 
     def op_text(self, op: Op) -> str:
@@ -158,7 +203,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
         return self.schedule.op_text(op)
 
     def time_text(self, ticks: int) -> str:
-        """Return the text that gives a time or duration in a message, in ticks and seconds."""
+        """Return a time or duration as text, in ticks and seconds."""
         return f"{ticks} ticks ({self.schedule.seconds(ticks):g} s)"
 
 
@@ -167,36 +212,56 @@ def ranges_text(ranges: Sequence[LayerRange]) -> str:
     return ", ".join(layers_text(layers) for layers in merge_ranges(ranges)) or "no layer"
 
 
-# --- Who works, and who holds which layers ----------------------------------------------------------------------------
+# --- Who works, and who holds which layers --------------------------------------------------------
 
 
 def check_live_workers(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each worker of the grid that neither has failed nor has exactly one seat, and for each seat
-    outside of the grid."""
+    """Yield a violation for each live worker without a seat of its own.
+
+    Each must have exactly one seat; no seat may be outside of the grid, or of a failed worker.
+    """
     grid, seats = case.schedule.grid, Counter(seat.worker for seat in case.schedule.seats)
     failed = set(case.schedule.failed)
     for worker in sorted(set(seats) - set(grid.workers())):
-        yield Violation("live-workers", f"worker {worker} is not in the grid of {grid.pipelines} pipelines x "
-                        f"{grid.columns} columns", worker=worker)
+        yield Violation(
+            "live-workers",
+            f"worker {worker} is not in the grid of {grid.pipelines} pipelines x "
+            f"{grid.columns} columns",
+            worker=worker,
+        )
     for worker in grid.workers():
         if worker in failed and seats[worker]:
-            yield Violation("live-workers", f"worker {worker} has failed but has a program", worker=worker)
+            yield Violation(
+                "live-workers", f"worker {worker} has failed but has a program", worker=worker
+            )
         elif worker not in failed and seats[worker] != 1:
-            yield Violation("live-workers", f"live worker {worker} has {seats[worker]} programs; expected 1",
-                            worker=worker)
+            yield Violation(
+                "live-workers",
+                f"live worker {worker} has {seats[worker]} programs; expected 1",
+                worker=worker,
+            )
 
 
 def check_roles(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each role that two seats have or that is outside of the grid."""
+    """Yield a violation for each role that two seats have.
+
+    A role outside of the grid is a violation, too.
+    """
     grid, played = case.schedule.grid, set[Worker]()
     for seat in case.schedule.seats:
         role = seat.role
         if not (0 <= role.pipeline < grid.pipelines and 0 <= role.column < grid.columns):
-            yield Violation("roles", f"worker {seat.worker} plays role {role}, which is not in the grid",
-                            worker=seat.worker)
+            yield Violation(
+                "roles",
+                f"worker {seat.worker} plays role {role}, which is not in the grid",
+                worker=seat.worker,
+            )
         elif role in played:
-            yield Violation("roles", f"worker {seat.worker} plays role {role}, which another worker plays already",
-                            worker=seat.worker)
+            yield Violation(
+                "roles",
+                f"worker {seat.worker} plays role {role}, which another worker plays already",
+                worker=seat.worker,
+            )
         played.add(role)
 
 
@@ -204,32 +269,45 @@ def check_holders(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation for each range of layers that no live worker holds."""
     schedule = case.schedule
     columns = range(schedule.grid.columns)
-    held = merge_ranges({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
-                         for layers in schedule.held_layers_of_seat(seat)})
+    ranges = merge_ranges(
+        {
+            layers
+            for seat in schedule.seats
+            if seat.holds is not None or seat.role.column in columns
+            for layers in schedule.held_layers_of_seat(seat)
+        }
+    )
     reached = 0
-    for first, end in (*held, (schedule.grid.layer_count, schedule.grid.layer_count)):
+    for first, end in (*ranges, (schedule.grid.layer_count, schedule.grid.layer_count)):
         if first > reached:
-            yield Violation("holders",
-                            f"no live worker holds {_layers_and_stages_text(case, (reached, first))}: the "
-                            "parameters are lost")
+            yield Violation(
+                "holders",
+                f"no live worker holds {_layers_and_stages_text(case, (reached, first))}: the "
+                "parameters are lost",
+            )
         reached = end
 
 
 def _layers_and_stages_text(case: CheckContext, layers: LayerRange) -> str:
-    """Return text for a message about layers, with the numbers of the stages that lie within them."""
+    """Return layers as text, with the stages that lie within them."""
     grid = case.schedule.grid
     stages = [str(stage) for stage, (first, end) in enumerate(grid.layers_by_stage[:grid.depth])
               if layers[0] <= first and end <= layers[1]]
-    named = f" (stage{'s' if len(stages) > 1 else ''} {', '.join(stages)})" if stages else ""
-    return layers_text(layers) + named
+    if not stages:
+        return layers_text(layers)
+    plural = "s" if len(stages) > 1 else ""
+    return f"{layers_text(layers)} (stage{plural} {', '.join(stages)})"
 
 
-# --- What each worker runs --------------------------------------------------------------------------------------------
+# --- What each worker runs ------------------------------------------------------------------------
 
 
 def check_each_once(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each micro-batch whose slices do not cover all layers once, and for each F, I and W (or F
-    and B) at a slice that is missing, run twice or unknown."""
+    """Yield a violation for each op that is missing, run twice or unknown.
+
+    The slices of each micro-batch must cover all layers once, and F, I and W (or F and B) run once
+    at each.
+    """
     if case.has_only_stage_routes:
         return
     yield from _check_foreign_ops(case)
@@ -248,29 +326,39 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each compute op that is of a wrong kind, of an unknown micro-batch, at a slice where the
-    micro-batch runs no F, or run a second time."""
+    """Yield a violation for each compute op that belongs to no F.
+
+    Its kind is wrong, its micro-batch unknown, its slice without F, or it runs a second time.
+    """
     schedule, kinds, seen = case.schedule, case.op_kinds, dict[OpKey, Op]()
     for op in case.compute_ops():
         kind, slice, pipeline, microbatch = key = op_key(op)
         if kind not in kinds:
-            yield Violation("each-once", f"{case.op_text(op)}: a schedule with {schedule.backward} backward has no "
-                            f"{kind}", op)
+            yield Violation(
+                "each-once",
+                f"{case.op_text(op)}: a schedule with {schedule.backward} backward has no {kind}",
+                op,
+            )
         elif not 0 <= microbatch < schedule.grid.microbatches[pipeline]:
             yield Violation("each-once", f"{case.op_text(op)}: pipeline {pipeline} has only "
                             f"{schedule.grid.microbatches[pipeline]} micro-batches", op)
         elif (OpKind.F, slice, pipeline, microbatch) not in case.ops:
             yield Violation("each-once", f"{case.op_text(op)}: the micro-batch runs no F there", op)
         elif key in seen:
-            yield Violation("each-once",
-                            f"{case.op_text(op)} at {case.time_text(op.start_ticks)} runs a second time; it ran on "
-                            f"{seen[key].worker} at {case.time_text(seen[key].start_ticks)}", op)
+            yield Violation(
+                "each-once",
+                f"{case.op_text(op)} at {case.time_text(op.start_ticks)} runs a second time; it "
+                f"ran on {seen[key].worker} at {case.time_text(seen[key].start_ticks)}",
+                op,
+            )
         seen.setdefault(key, op)
 
 
 def _describe_untiled(case: CheckContext, route: Route) -> str:
-    """Describe, for a message, where the slices of a route skip a layer or pass one twice; "" if they cover all layers
-    once."""
+    """Describe where the slices of a route skip a layer or pass one twice.
+
+    "" if they cover all layers once.
+    """
     reached, before = 0, None
     for slice in route:
         first, end = case.schedule.layers_of(slice)
@@ -279,54 +367,81 @@ def _describe_untiled(case: CheckContext, route: Route) -> str:
         if first < reached:
             assert before is not None
             twice = layers_text((first, min(end, reached)))
-            return f"F of {twice} runs in {case.schedule.slice_text(before)} and in {case.schedule.slice_text(slice)}"
+            return (
+                f"F of {twice} runs in {case.schedule.slice_text(before)} and in "
+                f"{case.schedule.slice_text(slice)}"
+            )
         reached, before = end, slice
     layers = case.schedule.grid.layer_count
     return f"no worker runs F of {layers_text((reached, layers))}" if reached < layers else ""
 
 
 def check_closing(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each live worker that does not all-reduce (A) exactly its held layers, or whose last op is
-    not its only optimizer step (O)."""
+    """Yield a violation for each live worker that does not end as it must.
+
+    It must all-reduce exactly its held layers, and end with its only optimizer step.
+    """
     for worker, ops in case.programs.items():
         yield from _check_reductions_of(case, worker)
         steps = [op for op in ops if op.kind is OpKind.O]
         if len(steps) != 1:
-            yield Violation("closing", f"worker {worker} runs O {len(steps)} times; expected 1", worker=worker)
+            yield Violation(
+                "closing", f"worker {worker} runs O {len(steps)} times; expected 1", worker=worker
+            )
         elif ops[-1] is not steps[0]:
-            yield Violation("closing", f"{case.op_text(ops[-1])} comes after {steps[0]}, which ends the iteration",
-                            ops[-1], worker)
+            yield Violation(
+                "closing",
+                f"{case.op_text(ops[-1])} comes after {steps[0]}, which ends the iteration",
+                ops[-1],
+                worker,
+            )
 
 
 def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each worker that runs an all-reduce or optimizer step, which a schedule of forwards only
-    must not have."""
+    """Yield a violation for each worker that reduces or steps among forwards only."""
     for worker, ops in case.programs.items():
         other = next((op for op in ops if op.kind in (OpKind.A, OpKind.O)), None)
         if other is not None:
-            yield Violation("only-forwards", f"{case.op_text(other)} is among forwards alone", other, worker)
+            yield Violation(
+                "only-forwards", f"{case.op_text(other)} is among forwards alone", other, worker
+            )
 
 
 def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violation]:
-    """Yield a violation for each all-reduce (A) of one worker that does not match the layers that it holds, and for
-    held layers that it does not reduce."""
-    held, ranges = case.schedule.held_layers(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
-    if held == tuple(layers for layers, _ in ranges):
+    """Yield a violation for each all-reduce that does not match the worker's held layers.
+
+    Held layers that it does not reduce are a violation, too.
+    """
+    ranges = case.schedule.held_layers(worker)
+    reductions = sorted(case.reductions[worker], key=lambda reduced: reduced[0])
+    if ranges == tuple(layers for layers, _ in reductions):
         return
-    for (before, left), (after, right) in pairwise(ranges):
+    for (before, left), (after, right) in pairwise(reductions):
         if after[0] < before[1]:
-            yield Violation("closing",
-                            f"worker {worker} runs {_reduction_text(case, left)} and {_reduction_text(case, right)}; "
-                            f"expected one A of {layers_text((after[0], min(after[1], before[1])))}", right, worker)
-    for layers, op in ranges:
-        if not case.covers_layers(held, layers):
-            yield Violation("closing",
-                            f"worker {worker} runs {_reduction_text(case, op)}, but holds {ranges_text(held)}", op,
-                            worker)
-    missing = _subtract_ranges(held, [layers for layers, _ in ranges])
+            yield Violation(
+                "closing",
+                f"worker {worker} runs {_reduction_text(case, left)} and "
+                f"{_reduction_text(case, right)}; "
+                f"expected one A of {layers_text((after[0], min(after[1], before[1])))}",
+                right,
+                worker,
+            )
+    for layers, op in reductions:
+        if not case.covers_layers(ranges, layers):
+            yield Violation(
+                "closing",
+                f"worker {worker} runs {_reduction_text(case, op)}, but holds "
+                f"{ranges_text(ranges)}",
+                op,
+                worker,
+            )
+    missing = _subtract_ranges(ranges, [layers for layers, _ in reductions])
     if missing:
-        yield Violation("closing", f"worker {worker} runs no A of {ranges_text(missing)}; it holds {ranges_text(held)}",
-                        worker=worker)
+        yield Violation(
+            "closing",
+            f"worker {worker} runs no A of {ranges_text(missing)}; it holds {ranges_text(ranges)}",
+            worker=worker,
+        )
 
 
 def _reduction_text(case: CheckContext, op: Op) -> str:
@@ -335,7 +450,9 @@ def _reduction_text(case: CheckContext, op: Op) -> str:
     return f"A({case.schedule.slice_text(op.slice)})"
 
 
-def _subtract_ranges(ranges: Sequence[LayerRange], others: Sequence[LayerRange]) -> list[LayerRange]:
+def _subtract_ranges(
+    ranges: Sequence[LayerRange], others: Sequence[LayerRange]
+) -> list[LayerRange]:
     """Return the layers of `ranges` that are in none of `others`, as ranges.
 
     Both arguments are ascending, and the ranges in `ranges` do not touch.
@@ -353,8 +470,10 @@ def _subtract_ranges(ranges: Sequence[LayerRange], others: Sequence[LayerRange])
 
 
 def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation where holders of a layer all-reduce it as part of different ranges of layers, and so not
-    together."""
+    """Yield a violation where holders of a layer do not all-reduce it together.
+
+    They may not reduce it as parts of different ranges of layers.
+    """
     one_of: dict[LayerRange, Op] = {}
     for reduced in case.reductions.values():
         for layers, op in reduced:
@@ -363,69 +482,99 @@ def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
         if after[0] < before[1]:
             op, other = one_of[after], one_of[before]
             shared = layers_text((after[0], min(after[1], before[1])))
-            yield Violation("reduced-together",
-                            f"{case.op_text(op)} and {case.op_text(other)} both reduce {shared}, but not "
-                            "the same layers; expected all holders of a layer to reduce it in one range", op)
+            yield Violation(
+                "reduced-together",
+                f"{case.op_text(op)} and {case.op_text(other)} both reduce {shared}, but not "
+                "the same layers; expected all holders of a layer to reduce it in one range",
+                op,
+            )
 
 
-# --- Where and when each op runs --------------------------------------------------------------------------------------
+# --- Where and when each op runs ------------------------------------------------------------------
 
 
 def check_hosts(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each op whose worker does not hold the layers of its slice, or did not run the F of its
-    micro-batch there."""
+    """Yield a violation for each op on a worker that lacks what it needs.
+
+    That is the layers of its slice, or the F of its micro-batch there.
+    """
     schedule, ops = case.schedule, case.ops
     fitting: dict[tuple[LayerRange, ...], dict[int, bool]] = {}
     for worker, program in case.programs.items():
-        held = schedule.held_layers(worker)
-        fits = fitting.setdefault(held, {})
+        ranges = schedule.held_layers(worker)
+        fits = fitting.setdefault(ranges, {})
         for op in program:
             slice = op.slice
-            if op.kind not in COMPUTE_KINDS or slice is None or op.pipeline is None or op.microbatch is None:
+            if (
+                op.kind not in COMPUTE_KINDS
+                or slice is None
+                or op.pipeline is None
+                or op.microbatch is None
+            ):
                 continue
             if slice not in fits:
-                fits[slice] = case.covers_layers(held, schedule.layers_of(slice))
+                fits[slice] = case.covers_layers(ranges, schedule.layers_of(slice))
             if not fits[slice]:
-                yield Violation("host", f"{case.op_text(op)}: worker {worker} holds {ranges_text(held)}, not all of "
-                                f"{layers_text(schedule.layers_of(slice))}", op)
+                yield Violation(
+                    "host",
+                    f"{case.op_text(op)}: worker {worker} holds {ranges_text(ranges)}, not all of "
+                    f"{layers_text(schedule.layers_of(slice))}",
+                    op,
+                )
             elif op.kind is not OpKind.F and \
                     worker != (first := ops[OpKind.F, slice, op.pipeline, op.microbatch]).worker:
-                yield Violation("host", f"{case.op_text(op)}: its F ran on {first.worker}, which holds the activation",
-                                op)
+                yield Violation(
+                    "host",
+                    f"{case.op_text(op)}: its F ran on {first.worker}, which holds the activation",
+                    op,
+                )
 
 
 def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each op that starts before tick 0, or before the end of the op before it in its worker's
-    program.
+    """Yield a violation for each op that overlaps the op before it.
 
-    If reductions overlap with compute, a worker runs one reduction and one other op at a time. O then waits for both,
-    and the ops of a program are ordered by start.
+    It starts before tick 0, or before the end of the op before it in its worker's program. If
+    reductions overlap with compute, a worker runs one reduction and one other op at a time. O then
+    waits for both, and the ops of a program are ordered by start.
     """
     for worker, ops in case.programs.items():
         if ops and ops[0].start_ticks < 0:
-            yield Violation("one-at-a-time",
-                            f"{case.op_text(ops[0])} starts at {case.time_text(ops[0].start_ticks)}, before the "
-                            "iteration", ops[0], worker)
+            yield Violation(
+                "one-at-a-time",
+                f"{case.op_text(ops[0])} starts at {case.time_text(ops[0].start_ticks)}, before "
+                "the iteration",
+                ops[0],
+                worker,
+            )
         for before, op in _sequential_pairs(ops, overlaps=case.schedule.has_overlap):
             if op.start_ticks < before.end_ticks:
-                yield Violation("one-at-a-time", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
-                                f"{case.op_text(before)}, before it in the program, ends at "
-                                f"{case.time_text(before.end_ticks)}",
-                                op, worker)
+                yield Violation(
+                    "one-at-a-time",
+                    f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                    f"{case.op_text(before)}, before it in the program, ends at "
+                    f"{case.time_text(before.end_ticks)}",
+                    op,
+                    worker,
+                )
         if case.schedule.has_overlap:
             for before, op in pairwise(ops):
                 if op.start_ticks < before.start_ticks:
-                    yield Violation("one-at-a-time",
-                                    f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
-                                    f"{case.op_text(before)}, before it in the program, at "
-                                    f"{case.time_text(before.start_ticks)}", op, worker)
+                    yield Violation(
+                        "one-at-a-time",
+                        f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                        f"{case.op_text(before)}, before it in the program, at "
+                        f"{case.time_text(before.start_ticks)}",
+                        op,
+                        worker,
+                    )
 
 
 def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
-    """Iterate over pairs of a worker's ops of which the second may not start before the end of the first.
+    """Iterate over pairs of a worker's ops that must not overlap.
 
-    They are consecutive in `ops` or, if reductions overlap compute (`overlaps`), consecutive in `ops` without A, or in
-    the A and O of `ops`.
+    The second may not start before the end of the first. They are consecutive in `ops` or, if
+    reductions overlap compute (`overlaps`), consecutive in `ops` without A, or in the A and O of
+    `ops`.
     """
     if not overlaps:
         yield from pairwise(ops)
@@ -435,21 +584,28 @@ def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op
 
 
 def check_forward_order(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each F that starts before the end of F at the slice before on the route, plus any
-    transfer."""
+    """Yield a violation for each F that starts too early.
+
+    F must follow F at the slice before on the route, plus any transfer.
+    """
     ops = case.ops
     for pipeline, microbatch in case.microbatches():
         before = None
         for slice in case.route_of(pipeline, microbatch):
             op = ops[OpKind.F, slice, pipeline, microbatch]
-            if before is not None and op.start_ticks < before.end_ticks + case.transfer_ticks(before, op):
+            if before is not None and op.start_ticks < before.end_ticks + case.transfer_ticks(
+                before, op
+            ):
                 yield _early_start_violation(case, "forward-order", before, op)
             before = op
 
 
 def check_backward_order(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each I (or B) that starts before the I (or B) at the next slice on the route has ended,
-    plus any transfer; at the last slice, before F has ended."""
+    """Yield a violation for each I (or B) that starts too early.
+
+    It must follow the I (or B) at the next slice on the route, plus any transfer; at the last
+    slice, F.
+    """
     gradient, ops = case.gradient_kind, case.ops
     for pipeline, microbatch in case.microbatches():
         route = case.route_of(pipeline, microbatch)
@@ -462,7 +618,7 @@ def check_backward_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_weight_order(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each W that starts before the end of I of the same micro-batch and slice."""
+    """Yield a violation for each W that starts before the end of its I."""
     ops = case.ops
     for (kind, slice, pipeline, microbatch), op in ops.items():
         if kind is OpKind.W:
@@ -472,18 +628,25 @@ def check_weight_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) -> Violation:
-    """Return the violation of `rule` by an op that starts before the result of `before`, which it needs, has
-    arrived."""
+    """Return the violation of `rule` by an op that starts too early.
+
+    It needs the result of `before`, which has not arrived.
+    """
     hop = case.transfer_ticks(before, op)
     arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
-    return Violation(rule,
-                     f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but {case.op_text(before)} ends "
-                     f"at {case.time_text(before.end_ticks)}{arrival}", op)
+    return Violation(
+        rule,
+        f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+        f"{case.op_text(before)} ends at {case.time_text(before.end_ticks)}{arrival}",
+        op,
+    )
 
 
 def check_memory(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each worker that, at some time, has less memory for activations than its micro-batches take
-    between F and W."""
+    """Yield a violation for each worker whose micro-batches take more memory than it has.
+
+    What a micro-batch takes between F and W is compared with the worker's memory for activations.
+    """
     sizes = case.schedule.memory
     if sizes is None:
         return
@@ -491,26 +654,38 @@ def check_memory(case: CheckContext) -> Iterator[Violation]:
         seat = case.schedule.seat_of[worker]
         free = activation_room(case.schedule, seat) or 0
         if free < 0:
-            yield Violation("memory",
-                            f"worker {worker} holds {ranges_text(case.schedule.held_layers(worker))}, which weigh "
-                            f"{-free * sizes.unit:g} more than it has room for", worker=worker)
+            yield Violation(
+                "memory",
+                f"worker {worker} holds {ranges_text(case.schedule.held_layers(worker))}, which "
+                f"weigh {-free * sizes.unit:g} more than it has room for",
+                worker=worker,
+            )
             continue
-        for tick, held in memory_profile(sizes, ops):
-            if held > free:
+        for tick, amount in memory_profile(sizes, ops):
+            if amount > free:
                 op = next((op for op in ops if tick in (op.start_ticks, op.end_ticks)), None)
                 remark = "" if seat.holds is None else f" with {ranges_text(seat.holds)} held"
-                yield Violation("memory", f"worker {worker} holds {held * sizes.unit:g} at {case.time_text(tick)}; its "
-                                f"capacity is {free * sizes.unit:g}{remark}", op, worker)
+                yield Violation(
+                    "memory",
+                    f"worker {worker} holds {amount * sizes.unit:g} at {case.time_text(tick)}; its "
+                    f"capacity is {free * sizes.unit:g}{remark}",
+                    op,
+                    worker,
+                )
                 break
 
 
 def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each range of layers whose all-reduces (A) do not start together, or start before the end
-    of the last backward of these layers on any worker."""
+    """Yield a violation for each range of layers that is all-reduced too early or apart.
+
+    Its all-reduces must start together, after the last backward of these layers on any worker.
+    """
     schedule, final = case.schedule, case.op_kinds[-1]
     last_of_slice: dict[int, Op] = {}
     for (kind, slice, _, _), op in case.ops.items():
-        if kind is final and (slice not in last_of_slice or op.end_ticks > last_of_slice[slice].end_ticks):
+        if kind is final and (
+            slice not in last_of_slice or op.end_ticks > last_of_slice[slice].end_ticks
+        ):
             last_of_slice[slice] = op
     last: dict[LayerRange, Op] = {}
     for slice, op in last_of_slice.items():
@@ -521,84 +696,120 @@ def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
     for layers, op in (reduction for reduced in case.reductions.values() for reduction in reduced):
         together = first.setdefault(layers, op)
         if op.start_ticks != together.start_ticks:
-            yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
-                            f"{case.op_text(together)} at {case.time_text(together.start_ticks)}; all that hold a "
-                            "layer reduce together", op)
+            yield Violation(
+                "all-reduce",
+                f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                f"{case.op_text(together)} at {case.time_text(together.start_ticks)}; all that "
+                "hold a layer reduce together",
+                op,
+            )
         elif layers in last and op.start_ticks < last[layers].end_ticks:
-            yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
-                            f"{case.op_text(last[layers])} ends at {case.time_text(last[layers].end_ticks)}", op)
+            yield Violation(
+                "all-reduce",
+                f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                f"{case.op_text(last[layers])} ends at {case.time_text(last[layers].end_ticks)}",
+                op,
+            )
 
 
 def check_optimizer(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each O of a synchronous optimizer that starts before the end of the last backward of the
-    whole job.
+    """Yield a violation for each O of a synchronous optimizer that starts too early.
 
-    A staggered optimizer needs nothing beyond what `check_closing` checks.
+    O must follow the last backward of the whole job. A staggered optimizer needs
+    nothing beyond what `check_closing` checks.
     """
     if case.schedule.optimizer != "synchronous" or not case.ops:
         return
     last = max(case.ops.values(), key=lambda op: op.end_ticks)
     for ops in case.programs.values():
         if ops[-1].start_ticks < last.end_ticks:
-            yield Violation("optimizer",
-                            f"{ops[-1]} starts at {case.time_text(ops[-1].start_ticks)}, but {case.op_text(last)} "
-                            f"ends at {case.time_text(last.end_ticks)} and the optimizer is synchronous", ops[-1])
+            yield Violation(
+                "optimizer",
+                f"{ops[-1]} starts at {case.time_text(ops[-1].start_ticks)}, but "
+                f"{case.op_text(last)} "
+                f"ends at {case.time_text(last.end_ticks)} and the optimizer is synchronous",
+                ops[-1],
+            )
 
 
 def check_period(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation unless the period is the longest busy window of a worker or, with a synchronous optimizer, the
-    makespan.
+    """Yield a violation unless the period is what the ops take.
 
+    It must be the longest busy window of a worker or, with a synchronous optimizer, the makespan.
     If it were shorter, the next iteration of that worker would start before this one has ended.
     """
-    windows = {worker: (ops[0].start_ticks, ops[-1].end_ticks) for worker, ops in case.programs.items() if ops}
+    windows = {
+        worker: (ops[0].start_ticks, ops[-1].end_ticks)
+        for worker, ops in case.programs.items()
+        if ops
+    }
     if case.schedule.optimizer == "synchronous":
         start = min(start for start, _ in windows.values())
         windows = {worker: (start, end) for worker, (_, end) in windows.items()}
     worker = max(windows, key=lambda worker: windows[worker][1] - windows[worker][0])
     start, end = windows[worker]
     if case.schedule.period_ticks != end - start:
-        yield Violation("period",
-                        f"the period is given as {case.time_text(case.schedule.period_ticks)}, but worker {worker} "
-                        f"is busy from {case.time_text(start)} to {case.time_text(end)}: {case.time_text(end - start)}",
-                        worker=worker)
+        yield Violation(
+            "period",
+            f"the period is given as {case.time_text(case.schedule.period_ticks)}, but worker "
+            f"{worker} is busy from {case.time_text(start)} to {case.time_text(end)}: "
+            f"{case.time_text(end - start)}",
+            worker=worker,
+        )
 
 
 def check_bound(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation if the lower bound exceeds the period, equals it without the status 'optimal', or is below it
-    with this status."""
+    """Yield a violation if the lower bound contradicts the period or status.
+
+    It must not exceed the period, and must equal it exactly if the status is 'optimal'.
+    """
     lower, period = case.schedule.lower_bound_ticks, case.schedule.period_ticks
     if lower > period:
-        yield Violation("bound",
-                        f"the lower bound, {case.time_text(lower)}, exceeds the period, {case.time_text(period)}")
+        yield Violation(
+            "bound",
+            f"the lower bound, {case.time_text(lower)}, exceeds the period, "
+            f"{case.time_text(period)}",
+        )
     elif (case.schedule.status == "optimal") != (lower == period):
-        yield Violation("bound",
-                        f"the status is '{case.schedule.status}' with period {case.time_text(period)} and lower "
-                        f"bound {case.time_text(lower)}; 'optimal' says that they are equal")
+        yield Violation(
+            "bound",
+            f"the status is '{case.schedule.status}' with period {case.time_text(period)} and "
+            f"lower bound {case.time_text(lower)}; 'optimal' says that they are equal",
+        )
 
 
 def check_deadlock(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation if ops, transfers and all-reduces wait for each other in a circle, however long each really
-    takes.
+    """Yield a violation if ops wait for each other in a circle.
 
-    The rules that `check` has verified before imply that an op starts no earlier than what it waits for, and strictly
-    later if that takes any time. A circle can therefore only consist of ops without duration, and of all-reduces, which
-    may take time on only some of their workers. If there is no circle of ops, `schedules.graph.order_transfers` finds
-    an order of transfers that adds none.
+    Transfers and all-reduces count, however long each really takes. The rules that `check` has
+    verified before imply that an op starts no earlier than what it waits for, and strictly later if
+    that takes any time. A circle can therefore only consist of ops without duration, and of
+    all-reduces, which may take time on only some of their workers. If there is no circle of ops,
+    `schedules.graph.order_transfers` finds an order of transfers that adds none.
     """
-    instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks] for worker, ops in case.programs.items()}
+    instant = _select_ops(case, lambda op: op.end_ticks == op.start_ticks)
     if not any(instant.values()):
         return
-    if any(op.end_ticks > op.start_ticks for reduced in case.reductions.values() for _, op in reduced):
-        instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks or op.kind is OpKind.A]
-                   for worker, ops in case.programs.items()}
+    if any(
+        op.end_ticks > op.start_ticks for reduced in case.reductions.values() for _, op in reduced
+    ):
+        instant = _select_ops(
+            case, lambda op: op.end_ticks == op.start_ticks or op.kind is OpKind.A
+        )
     try:
         require_acyclic(case.schedule, instant)
     except ValueError as error:
         yield Violation("deadlock", str(error).removeprefix("deadlock: "))
 
 
-# --- All rules --------------------------------------------------------------------------------------------------------
+def _select_ops(
+    case: CheckContext, is_wanted: Callable[[Op], bool]
+) -> dict[Worker, list[Op]]:
+    """Return the ops that are wanted of each worker, in program order."""
+    return {worker: list(filter(is_wanted, ops)) for worker, ops in case.programs.items()}
+
+
+# --- All rules ------------------------------------------------------------------------------------
 
 
 MAX_VIOLATIONS = 100
@@ -608,8 +819,18 @@ Rule = Callable[[CheckContext], Iterator[Violation]]
 TIERS: tuple[tuple[Rule, ...], ...] = (
     (check_live_workers, check_roles, check_holders),
     (check_each_once, check_closing, check_reduced_together),
-    (check_hosts, check_one_at_a_time, check_forward_order, check_backward_order, check_weight_order, check_memory,
-     check_all_reduce, check_optimizer, check_period, check_bound),
+    (
+        check_hosts,
+        check_one_at_a_time,
+        check_forward_order,
+        check_backward_order,
+        check_weight_order,
+        check_memory,
+        check_all_reduce,
+        check_optimizer,
+        check_period,
+        check_bound,
+    ),
     (check_deadlock,),
 )
 FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
@@ -618,22 +839,30 @@ FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
     (check_hosts, check_one_at_a_time, check_forward_order, check_period, check_bound),
     (check_deadlock,),
 )
-"""Rules for schedules of forwards only (`schedules.forwards`), in tiers: a later tier relies on the earlier ones."""
+"""Rules for schedules of forwards only (`schedules.forwards`), in tiers.
+
+A later tier relies on the earlier ones.
+"""
 
 
 def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
     """Return the violations of a schedule's rules; empty if it is valid.
 
-    Rules are checked in groups (`TIERS`), each of which relies on those before: only violations of the first group that
-    is broken are returned, at most MAX_VIOLATIONS per rule. With `forwards`, the schedule must have no ops but F, as
-    for the validation of a model. The schedule must have the form that `schedules.codec` requires of a file: all its
-    indices are valid. Raises TypeError for anything but a schedule.
+    Rules are checked in groups (`TIERS`), each of which relies on those before: only violations of
+    the first group that is broken are returned, at most MAX_VIOLATIONS per rule. With `forwards`,
+    the schedule must have no ops but F, as for the validation of a model. The schedule must have
+    the form that `schedules.codec` requires of a file: all its indices are valid. Raises TypeError
+    for anything but a schedule.
     """
     if not isinstance(schedule, Schedule):
-        raise TypeError(f"expected a schedule, as slipstream.read gives one; got a {type(schedule).__name__}")
+        raise TypeError(
+            f"expected a schedule, as slipstream.read gives one; got a {type(schedule).__name__}"
+        )
     case = CheckContext(schedule, forwards)
     for tier in FORWARD_TIERS if forwards else TIERS:
-        violations = [violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)]
+        violations = [
+            violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)
+        ]
         if violations:
             return violations
     return []

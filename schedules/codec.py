@@ -1,7 +1,7 @@
 """Read and write schedules as JSON: versioned and canonical (one schedule, one text).
 
-Malformed files are refused with an error of one line. Reading checks only the form: types, lengths, ranges and indices.
-`schedules.check` checks the scheduling rules.
+Malformed files are refused with an error of one line. Reading checks only the form: types, lengths,
+ranges and indices. `schedules.check` checks the scheduling rules.
 """
 
 from collections import Counter
@@ -29,19 +29,28 @@ from slipstream.schedules.schedule import (
 FORMAT = "slipstream.schedule"
 VERSION = 2
 OLDER_VERSIONS = (1,)
-"""Older versions of schedule files that can be read. Version 1 has neither slices nor held layers."""
+"""Older versions of schedule files that can be read. Version 1 has neither slices nor held layers.
+"""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
-"""Largest number of ops of all workers in a schedule file. A program is stored once, so a small file could represent
-far more."""
+"""Largest number of ops of all workers in a schedule file.
+
+A program is stored once, so a small file could represent far more.
+"""
 MAX_NAME = 200
 MAX_LAYERS = 2**17
 MAX_SLICE_LAYERS = 2**22
-"""Maximum total number of layers in all slices, and maximum total number of held ranges in all seats."""
+"""Maximum total number of layers in all slices.
+
+It is also the maximum total number of held ranges in all seats.
+"""
 
 
 class ScheduleError(DocumentError):
-    """Error: a schedule file cannot be read, or a schedule is too large for a file. The message is one line."""
+    """Error of a schedule file that cannot be read, or of too large a schedule.
+
+    The message is one line.
+    """
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,19 +61,32 @@ class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 _FIELDS = Schedule.__struct_fields__
-_KIND = DocumentKind(name="schedule", format=FORMAT, version=VERSION, content=Document, bulk=("programs", "seats"),
-                     max_bytes=MAX_FILE_BYTES, error=ScheduleError, older=OLDER_VERSIONS)
+_KIND = DocumentKind(
+    name="schedule",
+    format=FORMAT,
+    version=VERSION,
+    content=Document,
+    bulk=("programs", "seats"),
+    max_bytes=MAX_FILE_BYTES,
+    error=ScheduleError,
+    older=OLDER_VERSIONS,
+)
 
 
 def encode(schedule: Schedule) -> bytes:
-    """Encode a schedule as canonical JSON: keys in a fixed order, one line, a newline at the end.
+    """Encode a schedule as canonical JSON.
 
-    Raises ScheduleError if the schedule is too large to be read again.
+    Keys have a fixed order, in one line with a newline at the end. Raises ScheduleError if the
+    schedule is too large to be read again.
     """
     try:
         require_op_limit(schedule)
         fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        fields |= {name: value for name in _FIELDS if (value := getattr(schedule, name)) is not msgspec.UNSET}
+        fields |= {
+            name: value
+            for name in _FIELDS
+            if (value := getattr(schedule, name)) is not msgspec.UNSET
+        }
         data = msgspec.json.encode(fields) + b"\n"
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"{len(data)} bytes; expected at most {MAX_FILE_BYTES}")
@@ -74,8 +96,10 @@ def encode(schedule: Schedule) -> bytes:
 
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
-    """Decode a schedule from the bytes of a file, named `source` in errors. Raises ScheduleError with a one-line
-    message."""
+    """Decode a schedule from the bytes of a file, named `source` in errors.
+
+    Raises ScheduleError with a one-line message.
+    """
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
@@ -83,7 +107,8 @@ def decode(data: bytes, source: str = "schedule") -> Schedule:
             _require_version_1(schedule)
         validate(schedule)
     except ValueError as error:
-        raise ScheduleError(f"{source}: {str(error)[:300]}") from None  # a number may have thousands of digits
+        # a number may have thousands of digits
+        raise ScheduleError(f"{source}: {str(error)[:300]}") from None
     return schedule
 
 
@@ -93,7 +118,10 @@ def read(path: Path) -> Schedule:
 
 
 def write(schedule: Schedule, path: Path) -> None:
-    """Write a schedule file atomically. Raises OSError, or ScheduleError if the schedule is too large."""
+    """Write a schedule file atomically.
+
+    Raises OSError, or ScheduleError if the schedule is too large.
+    """
     write_atomically(path, encode(schedule))
 
 
@@ -104,33 +132,45 @@ def json_schema() -> dict[str, Any]:
     document["properties"]["format"] = {"const": FORMAT}
     document["properties"]["version"] = {"enum": [*OLDER_VERSIONS, VERSION]}
     document["required"] = [*document["required"], "format", "version"]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Slipstream schedule", **schema}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Slipstream schedule",
+        **schema,
+    }
 
 
 def _require_version_1(schedule: Schedule) -> None:
-    """Raise ValueError if a schedule from a file of version 1 uses keys of later versions, so that old files keep their
-    meaning."""
+    """Raise ValueError if a schedule of version 1 uses keys of later versions.
+
+    So old files keep their meaning.
+    """
     has_holdings = any(seat.holds is not None for seat in schedule.seats)
     weights = schedule.memory is not None and schedule.memory.weights
-    for key, used in (("slices", schedule.slices), ("seats: layers held", has_holdings), ("memory.weights", weights),
-                      ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
-                      ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
-                      ("times.of_layers", schedule.times.of_layers),
-                      ("times.overlap", schedule.has_overlap),
-                      ("bound_scope", schedule.bound_scope)):
+    for key, used in (
+        ("slices", schedule.slices),
+        ("seats: layers held", has_holdings),
+        ("memory.weights", weights),
+        ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
+        ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
+        ("times.of_layers", schedule.times.of_layers),
+        ("times.overlap", schedule.has_overlap),
+        ("bound_scope", schedule.bound_scope),
+    ):
         if used:
             raise ValueError(f"{key}: not in version 1 of the format; expected version {VERSION}")
 
 
 def validate(schedule: Schedule) -> None:
-    """Check all lengths and indices of a schedule, as `decode` does; `schedules.check` checks the rules of a valid
-    schedule.
+    """Check all lengths and indices of a schedule, as `decode` does.
 
-    Ranges of single numbers are checked by msgspec. Raises ValueError, which names the key and the value.
+    `schedules.check` checks the rules of a valid schedule. Ranges of single numbers are checked by
+    msgspec. Raises ValueError, which names the key and the value.
     """
     for key, text in (("job", schedule.job), ("method", schedule.method)):
         if not text.isprintable() or len(text) > MAX_NAME:
-            raise ValueError(f"{key} is {text[:MAX_NAME]!r}; expected at most {MAX_NAME} printable characters")
+            raise ValueError(
+                f"{key} is {text[:MAX_NAME]!r}; expected at most {MAX_NAME} printable characters"
+            )
     _validate_grid(schedule.grid)
     _validate_slices(schedule)
     _validate_times(schedule.times, schedule)
@@ -143,7 +183,10 @@ def validate(schedule: Schedule) -> None:
         _require_in_grid("seats", seat.worker, schedule.grid)
         _require_in_grid("seats", seat.role, schedule.grid)
         if seat.program >= len(schedule.programs):
-            raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
+            raise ValueError(
+                f"seats: worker {seat.worker} names program {seat.program} of "
+                f"{len(schedule.programs)}"
+            )
     _require_ascending("seats", tuple(seat.worker for seat in schedule.seats))
     _validate_holdings(schedule)
     require_op_limit(schedule)
@@ -169,42 +212,59 @@ def _validate_grid(grid: Grid) -> None:
     for stage in grid.stages:
         _require_in_range("grid.stages column", stage.column, 0, grid.columns - 1)
         if stage.layers is not None and not 0 <= stage.layers[0] <= stage.layers[1] <= MAX_LAYERS:
-            raise ValueError(f"grid.stages layers: {list(stage.layers)} is not a range of layers [first, end)")
+            raise ValueError(
+                f"grid.stages layers: {list(stage.layers)} is not a range of layers [first, end)"
+            )
     _validate_chains(grid)
 
 
 def _validate_chains(grid: Grid) -> None:
-    """Raise ValueError unless the directions of a bidirectional pipeline have equally many stages and pass every
-    column.
+    """Raise ValueError unless the directions of a bidirectional pipeline match.
 
-    The copies of a stage in several directions must lie on different workers and hold the same layers.
+    They have equally many stages and pass every column. The copies of a stage in several directions
+    must lie on different workers and hold the same layers.
     """
     _require_in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return
     if len(grid.stages) % grid.chains:
-        raise ValueError(f"grid.chains is {grid.chains}; expected a divisor of the {len(grid.stages)} stages")
+        raise ValueError(
+            f"grid.chains is {grid.chains}; expected a divisor of the {len(grid.stages)} stages"
+        )
     places = {(index // grid.depth, stage.column) for index, stage in enumerate(grid.stages)}
     if len(places) < grid.chains * grid.columns:
-        raise ValueError(f"grid.chains is {grid.chains}; expected each chain to pass all {grid.columns} columns")
+        raise ValueError(
+            f"grid.chains is {grid.chains}; expected each chain to pass all {grid.columns} columns"
+        )
     for index, stage in enumerate(grid.stages):
         original = grid.stages[grid.original_stage(index)]
         if stage.layers != original.layers:
-            raise ValueError(f"grid.stages[{index}] has layers {stage.layers}, its copy in the first chain "
-                             f"{original.layers}; expected the same")
-    if len({(grid.original_stage(index), stage.column) for index, stage in enumerate(grid.stages)}) < len(grid.stages):
-        raise ValueError("grid.stages: a column holds two copies of one stage; expected one at most")
+            raise ValueError(
+                f"grid.stages[{index}] has layers {stage.layers}, its copy in the first chain "
+                f"{original.layers}; expected the same"
+            )
+    if len(
+        {(grid.original_stage(index), stage.column) for index, stage in enumerate(grid.stages)}
+    ) < len(grid.stages):
+        raise ValueError(
+            "grid.stages: a column holds two copies of one stage; expected one at most"
+        )
 
 
 def _validate_slices(schedule: Schedule) -> None:
-    """Raise ValueError unless slices are distinct ranges of layers, and all stages say which layers they have, or none
-    does."""
+    """Raise ValueError unless slices are distinct ranges of layers.
+
+    All stages say which layers they have, or none does.
+    """
     grid, slices = schedule.grid, schedule.slices
     named = any(stage.layers is not None for stage in grid.stages)
-    if named and grid.layers_by_stage != tuple(stage.layers for stage in grid.stages) and (
-            slices or any(seat.holds is not None for seat in schedule.seats)):
-        raise ValueError("grid.stages layers: with slices or layers held, expected those of each chain to follow each "
-                         "other from 0 on, at least one per stage, or none at all")
+    contiguous = grid.layers_by_stage == tuple(stage.layers for stage in grid.stages)
+    refined = slices or any(seat.holds is not None for seat in schedule.seats)
+    if named and not contiguous and refined:
+        raise ValueError(
+            "grid.stages layers: with slices or layers held, expected those of each chain to "
+            "follow each other from 0 on, at least one per stage, or none at all"
+        )
     _require_ranges("slices", slices, grid.layer_count)
     for layers, times in Counter(slices).items():
         if times > 1:
@@ -216,10 +276,11 @@ def _validate_slices(schedule: Schedule) -> None:
 def _validate_holdings(schedule: Schedule) -> None:
     """Raise ValueError unless held layers are ascending ranges that do not touch.
 
-    If any seat lists its layers, the optimizer ticks of each layer are required and, with memory limits, the memory of
-    each layer's weights.
+    If any seat lists its layers, the optimizer ticks of each layer are required and, with memory
+    limits, the memory of each layer's weights.
     """
-    layers, seats = schedule.grid.layer_count, [seat for seat in schedule.seats if seat.holds is not None]
+    layers = schedule.grid.layer_count
+    seats = [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:
         raise ValueError(f"seats: more than {MAX_SLICE_LAYERS} ranges of layers held")
     for seat in seats:
@@ -227,20 +288,28 @@ def _validate_holdings(schedule: Schedule) -> None:
         _require_ranges(name, seat.holds or (), layers)
         for before, after in pairwise(seat.holds or ()):
             if before[1] >= after[0]:
-                raise ValueError(f"{name}: {list(after)} after {list(before)}; expected ascending ranges that do not "
-                                 "touch")
+                raise ValueError(
+                    f"{name}: {list(after)} after {list(before)}; expected ascending ranges that "
+                    "do not touch"
+                )
     if seats:
-        _require_length("times.optimizer_of_layer", schedule.times.optimizer_of_layer, layers, "layer")
+        _require_length(
+            "times.optimizer_of_layer", schedule.times.optimizer_of_layer, layers, "layer"
+        )
         if schedule.memory is not None:
             _require_length("memory.weights", schedule.memory.weights, layers, "layer")
 
 
 def _require_ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
-    """Raise ValueError, which names the key `name`, unless each range is a non-empty part of the model's `layers`
-    layers."""
+    """Raise ValueError unless each range is a non-empty part of the model's layers.
+
+    The message names the key `name`.
+    """
     for first, end in ranges:
         if not 0 <= first < end <= layers:
-            raise ValueError(f"{name}: [{first}, {end}] is not a range [first, end) of the {layers} layers")
+            raise ValueError(
+                f"{name}: [{first}, {end}] is not a range [first, end) of the {layers} layers"
+            )
 
 
 def _validate_times(times: Times, schedule: Schedule) -> None:
@@ -250,7 +319,9 @@ def _validate_times(times: Times, schedule: Schedule) -> None:
                         _slice_unit_text(schedule))
     _require_length("times.optimizer", times.optimizer, grid.columns, "column")
     if times.optimizer_of_layer:
-        _require_length("times.optimizer_of_layer", times.optimizer_of_layer, grid.layer_count, "layer")
+        _require_length(
+            "times.optimizer_of_layer", times.optimizer_of_layer, grid.layer_count, "layer"
+        )
     for name, values in msgspec.structs.asdict(times.of_layers).items() if times.of_layers else ():
         if name not in ("per_tick", "per_unit"):
             _require_length(f"times.of_layers.{name}", values, grid.layer_count, "layer")
@@ -277,10 +348,14 @@ def _slice_unit_text(schedule: Schedule) -> str:
 
 
 def _describe_op_error(op: ProgramOp, slices: int, pipelines: int) -> str | None:
-    """Return words for what is wrong with an op of a program, to follow its name in a message; None if nothing is.
-    There are `slices` slices and `pipelines` pipelines.
+    """Return what is wrong with an op of a program; None if nothing is.
 
-    The caller adds the name only to a message, because building it for each of the many correct ops would be slow.
+    The words follow the op's name in a message. There are `slices` slices and `pipelines`
+    pipelines. The words follow the op's name in a message. There are `slices` slices and
+    `pipelines` pipelines.
+
+    The caller adds the name only to a message, because building it for each of the many correct ops
+    would be slow.
     """
     if (op.slice is None) != (op.kind is OpKind.O):
         return f": {op.kind} {'needs a' if op.slice is None else 'takes no'} slice"
@@ -308,10 +383,15 @@ def _require_length(name: str, values: tuple[int, ...], expected: int, per: str)
 
 def _require_in_grid(name: str, worker: Worker, grid: Grid) -> None:
     if worker.pipeline >= grid.pipelines or worker.column >= grid.columns:
-        raise ValueError(f"{name}: worker {worker} lies outside the grid of {grid.pipelines} x {grid.columns}")
+        raise ValueError(
+            f"{name}: worker {worker} lies outside the grid of {grid.pipelines} x {grid.columns}"
+        )
 
 
 def _require_ascending(name: str, workers: tuple[Worker, ...]) -> None:
     for left, right in pairwise(workers):
         if left >= right:
-            raise ValueError(f"{name}: worker {right} after {left}; expected each worker once, in ascending order")
+            raise ValueError(
+                f"{name}: worker {right} after {left}; expected each worker once, in ascending "
+                "order"
+            )

@@ -1,13 +1,19 @@
-"""Find the tensors that workers send to each other, and an order in which all can exchange them.
+"""Find the tensors that workers exchange, and an order without deadlock.
 
-Tensors are numbered among pipelines that share micro-batches, so that both ends use the same number.
+Tensors are numbered among pipelines that share micro-batches, so that both ends use the same
+number.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from slipstream.schedules.graph import order_transfers, place_as_early, programs_of, topological_order
+from slipstream.schedules.graph import (
+    order_transfers,
+    place_as_early,
+    programs_of,
+    topological_order,
+)
 from slipstream.schedules.precedence import OpKey, Tensor, consumers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Seat, Worker
 
@@ -15,8 +21,8 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, S
 class Crossing(NamedTuple):
     """Tensor that one worker sends to another.
 
-    If all workers exchange tensors in the order of `number`, none waits forever: what is produced first has the lower
-    number (see `schedules.graph.order_transfers`).
+    If all workers exchange tensors in the order of `number`, none waits forever: what is produced
+    first has the lower number (see `schedules.graph.order_transfers`).
     """
 
     number: int
@@ -35,14 +41,20 @@ class Crossing(NamedTuple):
     taken: int
 
 
-def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Worker, list[Crossing]]:
-    """Return the tensors that each worker whose role is in these pipelines sends and receives, in an order
-    (`Crossing.number`) that avoids deadlocks.
+def crossings_by_worker(
+    schedule: Schedule, pipelines: Sequence[int]
+) -> dict[Worker, list[Crossing]]:
+    """Return the tensors that each worker sends and receives, in an order without deadlock.
 
-    These pipelines must not share micro-batches with the rest.
+    The workers are those whose roles are in these pipelines; the order is `Crossing.number`. These
+    pipelines must not share micro-batches with the rest.
     """
     by_worker = _group_by_worker(_ordered_crossings(schedule, pipelines))
-    return {seat.worker: by_worker[seat.worker] for seat in schedule.seats if seat.role.pipeline in pipelines}
+    return {
+        seat.worker: by_worker[seat.worker]
+        for seat in schedule.seats
+        if seat.role.pipeline in pipelines
+    }
 
 
 def _group_by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossing]]:
@@ -55,30 +67,35 @@ def _group_by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossin
 
 
 def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Crossing]:
-    """Return all tensors that workers whose roles are in these pipelines send to each other, numbered from 0 in an
-    order in which every worker can exchange its own without a deadlock.
+    """Return all tensors that these workers exchange, numbered in an order without deadlock.
 
-    The pipelines must share no micro-batches with others, and the schedule must pass its checks: its times then give
-    such an order. If ops without duration leave the order open, the graph of ops decides. If `pipelines` is a single
-    one, each op counts as starting as early as possible; the tensors' numbers then stay the same if a failure elsewhere
-    only delays this pipeline.
+    The workers are those whose roles are in these pipelines; numbers begin at 0. The pipelines must
+    share no micro-batches with others, and the schedule must pass its checks: its times then give
+    such an order. If ops without duration leave the order open, the graph of ops decides. If
+    `pipelines` is a single one, each op counts as starting as early as possible; the tensors'
+    numbers then stay the same if a failure elsewhere only delays this pipeline.
     """
     wanted = set(pipelines)
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
     places = _places_by_op(schedule, seats)
     if len(pipelines) == 1:
         order = topological_order(schedule, programs_of(schedule, pipelines))
-        early = place_as_early(schedule, (op for op in order if isinstance(op, Op) and op.kind in COMPUTE_KINDS))
-        places = {key: made._replace(start_ticks=early[key].start_ticks) for key, made in places.items()}
+        early = place_as_early(
+            schedule, (op for op in order if isinstance(op, Op) and op.kind in COMPUTE_KINDS)
+        )
+        places = {
+            key: made._replace(start_ticks=early[key].start_ticks) for key, made in places.items()
+        }
     crossings = _number_crossings(schedule, places, sorted(places, key=places.__getitem__))
     if not _is_in_program_order(crossings):
-        crossings = _number_crossings(schedule, places, _order_by_graph(schedule, pipelines, places))
+        crossings = _number_crossings(
+            schedule, places, _order_by_graph(schedule, pipelines, places)
+        )
     return crossings
 
 
 class _OpPlace(NamedTuple):
-    """Planned start of an op that makes or takes a tensor, its positions on the route and in the program, and its
-    worker.
+    """Where and when an op that makes or takes a tensor is planned.
 
     In a sort, the start comes first, then the position on the route (backwards after forwards).
     """
@@ -95,8 +112,7 @@ Places = Mapping[OpKey, _OpPlace]
 
 
 def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
-    """Return, by the op's key, the planned start of each F, I and B of these seats, its position on the route and in
-    the program, and its worker."""
+    """Return the place of each F, I and B of these seats by key."""
     found: dict[OpKey, _OpPlace] = {}
     ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
     for seat in seats:
@@ -104,31 +120,41 @@ def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
         for place, op in enumerate(schedule.programs[seat.program]):
             if op.kind in _EXCHANGING:
                 pipeline = own_pipeline if op.pipeline is None else op.pipeline
-                _, slice, _, microbatch = key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
+                _, slice, _, microbatch = key = cast(
+                    OpKey, (op.kind, op.slice, pipeline, op.microbatch)
+                )
                 path = schedule.route_of(pipeline, microbatch)
                 way = ways.get((op.kind, slice, path))
                 if way is None:
                     at = path.index(slice)
-                    way = ways[op.kind, slice, path] = at if op.kind is OpKind.F else 2 * len(path) - at
+                    way = ways[op.kind, slice, path] = (
+                        at if op.kind is OpKind.F else 2 * len(path) - at
+                    )
                 found[key] = _OpPlace(op.start_ticks, way, place, worker)
     return found
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the keys of those ops of these pipelines' workers that send a tensor, in the order of
-    `schedules.graph.order_transfers`. `places` is the result of `_places_by_op`."""
+    """Return the keys of the ops that send a tensor, in the order of `order_transfers`.
+
+    The workers are those of these pipelines; `places` is the result of `_places_by_op`.
+    """
     found: dict[OpKey, None] = {}
     for tensor in order_transfers(schedule, programs_of(schedule, pipelines)):
         path = schedule.route_of(tensor.pipeline, tensor.microbatch)
         at = path.index(tensor.slice)
         kinds, slice = ([OpKind.F], path[at - 1]) if tensor.kind == "activation" else (
             [OpKind.I, OpKind.B], path[at + 1])
-        found |= {key: None for kind in kinds if (key := (kind, slice, tensor.pipeline, tensor.microbatch)) in places}
+        found |= {
+            key: None
+            for kind in kinds
+            if (key := (kind, slice, tensor.pipeline, tensor.microbatch)) in places
+        }
     return list(found)
 
 
 def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
-    """Return the tensors that go from one worker to another, numbered in the order of the ops that make them.
+    """Return the tensors that go between workers, numbered in the order of their ops.
 
     The argument `order` has the keys of these ops, and `places` is the result of `_places_by_op`.
     """
@@ -146,20 +172,34 @@ def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]
         for taking_kind, at_slice, tensor in taking:
             taken = places.get((taking_kind, at_slice, pipeline, microbatch))
             if taken is not None and taken.worker != source:
-                found.append(Crossing(len(found), tensor, at_slice, pipeline, microbatch, source, taken.worker, made,
-                                      taken.place))
+                found.append(
+                    Crossing(
+                        len(found),
+                        tensor,
+                        at_slice,
+                        pipeline,
+                        microbatch,
+                        source,
+                        taken.worker,
+                        made,
+                        taken.place,
+                    )
+                )
     return found
 
 
 def _is_in_program_order(crossings: Sequence[Crossing]) -> bool:
-    """Return whether every worker can exchange tensors in this order while it runs its program in order.
+    """Return whether this order lets every worker run its program in order.
 
-    At each tensor's turn, the sender must not yet be past the op that makes it, nor the receiver have reached the op
-    that takes it.
+    At each tensor's turn, the sender must not yet be past the op that makes it, nor the receiver
+    have reached the op that takes it.
     """
     reached: dict[Worker, int] = {}
     for crossing in crossings:
-        if reached.get(crossing.source, -1) > crossing.made or reached.get(crossing.target, -1) >= crossing.taken:
+        if (
+            reached.get(crossing.source, -1) > crossing.made
+            or reached.get(crossing.target, -1) >= crossing.taken
+        ):
             return False
         reached[crossing.source] = crossing.made
     return True

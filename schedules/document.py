@@ -1,4 +1,7 @@
-"""Read JSON files that may be truncated, malicious or of another kind: in bounded memory, with one-line errors."""
+"""Read JSON files that may be truncated, malicious or of another kind.
+
+Memory is bounded, and errors are one line.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -17,7 +20,7 @@ class DocumentError(ValueError):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Keys that are read first, so that an error about a file of another kind or version can say so."""
+    """Keys that are read first, so that an error can name another kind or version."""
 
     format: Annotated[str, msgspec.Meta(max_length=100)] | None = None
     version: Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)] | None = None
@@ -29,10 +32,10 @@ _VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind(Generic[T]):
-    """Kind of JSON file, with its reader. Each file is one object that has the keys `format` and `version`, among
-    others.
+    """Kind of JSON file, with its reader.
 
-    Create instances at import only: msgspec crashes if two threads build the decoder of a type for the first time at
+    Each file is one object that has the keys `format` and `version`, among others. Create instances
+    at import only: msgspec crashes if two threads build the decoder of a type for the first time at
     once.
     """
 
@@ -41,12 +44,17 @@ class DocumentKind(Generic[T]):
     version: int
     content: type[T]
     bulk: tuple[str, ...]
-    """Keys whose values are most of the file. These values contain no JSON objects, so they cannot have duplicate
-    keys."""
+    """Keys whose values are most of the file.
+
+    These values contain no JSON objects, so they cannot have duplicate keys.
+    """
     max_bytes: int
     error: type[DocumentError]
     damaged: type[DocumentError] | None = None
-    """Type of error that is raised if a file is not JSON, or not of this kind's form. None: `error`."""
+    """Type of error for a file that is not JSON or not of this form.
+
+    None: `error`.
+    """
     older: tuple[int, ...] = ()
     """Older versions that can be read besides `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
@@ -57,30 +65,40 @@ class DocumentKind(Generic[T]):
     def decode(self, data: bytes, source: str) -> T:
         """Decode a document. `source` names it in errors, whose messages have one line.
 
-        Raises `error` if the document is too large or of another kind or version, and `damaged` (or `error` if that is
-        None) if it is malformed.
+        Raises `error` if the document is too large or of another kind or version, and `damaged` (or
+        `error` if that is None) if it is malformed.
         """
         if len(data) > self.max_bytes:
             raise self.error(f"{source}: more than {self.max_bytes} bytes{self._size_remark}")
         try:
             header = _HEADER.decode(data)
             if header.format != self.format:
-                raise self.error(f"{source}: not a Slipstream {self.name}: key 'format' is {header.format!r}, not "
-                                 f"{self.format!r}")
+                raise self.error(
+                    f"{source}: not a Slipstream {self.name}: key 'format' is {header.format!r}, "
+                    f"not {self.format!r}"
+                )
             if header.version not in (*self.older, self.version):
-                raise self.error(f"{source}: {self.name} format version {header.version}; this Slipstream reads "
-                                 f"{' and '.join(map(str, (*self.older, self.version)))}")
+                raise self.error(
+                    f"{source}: {self.name} format version {header.version}; this Slipstream reads "
+                    f"{' and '.join(map(str, (*self.older, self.version)))}"
+                )
             document = self._decoder.decode(data)
             self._refuse_duplicates(data)
         except DocumentError:
             raise
-        except (ValueError, RecursionError) as error:  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
+        except (ValueError, RecursionError) as error:
+            # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
             reason = " ".join(str(error).split())[:200]
-            raise (self.damaged or self.error)(f"{source}: no readable {self.name}: {reason}") from None
+            raise (self.damaged or self.error)(
+                f"{source}: no readable {self.name}: {reason}"
+            ) from None
         return document
 
     def read_bytes(self, path: Path) -> bytes:
-        """Return the bytes of a file of at most `max_bytes`. Raises `error` if it is larger or cannot be read."""
+        """Return the bytes of a file of at most `max_bytes`.
+
+        Raises `error` if it is larger or cannot be read.
+        """
         return read_at_most(path, self.max_bytes, self.error, self._size_remark)
 
     @property
@@ -91,7 +109,8 @@ class DocumentKind(Generic[T]):
     def _refuse_duplicates(self, data: bytes) -> None:
         """Raise ValueError if an object in the document has a key twice.
 
-        The values of the keys in `bulk`, most of the file, are cut out first: they contain no objects.
+        The values of the keys in `bulk`, most of the file, are cut out first: they contain no
+        objects.
         """
         values = _VALUES.decode(data)
         for key in self.bulk:

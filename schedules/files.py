@@ -1,4 +1,7 @@
-"""Read files in bounded memory and write them atomically, so that neither a reader nor a crash sees half a file."""
+"""Read files in bounded memory and write them atomically.
+
+Neither a reader nor a crash sees half a file.
+"""
 
 import contextlib
 import os
@@ -9,10 +12,10 @@ from pathlib import Path
 
 
 def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = "") -> bytes:
-    """Return all bytes of a file of at most `limit` bytes. Pipes and devices are read like files, up to the limit.
+    """Return all bytes of a file of at most `limit` bytes.
 
-    Raises `error` with a one-line message that names the file. If the file is too large, the message ends with
-    `remark`.
+    Pipes and devices are read like files, up to the limit. Raises `error` with a one-line message
+    that names the file. If the file is too large, the message ends with `remark`.
     """
     try:
         with path.open("rb") as file:
@@ -26,24 +29,28 @@ def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = 
     return data
 
 
-READABLE_BY_ALL, READABLE_BY_OWNER = 0o666, 0o600
-"""Permissions of a file, from which the system takes those that the process's umask names."""
+READABLE_BY_ALL = 0o666
+"""Permissions of a file that all may read, less those that the process's umask names."""
+READABLE_BY_OWNER = 0o600
+"""Permissions of a file that only its owner may read, likewise."""
 _SUFFIX_BYTES = 4
 
 
 def write_atomically(path: Path, data: bytes, mode: int = READABLE_BY_ALL) -> None:
     """Write a file atomically: write a temporary file next to `path`, fsync it, rename it.
 
-    The file has the permissions `mode`, but for those that the process's umask takes away. A link is followed, and a
-    pipe or device is written to directly; neither is replaced by a file. Raises OSError, in which case the old file
-    remains.
+    The file has the permissions `mode`, but for those that the process's umask takes away. A link
+    is followed, and a pipe or device is written to directly; neither is replaced by a file. Raises
+    OSError, in which case the old file remains.
     """
-    if path.exists() and not path.is_file():  # resolve() would give no path: "pipe:[1234]" for /dev/stdout
+    # resolve() would give no path: "pipe:[1234]" for /dev/stdout
+    if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The system applies the umask; to read it, it would have to be changed for a moment, also for other threads.
+    # The system applies the umask; to read it, it would have to be changed for a moment, also for
+    # other threads.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(_SUFFIX_BYTES)}")
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -58,12 +65,13 @@ def write_atomically(path: Path, data: bytes, mode: int = READABLE_BY_ALL) -> No
 
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Return a context that yields a new folder to write to, which replaces `folder` at the end unless the body raises.
+    """Return a context that yields a new folder, which replaces `folder` at the end.
 
-    Raises OSError.
+    It does not if the body raises. Raises OSError.
     """
     folder = folder.resolve()
-    draft, old = (folder.with_name(f".{folder.name}-{os.getpid()}{suffix}") for suffix in ("", "-old"))
+    draft = folder.with_name(f".{folder.name}-{os.getpid()}")
+    old = folder.with_name(f".{folder.name}-{os.getpid()}-old")
     draft.mkdir(parents=True)
     try:
         yield draft

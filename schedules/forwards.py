@@ -1,9 +1,9 @@
 """Derive a schedule of forwards only, which validation runs, from a schedule for training.
 
-Each forward stays on its worker, so workers that can train with a schedule can also evaluate with it, whichever workers
-are down and wherever layers are. Without backwards, no forward waits for memory or for a gradient. A list schedule
-starts, of the forwards whose input has arrived, the one with the most layers to go. If the training order is faster, it
-is used.
+Each forward stays on its worker, so workers that can train with a schedule can also evaluate with
+it, whichever workers are down and wherever layers are. Without backwards, no forward waits for
+memory or for a gradient. A list schedule starts, of the forwards whose input has arrived, the one
+with the most layers to go. If the training order is faster, it is used.
 """
 
 from collections import defaultdict
@@ -14,46 +14,71 @@ from msgspec.structs import replace
 
 from slipstream.schedules.graph import place_as_early
 from slipstream.schedules.precedence import op_key, producer_keys
-from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, compute_period_ticks
+from slipstream.schedules.schedule import (
+    Op,
+    OpKind,
+    Program,
+    ProgramOp,
+    Schedule,
+    Seat,
+    Worker,
+    compute_period_ticks,
+)
 
 
 def schedule_forwards(schedule: Schedule) -> Schedule:
-    """Return a schedule that runs only the forwards of a training schedule, each on the worker that it has there.
+    """Return a schedule of only the forwards of a training schedule.
 
-    Its rules are those of `schedules.check.check` with `forwards=True`. Its lower bound follows from the work: the
-    busiest live worker has at least an even share of it.
+    Each runs on the worker that it has there. Its rules are those of `schedules.check.check` with
+    `forwards=True`. Its lower bound follows from the work: the busiest live worker has at least an
+    even share of it.
     """
     planned = sorted((op for op in schedule.all_ops() if op.kind is OpKind.F), key=lambda op: (
         op.start_ticks, op.end_ticks, schedule.layers_by_slice[op.slice or 0]))
-    quickest = min(_list_schedule(schedule, planned), list(place_as_early(schedule, planned).values()),
-                   key=_makespan_and_period)
+    quickest = min(
+        _list_schedule(schedule, planned),
+        list(place_as_early(schedule, planned).values()),
+        key=_makespan_and_period,
+    )
     moved: dict[Worker, list[Op]] = {seat.worker: [] for seat in schedule.seats}
     for op in quickest:
         moved[op.worker].append(op)
     seats, programs = _store_programs(schedule, moved)
     ticks = compute_period_ticks(quickest)
     least = min(ticks, _work_bound(schedule, planned))
-    return replace(schedule, seats=seats, programs=programs, memory=None, backward="fused", optimizer="staggered",
-                   period_ticks=ticks, lower_bound_ticks=least, status="optimal" if least == ticks else "feasible",
-                   method="forwards")
+    return replace(
+        schedule,
+        seats=seats,
+        programs=programs,
+        memory=None,
+        backward="fused",
+        optimizer="staggered",
+        period_ticks=ticks,
+        lower_bound_ticks=least,
+        status="optimal" if least == ticks else "feasible",
+        method="forwards",
+    )
 
 
 def _makespan_and_period(ops: Iterable[Op]) -> tuple[int, int]:
-    """Return the end of the last op, and the period: the longest time of a worker from its first start to its last end.
-    Both are in ticks."""
+    """Return the end of the last op, and the longest busy window of a worker.
+
+    A window reaches from a worker's first start to its last end. Both are in ticks.
+    """
     ops = list(ops)
     return max((op.end_ticks for op in ops), default=0), compute_period_ticks(ops)
 
 
 def _list_schedule(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
-    """Return the forwards `planned` with new times, sorted by start, as a list scheduler orders them.
+    """Return the forwards `planned` with the times of a list schedule, sorted by start.
 
-    Of the forwards whose input has arrived, a free worker starts the one with the most layers to go; ties go to the
-    lowest micro-batch number.
+    Of the forwards whose input has arrived, a free worker starts the one with the most layers to
+    go; ties go to the lowest micro-batch number.
     """
     after = _successors_on_route(schedule, planned)
     begins = set(range(len(planned))) - set(after.values())
-    events = [(0, number) for number in begins]  # number: its input has arrived; ~number: the op has ended
+    # number: its input has arrived; ~number: the op has ended
+    events = [(0, number) for number in begins]
     heapify(events)
     ready: dict[Worker, list[tuple[object, int]]] = defaultdict(list)
     busy_until: dict[Worker, int] = defaultdict(int)
@@ -83,30 +108,40 @@ def _list_schedule(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
 
 
 def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int, int]:
-    """Return a map from the index of each F in `planned` to that of the F at the next slice of the same micro-batch."""
+    """Map each F in `planned`, by index, to the F at the next slice."""
     number = {op_key(op): index for index, op in enumerate(planned)}
-    return {number[before]: index for index, op in enumerate(planned)
-            for before in producer_keys(op_key(op), schedule.route_of(op.pipeline or 0, op.microbatch or 0))}
+    return {
+        number[before]: index
+        for index, op in enumerate(planned)
+        for before in producer_keys(
+            op_key(op), schedule.route_of(op.pipeline or 0, op.microbatch or 0)
+        )
+    }
 
 
-def _store_programs(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return a seat for each live worker, with the number of its new program, and the new programs.
+def _store_programs(
+    schedule: Schedule, moved: dict[Worker, list[Op]]
+) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
+    """Return a seat for each live worker, and the new programs that seats number.
 
     A worker runs the ops that `moved` has for it. Equal programs are stored once.
     """
     number: dict[Program, int] = {}
     seats = []
     for seat in schedule.seats:
-        program = tuple(ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks,
-                                  None if op.pipeline == seat.role.pipeline else op.pipeline)
-                        for op in moved[seat.worker])
-        seats.append(replace(seat, program=number.setdefault(program, len(number))))
+        program = []
+        for op in moved[seat.worker]:
+            foreign = None if op.pipeline == seat.role.pipeline else op.pipeline
+            program.append(ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, foreign))
+        seats.append(replace(seat, program=number.setdefault(tuple(program), len(number))))
     return tuple(seats), tuple(number)
 
 
 def _work_bound(schedule: Schedule, forwards: list[Op]) -> int:
-    """Return the ticks of all forwards at the fastest live worker's speed, divided by the number of live workers and
-    rounded up."""
+    """Return the ticks of all forwards at the fastest speed, shared by all live workers.
+
+    Rounded up.
+    """
     quickest = min(schedule.times.per_mille_of.get(seat.worker, 1000) for seat in schedule.seats)
     work = sum(schedule.times.forward[op.slice or 0] * quickest for op in forwards)
     return -(-work // (1000 * len(schedule.seats)))

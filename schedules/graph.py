@@ -1,8 +1,9 @@
 """Build the graph of ops and transfers, and the order in which workers exchange tensors.
 
-Nodes are ops, transfers, and one node per range of layers for its gradient all-reduce (a collective: it starts when its
-last worker arrives). Edges are data dependencies, the order of ops on a worker, and the order of transfers between two
-workers. A graph without cycles has no deadlock, whatever the real durations are.
+Nodes are ops, transfers, and one node per range of layers for its gradient all-reduce (a
+collective: it starts when its last worker arrives). Edges are data dependencies, the order of ops
+on a worker, and the order of transfers between two workers. A graph without cycles has no deadlock,
+whatever the real durations are.
 """
 
 from collections import defaultdict
@@ -29,8 +30,8 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind,
 class Transfer(NamedTuple):
     """Tensor sent between workers: the activation or gradient of micro-batch `pipeline.microbatch`.
 
-    The field `slice` is the one that consumes the tensor: an activation comes from the slice before it on the route, a
-    gradient from the slice after it.
+    The field `slice` is the one that consumes the tensor: an activation comes from the slice before
+    it on the route, a gradient from the slice after it.
     """
 
     kind: Tensor
@@ -41,12 +42,17 @@ class Transfer(NamedTuple):
     target: Worker
 
     def __str__(self) -> str:
-        return f"{self.kind} of micro-batch {self.pipeline}.{self.microbatch} to slice {self.slice}, " \
-               f"{self.source} -> {self.target}"
+        return (
+            f"{self.kind} of micro-batch {self.pipeline}.{self.microbatch} to slice {self.slice}, "
+            f"{self.source} -> {self.target}"
+        )
 
 
 class Collective(NamedTuple):
-    """Gradient all-reduce of a range of layers, by all live workers that hold them; a node of the graph of ops."""
+    """Gradient all-reduce of a range of layers, a node of the graph of ops.
+
+    All live workers that hold the layers take part.
+    """
 
     layers: LayerRange
 
@@ -58,12 +64,13 @@ Node = Op | Transfer | Collective
 
 
 def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
-    """Return the tensors that are sent between workers, in an order that all workers can follow without deadlock.
+    """Return the tensors that are sent, in an order that cannot deadlock.
 
-    The argument `programs` has the ops of each worker. Transfers are ordered like the ops that make them in a
-    topological order of the op graph. With each transfer inserted right after its op, this order remains topological,
-    even if transfers between the same two workers wait for each other in turn. Raises ValueError if the ops alone
-    already wait for each other in a circle.
+    All workers can follow it. The argument `programs` has the ops of each worker. Transfers are
+    ordered like the ops that make them in a topological order of the op graph. With each transfer
+    inserted right after its op, this order remains topological, even if transfers between the same
+    two workers wait for each other in turn. Raises ValueError if the ops alone already wait for
+    each other in a circle.
     """
     by_key = _ops_by_key(programs)
     ordered = []
@@ -80,23 +87,31 @@ def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
 
 def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Worker,
                          path: Callable[[int, int], Sequence[int]]) -> Iterator[Op | Transfer]:
-    """Iterate over a worker's ops and its transfers in the order in which it issues them.
+    """Iterate over a worker's ops and transfers in the order in which it issues them.
 
-    The transfers are those of `crossing`, which has the order that all workers follow. Each receive comes before the op
-    that needs it, and each send after the op that makes the tensor. `path` returns the slices of a micro-batch, given
-    its pipeline and number.
+    The transfers are those of `crossing`, which has the order that all workers follow. Each receive
+    comes before the op that needs it, and each send after the op that makes the tensor. `path`
+    returns the slices of a micro-batch, given its pipeline and number.
     """
-    own_transfers = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
-    numbers = {(transfer.source == worker, *transfer[:4]): index for index, transfer in enumerate(own_transfers)}
+    own_transfers = [
+        transfer for transfer in crossing if worker in (transfer.source, transfer.target)
+    ]
+    numbers = {
+        (transfer.source == worker, *transfer[:4]): index
+        for index, transfer in enumerate(own_transfers)
+    }
 
     def end_of_last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
-        """Return the index in `own_transfers` after the last of these tensors; 0 if none of them is sent between
-        workers.
+        """Return the index in `own_transfers` after the last of these tensors.
 
-        The argument `tensors` has pairs (key of the op that takes the tensor, kind of tensor). With `sends`, the worker
-        is their sender, else their receiver.
+        0 if none of them is sent between workers. The argument `tensors` has pairs (key of the op
+        that takes the tensor, kind of tensor). With `sends`, the worker is their sender, else their
+        receiver.
         """
-        return 1 + max((numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor), default=-1)
+        return 1 + max(
+            (numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor),
+            default=-1,
+        )
 
     issued = 0
     for op in ops:
@@ -105,8 +120,12 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
             continue
         key = op_key(op)
         slices = path(key[2], key[3])
-        needs = end_of_last(False, ((key, rule.tensor) for _, rule in producers_with_rules(key, slices)))
-        makes = end_of_last(True, ((consumer, rule.tensor) for consumer, rule in consumers_with_rules(key, slices)))
+        needs = end_of_last(
+            False, ((key, rule.tensor) for _, rule in producers_with_rules(key, slices))
+        )
+        makes = end_of_last(
+            True, ((consumer, rule.tensor) for consumer, rule in consumers_with_rules(key, slices))
+        )
         yield from own_transfers[issued:needs]
         yield op
         issued = max(issued, needs)
@@ -114,12 +133,14 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
         issued = max(issued, makes)
 
 
-def dependency_edges(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
-    """Iterate over pairs (before, after) of ops and all-reduces, of which the second waits for the first.
+def dependency_edges(
+    schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]
+) -> Iterator[tuple[Node, Node]]:
+    """Iterate over pairs of ops and all-reduces: the second waits for the first.
 
-    The pairs that follow from the order of each worker's ops come first, then data dependencies. The argument
-    `programs` has the ops of the workers to look at: all workers, or those of pipelines that share no micro-batch with
-    the rest.
+    The pairs that follow from the order of each worker's ops come first, then data dependencies.
+    The argument `programs` has the ops of the workers to look at: all workers, or those of
+    pipelines that share no micro-batch with the rest.
     """
     for ops in programs.values():
         if schedule.has_overlap:
@@ -130,15 +151,17 @@ def dependency_edges(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]
     for key, op in by_key.items():
         _, _, pipeline, microbatch = key
         path = schedule.route_of(pipeline, microbatch)
-        yield from ((by_key[producer], op) for producer in producer_keys(key, path) if producer in by_key)
+        yield from (
+            (by_key[producer], op) for producer in producer_keys(key, path) if producer in by_key
+        )
 
 
 def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node, Node]]:
-    """Iterate over pairs (before, after) of one worker's ops of which the second waits for the first, if reductions
-    overlap.
+    """Iterate over pairs of one worker's ops: the second waits for the first.
 
-    Reductions run one after the other, each after the last backward on this worker of any of its layers. Other ops run
-    one after the other, and O runs after all of them.
+    Reductions overlap compute. Reductions run one after the other, each after the last backward on
+    this worker of any of its layers. Other ops run one after the other, and O runs after all of
+    them.
     """
     yield from pairwise(op for op in ops if op.kind is not OpKind.A)
     yield from pairwise(_graph_node(op, schedule) for op in ops if op.kind in (OpKind.A, OpKind.O))
@@ -149,10 +172,11 @@ def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node
 
 
 def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
-    """Return the last W (or B) before the op at `index` of a worker's program that computes gradients of any layer that
-    this op, an all-reduce, sums.
+    """Return the last backward before an all-reduce whose gradients it sums.
 
-    Reductions must overlap compute. The result is None if there is no such W or B, or if the op is no all-reduce.
+    It is a W (or B) of any of these layers; the all-reduce is the op at `index` of a worker's
+    program. Reductions must overlap compute. The result is None if there is no such W or B, or if
+    the op is no all-reduce.
     """
     reduced = ops[index]
     if reduced.kind is not OpKind.A or reduced.slice is None:
@@ -167,10 +191,11 @@ def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op
 
 
 def early_reduction_order(schedule: Schedule, ops: Sequence[Op]) -> list[int]:
-    """Return the order of a worker's ops, as indices, in which each all-reduce (A) comes as early as it can run.
+    """Return a worker's ops, as indices, with each all-reduce as early as possible.
 
-    Each A comes directly after the op that it awaits on this worker, or after the A before it. For reductions that
-    overlap compute: A thus waits for other workers while this one computes, not afterwards.
+    Each A comes directly after the op that it awaits on this worker, or after the A before it. For
+    reductions that overlap compute: A thus waits for other workers while this one computes, not
+    afterwards.
     """
     last, places = -1, []
     for index, op in enumerate(ops):
@@ -186,20 +211,34 @@ def _ops_by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
 
 
 def _graph_node(op: Op, schedule: Schedule) -> Node:
-    return Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A and op.slice is not None else op
+    return (
+        Collective(schedule.layers_of(op.slice))
+        if op.kind is OpKind.A and op.slice is not None
+        else op
+    )
 
 
 def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Node]:
-    """Return the ops and all-reduces in an order in which each follows what it waits for, else by planned time. The
-    argument `programs` has the ops of each worker. Raises ValueError if they wait for each other in a circle."""
-    nodes = list(dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops))
+    """Return the ops and all-reduces, each after what it waits for.
+
+    Ties are broken by planned time; `programs` has the ops of each worker. Raises ValueError if
+    they wait for each other in a circle.
+
+    Ties are broken by planned time; `programs` has the ops of each worker. Raises ValueError if
+    they wait for each other in a circle.
+    """
+    nodes = list(
+        dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops)
+    )
     number = {node: index for index, node in enumerate(nodes)}
     followers: list[list[int]] = [[] for _ in nodes]
     awaited = [0] * len(nodes)
     for before, after in dependency_edges(schedule, programs):
         followers[number[before]].append(number[after])
         awaited[number[after]] += 1
-    ready = [(_planned_order(node), index) for index, node in enumerate(nodes) if not awaited[index]]
+    ready = [
+        (_planned_order(node), index) for index, node in enumerate(nodes) if not awaited[index]
+    ]
     heapify(ready)
     ordered = []
     while ready:
@@ -215,9 +254,9 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raise ValueError if ops and all-reduces wait for each other in a circle, which the message describes.
+    """Raise ValueError if ops and all-reduces wait for each other in a circle.
 
-    This check is cheaper than `topological_order`.
+    The message describes the circle. This check is cheaper than `topological_order`.
     """
     sorter: TopologicalSorter[Node] = TopologicalSorter()
     for before, after in dependency_edges(schedule, programs):
@@ -229,8 +268,13 @@ def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
 
 
 def _deadlock_error(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
-    """Build the error for a circle: each node waits for the one before it; the first node is also the last."""
-    texts = [schedule.op_text(node) if isinstance(node, Op) else str(node) for node in circle]
+    """Build the error for a circle, in which each node waits for the one before.
+
+    The first node is also the last.
+    """
+    texts = []
+    for node in circle:
+        texts.append(schedule.op_text(node) if isinstance(node, Op) else str(node))
     return ValueError("deadlock: " + " waits for ".join(reversed(texts)))
 
 
@@ -239,18 +283,24 @@ def _planned_order(node: Node) -> tuple[int, str]:
 
 
 def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
-    """Return compute ops by key, with new times: each starts as early as its worker and the ops that it waits for
-    allow.
+    """Return compute ops by key, each with the earliest start that is possible.
 
-    Each worker keeps the order of `ops`, which must list an op after all that it waits for.
+    It waits for its worker and for the ops that it needs. Each worker keeps the order of `ops`,
+    which must list an op after all that it waits for.
     """
     free: dict[Worker, int] = defaultdict(int)
     placed: dict[OpKey, Op] = {}
     for op in ops:
         begin, key = free[op.worker], op_key(op)
-        for before in (placed[one] for one in producer_keys(key, schedule.route_of(key[2], key[3])) if one in placed):
-            begin = max(begin, before.end_ticks + (schedule.times.transfer if before.worker != op.worker else 0))
-        placed[key] = replace(op, start_ticks=begin, end_ticks=begin + op.end_ticks - op.start_ticks)
+        for awaited in producer_keys(key, schedule.route_of(key[2], key[3])):
+            before = placed.get(awaited)
+            if before is None:
+                continue
+            transfer = schedule.times.transfer if before.worker != op.worker else 0
+            begin = max(begin, before.end_ticks + transfer)
+        placed[key] = replace(
+            op, start_ticks=begin, end_ticks=begin + op.end_ticks - op.start_ticks
+        )
         free[op.worker] = placed[key].end_ticks
     return placed
 
@@ -274,23 +324,35 @@ def component_roots(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def pipeline_groups(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return sorted groups of pipelines that share micro-batches, directly or through others. A pipeline that shares
-    none is a group of its own.
+    """Return sorted groups of pipelines that share micro-batches, directly or through others.
 
-    Workers of different groups wait for each other only in all-reduces.
+    A pipeline that shares none is a group of its own. Workers of different groups wait for each
+    other only in all-reduces.
     """
-    foreign = [{op.pipeline for op in program if op.pipeline is not None} for program in schedule.programs]
-    first = component_roots(schedule.grid.pipelines, ((seat.role.pipeline, pipeline) for seat in schedule.seats
-                                                      for pipeline in foreign[seat.program]))
+    foreign = []
+    for program in schedule.programs:
+        foreign.append({op.pipeline for op in program if op.pipeline is not None})
+    first = component_roots(
+        schedule.grid.pipelines,
+        (
+            (seat.role.pipeline, pipeline)
+            for seat in schedule.seats
+            for pipeline in foreign[seat.program]
+        ),
+    )
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, root in enumerate(first):
         members[root].append(pipeline)
     return sorted(map(tuple, members.values()))
 
 
-def programs_of(schedule: Schedule, pipelines: Iterable[int] | None = None) -> dict[Worker, list[Op]]:
-    """Return the ops of each live worker whose role is in these pipelines (default: all), in the order of its
-    program."""
+def programs_of(
+    schedule: Schedule, pipelines: Iterable[int] | None = None
+) -> dict[Worker, list[Op]]:
+    """Return the ops of the live workers of these pipelines (default: all).
+
+    A worker counts by its role's pipeline; its ops are in the order of its program.
+    """
     wanted = None if pipelines is None else set(pipelines)
     return {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats
             if wanted is None or seat.role.pipeline in wanted}

@@ -14,12 +14,18 @@ def layers_text(layers: LayerRange) -> str:
 
 
 def compact_layers_text(ranges: Iterable[LayerRange]) -> str:
-    """Return short text for ranges of layers in a drawing, such as `0-2,5`. The last layer of a range is included."""
-    return ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
+    """Return short text for ranges of layers in a drawing, such as `0-2,5`.
+
+    The last layer of a range is included.
+    """
+    texts = []
+    for first, end in ranges:
+        texts.append(str(first) if end == first + 1 else f"{first}-{end - 1}")
+    return ",".join(texts)
 
 
 def merge_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
-    """Return the layers of these ranges, in any order, as ascending ranges that do not touch."""
+    """Merge ranges of layers, in any order, into ascending ranges that do not touch."""
     merged: list[LayerRange] = []
     for first, end in sorted(ranges):
         if merged and first <= merged[-1][1]:
@@ -40,6 +46,8 @@ def prefix_sums(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def sum_over_ranges(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
-    """Return the sum of values over all layers in these ranges. `before` has the values' prefix sums
-    (`prefix_sums`)."""
+    """Return the sum of values over all layers in these ranges.
+
+    `before` has the values' prefix sums (`prefix_sums`).
+    """
     return sum(before[end] - before[first] for first, end in ranges)

@@ -1,4 +1,7 @@
-"""Read and write measured traces: when each op of some iterations ran. The runtime writes, `slipstream show` reads."""
+"""Read and write measured traces: when each op of some iterations ran.
+
+The runtime writes, `slipstream show` reads.
+"""
 
 import math
 from collections import defaultdict
@@ -22,11 +25,13 @@ class MeasuredTraceError(DocumentError):
     """Error: the trace file cannot be read. The message is one line."""
 
 
-class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """Measured op: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`. The interval from start
-    to end is half-open.
+class MeasuredOp(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False
+):
+    """Measured op: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`.
 
-    The field `slice` is None for O; `pipeline` and `microbatch` are None for A and O.
+    The interval from start to end is half-open. The field `slice` is None for O; `pipeline` and
+    `microbatch` are None for A and O.
     """
 
     worker: Worker
@@ -46,21 +51,27 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Number of ops that were measured."""
     seconds: float
-    """Median of the ops' durations in seconds, each divided by the relative cost of its sample."""
+    """Median of the ops' seconds, each divided by its sample's relative cost."""
     misfit: float | None = None
-    """Root mean square of (duration / median - 1), which shows how far costs are from measured times; None if no costs
-    are known."""
+    """Root mean square of (duration / median - 1).
+
+    It shows how far costs are from measured times; None if no costs are known. It shows how far
+    costs are from measured times.
+    """
 
 
 class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Ops of all workers in one iteration: `[iteration, ops]`. Times are on one clock, from the iteration's start."""
+    """Ops of all workers in one iteration: `[iteration, ops]`.
+
+    Times are on one clock, from the iteration's start.
+    """
 
     iteration: int
     ops: tuple[MeasuredOp, ...]
 
 
 class MeasuredTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Measured times of the ops of some iterations of a run, as stored in a file."""
+    """Measured times of the ops of some iterations, as stored in a file."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -68,18 +79,33 @@ class MeasuredTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     iterations: tuple[MeasuredIteration, ...]
 
 
-_KIND = DocumentKind(name="trace", format=FORMAT, version=VERSION, content=MeasuredTrace, bulk=("iterations",),
-                     max_bytes=MAX_FILE_BYTES, error=MeasuredTraceError)
+_KIND = DocumentKind(
+    name="trace",
+    format=FORMAT,
+    version=VERSION,
+    content=MeasuredTrace,
+    bulk=("iterations",),
+    max_bytes=MAX_FILE_BYTES,
+    error=MeasuredTraceError,
+)
 
 
 def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
-    """Decode a measured trace from the bytes of a file, named `source` in errors. Raises MeasuredTraceError."""
+    """Decode a measured trace from the bytes of a file, named `source` in errors.
+
+    Raises MeasuredTraceError.
+    """
     trace = _KIND.decode(data, source)
     for iteration in trace.iterations:
         for op in iteration.ops:
-            if not (math.isfinite(op.start_seconds) and 0 <= op.start_seconds <= op.end_seconds <= MAX_SECONDS):
-                raise MeasuredTraceError(f"{source}: iteration {iteration.iteration}: {op.kind} on {op.worker} runs "
-                                         f"from {op.start_seconds} s to {op.end_seconds} s; expected 0 <= start <= end")
+            if not (
+                math.isfinite(op.start_seconds)
+                and 0 <= op.start_seconds <= op.end_seconds <= MAX_SECONDS
+            ):
+                raise MeasuredTraceError(
+                    f"{source}: iteration {iteration.iteration}: {op.kind} on {op.worker} runs "
+                    f"from {op.start_seconds} s to {op.end_seconds} s; expected 0 <= start <= end"
+                )
     return trace
 
 
@@ -99,11 +125,23 @@ def write_measured_trace(trace: MeasuredTrace, path: Path) -> None:
 
 
 def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
-    """Return each worker's measured ops, sorted by start, as ops of a schedule whose tick is TICK_SECONDS."""
+    """Return each worker's measured ops as ops of a schedule, sorted by start.
+
+    Their tick is TICK_SECONDS.
+    """
     ops: dict[Worker, list[Op]] = defaultdict(list)
     for op in iteration.ops:
-        ops[op.worker].append(Op(op.kind, op.slice, op.pipeline, op.microbatch, op.worker,
-                                 round(op.start_seconds / TICK_SECONDS), round(op.end_seconds / TICK_SECONDS)))
+        ops[op.worker].append(
+            Op(
+                op.kind,
+                op.slice,
+                op.pipeline,
+                op.microbatch,
+                op.worker,
+                round(op.start_seconds / TICK_SECONDS),
+                round(op.end_seconds / TICK_SECONDS),
+            )
+        )
     for program in ops.values():
         program.sort(key=lambda op: (op.start_ticks, op.end_ticks))
     return {worker: ops[worker] for worker in sorted(ops)}

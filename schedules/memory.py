@@ -1,8 +1,10 @@
-"""Define how the memory of a worker is counted: what its ops hold, and what room its layers leave for them.
+"""Define how the memory of a worker is counted.
 
-A micro-batch holds the activation of a slice from the start of F to the end of I (or B), and the stash of W from the
-end of I to the end of W. Checker, planner and timeline page all count by these functions; proofs in
-`planner.model.bounds` assume them.
+It is what its ops hold, and what room its layers leave for them.
+
+A micro-batch holds the activation of a slice from the start of F to the end of I (or B), and the
+stash of W from the end of I to the end of W. Checker, planner and timeline page all count by these
+functions; proofs in `planner.model.bounds` assume them.
 """
 
 from collections import defaultdict
@@ -15,12 +17,17 @@ from slipstream.schedules.schedule import Grid, Memory, Op, OpKind, Schedule, Se
 
 Amount = TypeVar("Amount", int, float)
 CHANGING_AT_START = frozenset({OpKind.F})
-"""Kinds of op that change the memory of their worker when they start. The others change it when they end."""
+"""Kinds of op that change the memory of their worker when they start.
+
+The others change it when they end.
+"""
 
 
 def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
-    """Return the change that a compute op makes to the memory of its worker, if `activation` is held from F to I, and
-    `stash` from I to W."""
+    """Return the change that a compute op makes to the memory of its worker.
+
+    From F to I, `activation` is held, and from I to W, `stash`.
+    """
     if kind is OpKind.F:
         return activation
     if kind is OpKind.I:
@@ -29,45 +36,59 @@ def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
 
 
 def peak_memory(activation: int, stash: int) -> int:
-    """Return the most memory that a micro-batch takes at any time at a slice or layer: `activation` is held from F to
-    I, and `stash` from I to W."""
-    return max(accumulate(memory_change(kind, activation, stash) for kind in (OpKind.F, OpKind.I, OpKind.W)))
+    """Return the most memory that a micro-batch takes at a slice or layer.
+
+    From F to I, `activation` is held, and from I to W, `stash`.
+    """
+    return max(
+        accumulate(
+            memory_change(kind, activation, stash) for kind in (OpKind.F, OpKind.I, OpKind.W)
+        )
+    )
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
-    """Return the memory that micro-batches take on one worker over time, as pairs (tick, multiples of `memory.unit`
-    from then on), ascending. The argument `ops` has the worker's ops.
+    """Return the memory that micro-batches take on one worker over time.
 
-    Intervals are half-open, so releases at a tick come before acquisitions. The memory held after all changes of a tick
-    is therefore also the maximum at that tick.
+    Returns ascending pairs (tick, multiples of `memory.unit` from then on); `ops` are the worker's
+    ops. Intervals are half-open, so releases at a tick come before acquisitions. The memory held
+    after all changes of a tick is therefore also the maximum at that tick.
     """
     change: dict[int, int] = defaultdict(int)
     for op in ops:
         if op.slice is not None and op.kind is not OpKind.A:
-            change[op.start_ticks if op.kind in CHANGING_AT_START else op.end_ticks] += memory_change(
-                op.kind, memory.activation[op.slice], memory.weight_stash[op.slice])
+            change[op.start_ticks if op.kind in CHANGING_AT_START else op.end_ticks] += (
+                memory_change(op.kind, memory.activation[op.slice], memory.weight_stash[op.slice])
+            )
     ticks = sorted(change)
     return list(zip(ticks, accumulate(change[tick] for tick in ticks), strict=True))
 
 
-def weights_of(memory: Memory | None, held: Iterable[LayerRange]) -> int:
-    """Return the memory that parameters, gradients and optimizer state of some layers take, in multiples of
-    `memory.unit`; 0 if `memory` is None or has no weights."""
-    return sum_over_ranges(memory.weights_before, held) if memory and memory.weights else 0
+def weights_of(memory: Memory | None, ranges: Iterable[LayerRange]) -> int:
+    """Return the memory of some layers' parameters, gradients and optimizer state.
+
+    It is in multiples of `memory.unit`; 0 if `memory` is None or has no weights.
+    """
+    return sum_over_ranges(memory.weights_before, ranges) if memory and memory.weights else 0
 
 
 def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
-    """Return the memory of a worker for weights and activations together, in multiples of `memory.unit`: its capacity
-    for activations plus the weights of its own column's layers."""
-    return memory.capacity_for(worker, worker.column) + weights_of(memory, grid.held_layers_by_column[worker.column])
+    """Return the memory of a worker for weights and activations together.
+
+    It is in multiples of `memory.unit`: the capacity for activations plus the weights of its own
+    column's layers.
+    """
+    return memory.capacity_for(worker, worker.column) + weights_of(
+        memory, grid.held_layers_by_column[worker.column]
+    )
 
 
 def activation_room(schedule: Schedule, seat: Seat) -> int | None:
-    """Return the memory for activations of a seat's worker, in multiples of `schedule.memory.unit`; None means no
-    limit.
+    """Return the memory for activations of a seat's worker; None means no limit.
 
-    The field `Memory.capacity` is the memory that the layers of a worker's own column leave. A worker that holds other
-    layers has more or less by the difference of their weights.
+    It is in multiples of `schedule.memory.unit`. The field `Memory.capacity` is the memory that the
+    layers of a worker's own column leave. A worker that holds other layers has more or less by the
+    difference of their weights.
     """
     memory = schedule.memory
     if memory is None:
@@ -78,12 +99,14 @@ def activation_room(schedule: Schedule, seat: Seat) -> int | None:
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
-    """Return the peak memory that micro-batches take on each live worker, in multiples of `schedule.memory.unit`.
+    """Return the peak memory that micro-batches take on each live worker, in multiples of
+    `schedule.memory.unit`.
 
-    Empty if the schedule has no memory limits. A re-routed micro-batch counts for the worker that runs it.
+    Empty if the schedule has no memory limits. A re-routed micro-batch counts for the worker that
+    runs it.
     """
     memory = schedule.memory
     if memory is None:
         return {}
     return schedule.compute_for_each(lambda worker: max(
-        (held for _, held in memory_profile(memory, schedule.ops(worker))), default=0))
+        (amount for _, amount in memory_profile(memory, schedule.ops(worker))), default=0))

@@ -1,7 +1,8 @@
-"""State the precedence rules: which op of a micro-batch must end before another one may start.
+"""State which op of a micro-batch must end before another one may start.
 
-The graph of a schedule, the arrays of the planner, the CP-SAT model and the timeline page are derived from `RULES`. The
-checker states the rules again, because it judges what is derived from these.
+The graph of a schedule, the arrays of the planner, the CP-SAT model and the timeline page are
+derived from `RULES`. The checker states the rules again, because it judges what is derived from
+these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,10 @@ OpKey = tuple[OpKind, int, int, int]
 
 
 class Rule(NamedTuple):
-    """Rule on which op waits for which: an op of `kind` waits for the op `awaited` of the same micro-batch, at the
-    slice `step` (-1, 0 or 1) further on its route.
+    """Rule that an op of `kind` waits for the op `awaited` of the same micro-batch.
 
-    If the route has no such slice, the op waits for nothing.
+    That op is at the slice `step` (-1, 0 or 1) further on the route. If the route has no such
+    slice, the op waits for nothing.
     """
 
     kind: OpKind
@@ -28,12 +29,19 @@ class Rule(NamedTuple):
     awaited: OpKind
     step: Literal[-1, 0, 1]
     tensor: Tensor | None
-    """Tensor that the op takes from the awaited op; between two workers it takes `times.transfer`. None if it takes
-    none."""
+    """Tensor that the op takes from the awaited op; between two workers it takes `times.transfer`.
+
+    None if it takes none.
+    """
 
     def positions_in_route(self, depth: int) -> range:
-        """Return the positions in a route of `depth` slices at which this rule makes an op wait."""
-        first, last = {"first": (0, 0), "last": (depth - 1, depth - 1), "any": (0, depth - 1)}[self.position]
+        """Return the positions in a route at which this rule makes an op wait.
+
+        The route has `depth` slices.
+        """
+        first, last = {"first": (0, 0), "last": (depth - 1, depth - 1), "any": (0, depth - 1)}[
+            self.position
+        ]
         return range(max(first, -self.step), min(last, depth - 1 - self.step) + 1)
 
 
@@ -48,17 +56,18 @@ RULES = (
 
 
 def op_key(op: Op) -> OpKey:
-    """Return the identity of a compute op: (kind, slice, pipeline, microbatch), whichever worker runs it."""
+    """Return the identity of a compute op: (kind, slice, pipeline, microbatch), whichever worker
+    runs it.
+    """
     assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
     return (op.kind, op.slice, op.pipeline, op.microbatch)
 
 
 def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """Iterate over the keys of the ops that must end before this op may start, each with the `Rule` (one of `RULES`)
-    that requires it.
+    """Iterate over the ops that this op waits for, each with its `Rule`.
 
-    The argument `path` is the slices of the micro-batch's route, in order. An op at a slice that is not in `path` waits
-    for nothing.
+    Ops are given by key, and the rules are of `RULES`. The argument `path` is the slices of the
+    micro-batch's route, in order. An op at a slice that is not in `path` waits for nothing.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:
@@ -69,15 +78,18 @@ def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 
 def producer_keys(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
-    """Iterate over the keys of the ops that must end before this op may start. `path` has the slices of its route, in
-    order."""
+    """Iterate over the keys of the ops that must end before this op may start.
+
+    `path` has the slices of its route, in order.
+    """
     return (producer for producer, _ in producers_with_rules(key, path))
 
 
 def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """Iterate over the keys of the ops that wait for this op, each with the `Rule` (one of `RULES`) that requires it.
+    """Iterate over the ops that wait for this op, each with its `Rule`.
 
-    The argument `path` is the slices of the micro-batch's route, in order.
+    Ops are given by key, and the rules are of `RULES`. The argument `path` is the slices of the
+    micro-batch's route, in order.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:
@@ -89,14 +101,20 @@ def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the `RULES` by which other ops wait for an op of this kind, at this position of a route of `length`
-    slices."""
+    """Return the `RULES` by which other ops wait for an op of this kind.
+
+    It is at this position of a route of `length` slices.
+    """
     return tuple(rule for rule in RULES if rule.awaited == kind
                  and position - rule.step in rule.positions_in_route(length))
 
 
 @cache
 def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the `RULES` by which an op of this kind, at this position of a route of `length` slices, waits for
-    others."""
-    return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions_in_route(length))
+    """Return the `RULES` by which an op of this kind waits for others.
+
+    It is at this position of a route of `length` slices.
+    """
+    return tuple(
+        rule for rule in RULES if rule.kind == kind and position in rule.positions_in_route(length)
+    )

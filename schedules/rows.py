@@ -22,7 +22,7 @@ from slipstream.schedules.whole_stages import require_whole_stages
 
 
 class Cell(NamedTuple):
-    """Action of a row: what is done at a stage, for a micro-batch unless gradients are summed."""
+    """Action of a row at a stage, for a micro-batch unless gradients are summed."""
 
     stage: int
     action: str
@@ -40,8 +40,10 @@ Rows = Mapping[Worker, tuple[Cell, ...]]
 
 
 def build_rows(schedule: Schedule) -> Rows:
-    """Return the rows of all live workers. Raises NotWholeError if they do not run whole stages in
-    place."""
+    """Return the rows of all live workers.
+
+    Raises NotWholeError if they do not run whole stages in place.
+    """
     rows = _RowWriter(require_whole_stages(schedule)).write_cells()
     return {worker: tuple(cells) for worker, cells in rows.items()}
 
@@ -65,8 +67,7 @@ class _RowWriter:
         return self._cells
 
     def _write_node(self, node: Node) -> None:
-        """Add the cells of an op with the tensors that it makes, or of an all-reduce, on all of its
-        workers."""
+        """Add the cells of an op and its tensors, or of an all-reduce."""
         if isinstance(node, Collective):
             for worker, stage in self._reducers[node.layers].items():
                 self._cells[worker].append(Cell(stage, "REDUCE_GRAD"))
@@ -89,8 +90,7 @@ class _RowWriter:
 
 def _reducers_by_layers(schedule: Schedule, ops: Iterable[Op]
                         ) -> Mapping[LayerRange, Mapping[Worker, int]]:
-    """Return the workers that reduce each range of layers, each with the stage that has these
-    layers."""
+    """Return the workers that reduce each range of layers, each with its stage there."""
     reducers: dict[LayerRange, dict[Worker, int]] = defaultdict(dict)
     for op in ops:
         if op.kind is OpKind.A and op.slice is not None:

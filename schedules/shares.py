@@ -1,10 +1,11 @@
 """Divide a schedule into what each worker must know.
 
-A worker needs its program (`schedules.program`), and the workers that it sums gradients with. What is equal for several
-workers is a single *content*, named by its digest: all workers of a column that are far from any failure have the same
-content. Programs have no times, because no worker follows them; a worker that runs the same ops in the same order as
-before keeps its content. Contents name pipelines by their positions among those that share micro-batches, so a schedule
-whose pipelines get other numbers keeps its contents.
+A worker needs its program (`schedules.program`), and the workers that it sums gradients with. What
+is equal for several workers is a single *content*, named by its digest: all workers of a column
+that are far from any failure have the same content. Programs have no times, because no worker
+follows them; a worker that runs the same ops in the same order as before keeps its content.
+Contents name pipelines by their positions among those that share micro-batches, so a schedule whose
+pipelines get other numbers keeps its contents.
 """
 
 import hashlib
@@ -28,9 +29,9 @@ from slipstream.schedules.program import (
 from slipstream.schedules.schedule import BackwardMode, Grid, OptimizerMode, Schedule, Seat, Worker
 
 SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
-"""Form in which `Sums` is stored: the workers that take part, or a column for all of its live ones.
+"""Form in which `Sums` is stored.
 
-So a failure changes nothing.
+A column stands for all of its live workers. So a failure changes nothing.
 """
 DIGEST_CHARACTERS = 32
 
@@ -45,8 +46,10 @@ class ProgramFrame(msgspec.Struct, frozen=True):
 
 
 class WorkerShare(NamedTuple):
-    """Part of a divided schedule that one worker needs: its seat, and the digests of everything else, which are keys of
-    `DividedSchedule.contents`."""
+    """Part of a divided schedule that one worker needs.
+
+    It is the worker's seat, and the digests of all else: keys of `DividedSchedule.contents`.
+    """
 
     seat: Seat
     """Seat of the worker (role, held layers), in which its program is number 0."""
@@ -62,14 +65,19 @@ class WorkerShare(NamedTuple):
 
     @property
     def content_digests(self) -> tuple[str, str, str]:
-        """Digests of all that this share refers to: what all workers know (`frame`), the worker's program (`work`), and
-        its gradient sums (`sums`)."""
+        """Digests of all that this share refers to.
+
+        They are of what all workers know (`frame`), of the worker's program (`work`), and of its
+        gradient sums (`sums`).
+        """
         return self.frame, self.work, self.sums
 
 
 class DividedSchedule(msgspec.Struct, frozen=True):
-    """Schedule, divided into what each worker needs of it (its share); what several shares have in common is stored
-    once."""
+    """Schedule, divided into the share that each worker needs.
+
+    What several shares have in common is stored once.
+    """
 
     failed: tuple[Worker, ...]
     shares: dict[Worker, WorkerShare]
@@ -78,18 +86,21 @@ class DividedSchedule(msgspec.Struct, frozen=True):
 
 
 EquivalentSchedule = tuple[DividedSchedule, Mapping[int, int]]
-"""Divided schedule that differs only in pipeline numbers, with all workers in their own roles, and the new number of
-each pipeline."""
+"""Divided schedule with other pipeline numbers and all workers in their own roles.
+
+It also has the new number of each pipeline.
+"""
 
 
 def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None, *,
                     ties: Sequence[Sequence[Worker]] = ()) -> DividedSchedule:
-    """Divide a schedule into shares of its workers. `ties` has all holders of each group of layers with tied
-    parameters.
+    """Divide a schedule into shares of its workers.
 
-    The argument `alike` is a pair: a divided schedule that differs from this one only in pipeline numbers, and the new
-    number of each of its pipelines. Its programs are reused, which saves nearly all of the computation.
-    The order of tensors that are planned for the same instant may then differ, but all workers can follow either order.
+    `ties` has all holders of each group of layers with tied parameters. The argument `alike` is a
+    pair: a divided schedule that differs from this one only in pipeline numbers, and the new number
+    of each of its pipelines. Its programs are reused, which saves nearly all of the computation.
+    The order of tensors that are planned for the same instant may then differ, but all workers can
+    follow either order.
     """
     contents: dict[str, bytes] = {}
 
@@ -100,27 +111,36 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
         contents[digest] = data
         return digest
 
-    # The frame has neither failures nor the plan's figures, so that it stays the same from one order to the next.
-    frame = store(ProgramFrame(schedule.grid, schedule.slices, schedule.backward, schedule.optimizer))
+    # The frame has neither failures nor the plan's figures, so that it stays the same from one
+    # order to the next.
+    frame = store(
+        ProgramFrame(schedule.grid, schedule.slices, schedule.backward, schedule.optimizer)
+    )
     if alike is None:
         works = dict(_encode_programs(schedule, store))
     else:
         parts, numbers = alike
-        works = {Worker(numbers[worker.pipeline], worker.column): (
-            tuple(numbers[one] for one in share.pipelines), share.work) for worker, share in parts.shares.items()}
-        contents |= {share.work: parts.contents[share.work] for share in parts.shares.values()}
+        works = {}
+        for worker, share in parts.shares.items():
+            pipelines = tuple(numbers[pipeline] for pipeline in share.pipelines)
+            works[Worker(numbers[worker.pipeline], worker.column)] = pipelines, share.work
+            contents[share.work] = parts.contents[share.work]
     shares = {}
     for seat, sums in zip(schedule.seats, _encode_sums(schedule, ties, store), strict=True):
         pipelines, work = works[seat.worker]
-        shares[seat.worker] = WorkerShare(Seat(seat.worker, seat.role, 0, seat.holds), pipelines, frame, work, sums)
+        shares[seat.worker] = WorkerShare(
+            Seat(seat.worker, seat.role, 0, seat.holds), pipelines, frame, work, sums
+        )
     failed = tuple(worker for worker in schedule.grid.workers() if worker not in shares)
     return DividedSchedule(failed, shares, contents)
 
 
-def assemble_program(failed: tuple[Worker, ...], share: WorkerShare, contents: Mapping[str, bytes]) -> WorkerProgram:
-    """Build a worker's program from its share of a divided schedule. `contents` has what the share refers to, by
-    digest, and `failed` the workers that are down.
+def assemble_program(
+    failed: tuple[Worker, ...], share: WorkerShare, contents: Mapping[str, bytes]
+) -> WorkerProgram:
+    """Build a worker's program from its share of a divided schedule.
 
+    `contents` has what the share refers to, by digest, and `failed` the workers that are down.
     Raises KeyError if a content is missing.
     """
     frame = _FRAME.decode(contents[share.frame])
@@ -128,49 +148,81 @@ def assemble_program(failed: tuple[Worker, ...], share: WorkerShare, contents: M
     sums, ties = _SUMS.decode(contents[share.sums])
     down, seat = set(failed), share.seat
     holds = frame.grid.held_layers_by_column[seat.role.column] if seat.holds is None else seat.holds
+    reducers: list[tuple[LayerRange, tuple[Worker, ...]]] = []
+    for layers, sharers in sums:
+        if isinstance(sharers, int):
+            column = [Worker(pipeline, sharers) for pipeline in range(frame.grid.pipelines)]
+            sharers = tuple(worker for worker in column if worker not in down)
+        reducers.append((layers, sharers))
     return WorkerProgram(
-        worker=seat.worker, grid=frame.grid, slices=frame.slices, backward=frame.backward, optimizer=frame.optimizer,
-        failed=failed, holds=holds, ties=ties,
+        worker=seat.worker,
+        grid=frame.grid,
+        slices=frame.slices,
+        backward=frame.backward,
+        optimizer=frame.optimizer,
+        failed=failed,
+        holds=holds,
+        ties=ties,
         instructions=tuple(Instruction.parse(line, share.pipelines) for line in lines),
-        sums=tuple((layers, tuple(worker for pipeline in range(frame.grid.pipelines)
-                                  if (worker := Worker(pipeline, sharers)) not in down)
-                    if isinstance(sharers, int) else sharers) for layers, sharers in sums))
+        sums=tuple(reducers),
+    )
 
 
-def _encode_programs(schedule: Schedule,
-                     store: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Iterate over pairs of a worker and (numbers of the pipelines that its program names by index, digest of that
-    program). The function `store` stores a program and returns its digest."""
+def _encode_programs(
+    schedule: Schedule, store: Callable[[object], str]
+) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
+    """Store each worker's program, and yield the worker with its pipelines and digest.
+
+    The pipelines are the numbers of those that the program names by index. The function `store`
+    stores a program and returns its digest.
+    """
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
-    known: dict[object, list[str]] = {}
+    digests: dict[object, list[str]] = {}
     for group in pipeline_groups(schedule):
         group_seats = [seat for pipeline in group for seat in seats[pipeline]]
         pipelines = tuple(sorted({*group, *(seat.worker.pipeline for seat in group_seats)}))
         place = {pipeline: index for index, pipeline in enumerate(pipelines)}
-        layout = tuple((place[seat.worker.pipeline], seat.worker.column, place[seat.role.pipeline], seat.role.column,
-                        seat.program) for seat in group_seats)
-        if layout not in known:
+        layout = tuple(
+            (
+                place[seat.worker.pipeline],
+                seat.worker.column,
+                place[seat.role.pipeline],
+                seat.role.column,
+                seat.program,
+            )
+            for seat in group_seats
+        )
+        if layout not in digests:
             crossings = crossings_by_worker(schedule, group)
-            known[layout] = [store(_lower_to_text(schedule, seat.worker, crossings[seat.worker], place))
-                             for seat in group_seats]
-        for seat, digest in zip(group_seats, known[layout], strict=True):
+            digests[layout] = [
+                store(_lower_to_text(schedule, seat.worker, crossings[seat.worker], place))
+                for seat in group_seats
+            ]
+        for seat, digest in zip(group_seats, digests[layout], strict=True):
             yield seat.worker, (pipelines, digest)
 
 
 def _lower_to_text(schedule: Schedule, worker: Worker, crossings: Sequence[Crossing],
                    place: Mapping[int, int]) -> list[str]:
-    """Return a worker's program as lines of text, in which each pipeline p is number `place[p]`."""
-    return [str(instruction.with_pipeline_numbers(place)) for instruction in lower_ops(schedule, worker, crossings)]
+    """Return a worker's program as lines of text; pipeline p is number `place[p]`."""
+    return [
+        str(instruction.with_pipeline_numbers(place))
+        for instruction in lower_ops(schedule, worker, crossings)
+    ]
 
 
-def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Callable[[object], str]) -> Iterator[str]:
-    """Iterate over the seats; yield for each the digest of what its worker sums: the layers that it all-reduces, with
-    the workers that take part, and the groups of layers with tied parameters that it holds.
+def _encode_sums(
+    schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Callable[[object], str]
+) -> Iterator[str]:
+    """Iterate over the seats, each as the digest of what its worker sums.
 
-    The argument `ties` has all holders of each such group. The function `store` stores the content and returns its
-    digest.
+    That is the layers that it all-reduces, with the workers that take part, and the groups of
+    layers with tied parameters that it holds.
+
+    The argument `ties` has all holders of each such group. The function `store` stores the content
+    and returns its digest.
     """
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
@@ -178,27 +230,34 @@ def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Ca
         for worker in workers:
             ties_of[worker] += (number,)
     sums = _sums_by_program(schedule)
-    known: dict[tuple[int, tuple[int, ...]], str] = {}
+    digests: dict[tuple[int, tuple[int, ...]], str] = {}
     for seat in schedule.seats:
         key = seat.program, ties_of.get(seat.worker, ())
-        if key not in known:
-            known[key] = store((sums[seat.program], [tied[number] for number in key[1]]))
-        yield known[key]
+        if key not in digests:
+            digests[key] = store((sums[seat.program], [tied[number] for number in key[1]]))
+        yield digests[key]
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return, for each program, pairs of a range of layers that it all-reduces and the workers that take part.
+    """Return each program's all-reduces, as pairs of layers and workers that take part.
 
-    The workers are given by the number of their column if they are all of its live workers, else as a tuple.
+    The workers are given by the number of their column if they are all of its live workers, else as
+    a tuple.
     """
     live = Counter(seat.worker.column for seat in schedule.seats)
     reducers: dict[LayerRange, tuple[Worker, ...] | int] = {}
     for layers, holders in find_reductions(schedule).items():
         columns = {worker.column for worker in holders}
-        reducers[layers] = holders[0].column if len(columns) == 1 and len(holders) == live[holders[0].column] \
+        reducers[layers] = (
+            holders[0].column
+            if len(columns) == 1 and len(holders) == live[holders[0].column]
             else holders
-    return [tuple((layers, reducers[layers]) for layers in sorted(ranges) if layers in reducers)
-            for ranges in find_reduced_ranges(schedule)]
+        )
+    sums: list[SumsByColumn] = []
+    for ranges in find_reduced_ranges(schedule):
+        reduced = [layers for layers in sorted(ranges) if layers in reducers]
+        sums.append(tuple((layers, reducers[layers]) for layers in reduced))
+    return sums
 
 
 _FRAME = msgspec.json.Decoder(ProgramFrame)

@@ -1,4 +1,7 @@
-"""Find pipelines, and groups of pipelines, that behave identically: they are checked once and shown once."""
+"""Find pipelines, and groups of them, that behave identically.
+
+They are checked once and shown once.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,36 +11,41 @@ from slipstream.schedules.memory import activation_room
 from slipstream.schedules.schedule import LayerRange, Program, Schedule, with_pipeline_numbers
 
 Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
-"""Properties of the worker that plays a role: (speed per mille or None, memory for activations, held layers if
-listed)."""
+"""Properties of the worker that plays a role.
+
+(speed per mille or None, memory for activations, held layers if listed)
+"""
 RoleProgram = tuple[int, int, Player]
 """Role of a pipeline and what it runs: (column, program number, properties of its worker)."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]
 
 
 def find_equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return all pipelines, divided into sets of pipelines that behave identically; each set is ascending.
+    """Return all pipelines, divided into sets of pipelines that behave identically; each set is
+    ascending.
 
-    Pipelines are in one set if `find_equal_groups` finds them equal and they share no micro-batch with others. A
-    pipeline that shares micro-batches is a set of its own.
+    Pipelines are in one set if `find_equal_groups` finds them equal and they share no micro-batch
+    with others. A pipeline that shares micro-batches is a set of its own.
     """
     sets: list[tuple[int, ...]] = []
     for equal in find_equal_groups(schedule):
-        sets += [tuple(pipeline for pipeline, in equal)] if len(equal[0]) == 1 else \
-            [(pipeline,) for group in equal for pipeline in group]
+        if len(equal[0]) == 1:
+            sets.append(tuple(pipeline for (pipeline,) in equal))
+        else:
+            sets += [(pipeline,) for group in equal for pipeline in group]
     return sorted(sets)
 
 
 def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """Return all groups of pipelines that share micro-batches, divided into sets of groups that behave identically.
+    """Divide the groups of pipelines that share micro-batches into sets of equal ones.
 
-    Two groups are equal if their pipelines, each in ascending order, have as many micro-batches and run the same
-    programs at the same speed and with the same memory for activations. Re-routed micro-batches are compared by the
-    position of their pipeline within the group. Groups that are equal only in another order of pipelines are missed,
-    which only costs time.
+    Two groups are equal if their pipelines, each in ascending order, have as many micro-batches and
+    run the same programs at the same speed and with the same memory for activations. Re-routed
+    micro-batches are compared by the position of their pipeline within the group. Groups that are
+    equal only in another order of pipelines are missed, which only costs time.
     """
     roles = _roles_by_pipeline(schedule)
-    known: dict[Program, int] = {}
+    first_numbers: dict[Program, int] = {}
     sets: dict[tuple[Behaviour, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in pipeline_groups(schedule):
         number_of = {pipeline: index for index, pipeline in enumerate(group)}
@@ -45,8 +53,15 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
         for pipeline in group:
             role_programs = []
             for column, program, player in sorted(roles[pipeline], key=lambda role: role[0]):
-                role_programs.append((column, _canonical_number(schedule.programs[program], program, number_of, known),
-                                      player))
+                role_programs.append(
+                    (
+                        column,
+                        _canonical_number(
+                            schedule.programs[program], program, number_of, first_numbers
+                        ),
+                        player,
+                    )
+                )
             key.append((schedule.grid.microbatches[pipeline], tuple(role_programs)))
         sets[tuple(key)].append(group)
     return list(sets.values())
@@ -55,8 +70,8 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
     """Return the roles that live workers play in each pipeline, by the pipeline's number.
 
-    Each is given by its column, the number of its program, and what its worker's behaviour depends on: speed, memory
-    for activations, and held layers.
+    Each is given by its column, the number of its program, and what its worker's behaviour depends
+    on: speed, memory for activations, and held layers.
     """
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
@@ -66,14 +81,16 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
     return roles
 
 
-def _canonical_number(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """Return the number of the first program that equals this one if pipelines are named by their positions in the
-    group.
+def _canonical_number(
+    program: Program, number: int, number_of: Mapping[int, int], first_numbers: dict[Program, int]
+) -> int:
+    """Return the number of the first program that equals this one within its group.
 
-    The argument `number` is the own number of `program`, which it keeps if it runs no re-routed micro-batches.
-    `number_of` has the position of each pipeline of its group. `known` has the number of each program (with positions)
+    Pipelines are compared by their positions in the group. The argument `number` is the own number
+    of `program`, which it keeps if it runs no re-routed micro-batches. `number_of` has the position
+    of each pipeline of its group. `first_numbers` has the number of each program (with positions)
     found before; a new one is added.
     """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number
-    return known.setdefault(with_pipeline_numbers(program, number_of), number)
+    return first_numbers.setdefault(with_pipeline_numbers(program, number_of), number)

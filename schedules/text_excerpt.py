@@ -1,4 +1,4 @@
-"""Render an excerpt of a schedule as plain text: the ops around one op, shown with a violation."""
+"""Render the ops around one op as plain text, to show with a violation."""
 
 from collections.abc import Iterable
 from statistics import median_low
@@ -12,11 +12,12 @@ OP_CHARACTERS = 5
 
 
 def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
-    """Return a text drawing of the ops around `op`, which is marked, on its worker and those nearest to it.
+    """Draw the ops around `op`, which is marked, as text.
 
-    Without it, the end of the program of `worker` is drawn; without both, the result is empty. At most MAX_ROWS workers
-    are shown: the one that runs the op, those of its pipeline and, if the op is an A, its peers. Lines have at most
-    MAX_COLUMNS characters of ops.
+    Drawn are its worker and those nearest to it. Without it, the end of the program of `worker` is
+    drawn; without both, the result is empty. At most MAX_ROWS workers are shown: the one that runs
+    the op, those of its pipeline and, if the op is an A, its peers. Lines have at most MAX_COLUMNS
+    characters of ops.
     """
     worker = op.worker if op is not None else worker
     if worker is None or worker not in schedule.seat_of:
@@ -25,41 +26,60 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
     focus = op or max(rows[worker], key=lambda op: op.end_ticks, default=None)
     if focus is None:
         return ""
-    lengths = [op.end_ticks - op.start_ticks for ops in rows.values() for op in ops if op.end_ticks > op.start_ticks]
+    lengths = [
+        op.end_ticks - op.start_ticks
+        for ops in rows.values()
+        for op in ops
+        if op.end_ticks > op.start_ticks
+    ]
     ticks = median_low(lengths) if lengths else 1  # drawn as OP_CHARACTERS
-    centred = (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (2 * OP_CHARACTERS)
+    centred = (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (
+        2 * OP_CHARACTERS
+    )
     first = min(focus.start_ticks, max(0, centred))
-    lines = [f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are {schedule.seconds(ticks):g} s"]
+    lines = [
+        f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are "
+        f"{schedule.seconds(ticks):g} s"
+    ]
     for row, ops in rows.items():
-        own = schedule.seat_of[row].role.pipeline
-        lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_draw_line(ops, op, own, first, ticks)}")
+        pipeline = schedule.seat_of[row].role.pipeline
+        mark = ">" if row == worker else " "
+        lines.append(f"{mark}{row!s:>6} |{_draw_line(ops, op, pipeline, first, ticks)}")
         if op is not None and row == worker:
             visible = _visible_columns(op, first, ticks)
-            lines.append(f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {schedule.op_text(op)}")
+            lines.append(
+                f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {schedule.op_text(op)}"
+            )
     return "\n".join(lines)
 
 
 def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
-    """Return at most MAX_ROWS workers to draw around an op, sorted: `worker` and those nearest to it in its own and the
-    op's pipeline; for A also its peers."""
+    """Return at most MAX_ROWS workers to draw around an op, sorted.
+
+    They are `worker` and those nearest to it in its own and the op's pipeline; for A also its
+    peers.
+    """
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
     together = op is not None and op.kind is OpKind.A
     near = [seat for seat in schedule.seats if seat.role.pipeline in pipelines
             or (together and seat.role.column == role.column)]
-    near.sort(key=lambda seat: (seat.worker != worker, abs(seat.role.column - role.column), seat.worker))
+    near.sort(
+        key=lambda seat: (seat.worker != worker, abs(seat.role.column - role.column), seat.worker)
+    )
     return sorted(seat.worker for seat in near[:MAX_ROWS])
 
 
-def _draw_line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
-    """Return a line that draws a worker's ops, each with a width proportional to its length: `F3--`, re-routed `F1.3`.
+def _draw_line(ops: Iterable[Op], marked: Op | None, pipeline: int, first: int, ticks: int) -> str:
+    """Draw a worker's ops in one line: `F3--`, re-routed `F1.3`.
 
-    The worker's pipeline is `own`. The line begins at tick `first`; an op of `ticks` ticks is OP_CHARACTERS wide. The
-    op that is marked is drawn last, over the others.
+    Widths are in proportion to lengths. The worker's pipeline is `pipeline`. The line begins at
+    tick `first`; an op of `ticks` ticks is OP_CHARACTERS wide. The op that is marked is drawn last,
+    over the others.
     """
     cells = [" "] * MAX_COLUMNS
     for op in sorted(ops, key=lambda op: op == marked):
-        label = _op_label(op, own)
+        label = _op_label(op, pipeline)
         begin = _column_of_tick(op.start_ticks, first, ticks)
         for column in _visible_columns(op, first, ticks):
             cells[column] = label[column - begin] if column - begin < len(label) else "-"
@@ -67,9 +87,9 @@ def _draw_line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks
 
 
 def _visible_columns(op: Op, first: int, ticks: int) -> range:
-    """Return the character positions of an op in a line that begins at tick `first`; an op has at least one.
+    """Return the positions of an op in a line that begins at `first`.
 
-    An op of `ticks` ticks is OP_CHARACTERS wide.
+    There is at least one. An op of `ticks` ticks is OP_CHARACTERS wide.
     """
     begin = _column_of_tick(op.start_ticks, first, ticks)
     end = max(begin + 1, _column_of_tick(op.end_ticks, first, ticks))
@@ -84,9 +104,15 @@ def _column_of_tick(tick: int, first: int, ticks: int) -> int:
     return (tick - first) * OP_CHARACTERS // ticks
 
 
-def _op_label(op: Op, own: int) -> str:
-    """Return the text that an op is drawn with on a worker of pipeline `own`, such as `F3`, or `F1.3` for another
-    pipeline's micro-batch. A and O have their letter only."""
+def _op_label(op: Op, pipeline: int) -> str:
+    """Return the text of an op: `F3`, or `F1.3` for another pipeline's micro-batch.
+
+    The worker is of pipeline `pipeline`. A and O have their letter only.
+    """
     if op.microbatch is None:
         return str(op.kind)
-    return f"{op.kind}{op.microbatch}" if op.pipeline == own else f"{op.kind}{op.pipeline}.{op.microbatch}"
+    return (
+        f"{op.kind}{op.microbatch}"
+        if op.pipeline == pipeline
+        else f"{op.kind}{op.pipeline}.{op.microbatch}"
+    )

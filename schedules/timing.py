@@ -1,8 +1,11 @@
-"""Replay a schedule with other durations than the planned ones: with noise, stragglers, or many replays at once.
+"""Replay a schedule with other durations than the planned ones.
 
-Workers keep the planned order of their ops. Each op starts as soon as its worker is free and the tensors that it waits
-for have arrived. Iterations follow one another on each worker without a barrier, as in the runtime. All replays advance
-together, op by op in a topological order, vectorized with numpy over the replays.
+There may be noise, stragglers, or many replays at once.
+
+Workers keep the planned order of their ops. Each op starts as soon as its worker is free and the
+tensors that it waits for have arrived. Iterations follow one another on each worker without a
+barrier, as in the runtime. All replays advance together, op by op in a topological order,
+vectorized with numpy over the replays.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +15,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.schedules.graph import Collective, last_local_backward, programs_of, topological_order
+from slipstream.schedules.graph import (
+    Collective,
+    last_local_backward,
+    programs_of,
+    topological_order,
+)
 from slipstream.schedules.precedence import OpKey, op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
@@ -26,26 +34,33 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """Random and constant factors on the durations of compute ops in a replay."""
 
     spread: float = 0.0
-    """Standard deviation of the logarithm of the random factor on each compute op's duration. The mean factor is 1."""
+    """Standard deviation of the logarithm of the random factor on each compute op's duration.
+
+    The mean factor is 1.
+    """
     slow: Mapping[Worker, float] = {}
     """Factors by which all compute ops of some workers take longer, by worker."""
 
 
 class ReplayStep(NamedTuple):
-    """Step of a replay: one op, or one all-reduce as a whole, with the workers it occupies and the steps it waits
-    for."""
+    """Step of a replay, an op or a whole all-reduce.
+
+    It has the workers that it occupies and the steps that it waits for.
+    """
 
     op: Op
     """Op of this step; of an all-reduce, its longest A."""
     workers: tuple[int, ...]
     """Numbers of the workers that the step occupies, by their order in `Schedule.seats`.
 
-    If reductions overlap with compute, the link of each worker has a number of its own. A occupies links; O occupies
-    the worker and its link.
+    If reductions overlap with compute, the link of each worker has a number of its own. A occupies
+    links; O occupies the worker and its link.
     """
     sources: tuple[tuple[int, int], ...]
-    """Steps of other workers that this step waits for, each as (index of the step, ticks that its tensor needs to
-    arrive)."""
+    """Steps of other workers that this step waits for.
+
+    Each is a pair (index of the step, ticks that its tensor needs to arrive).
+    """
 
     @property
     def planned_ticks(self) -> int:
@@ -54,21 +69,27 @@ class ReplayStep(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """True if noise and a worker's speed change the step's duration: for all ops but A and O."""
+        """True if noise and a worker's speed change the step's duration.
+
+        So it is for all ops but A and O.
+        """
         return self.op.kind in COMPUTE_KINDS
 
 
 def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4,
                       seed: int = 0) -> Floats:
-    """Return the mean seconds from one iteration to the next in each of several replays with random durations.
+    """Return the mean seconds from one iteration to the next in each of several replays.
 
-    The first of `iterations` in a row is a warm-up. Without noise, the result is at most the planned period. Raises
-    ValueError for values out of range, unknown workers, and schedules whose ops wait for each other in a circle.
+    Durations are random. The first of `iterations` in a row is a warm-up. Without noise, the result
+    is at most the planned period. Raises ValueError for values out of range, unknown workers, and
+    schedules whose ops wait for each other in a circle.
     """
     _require_valid(schedule, noise, replays, iterations)
     steps, workers = replay_steps(schedule)
-    lengths = [schedule.seconds(step.planned_ticks) * (noise.slow.get(step.op.worker, 1.0) if step.is_compute else 1.0)
-               for step in steps]
+    lengths = []
+    for step in steps:
+        factor = noise.slow.get(step.op.worker, 1.0) if step.is_compute else 1.0
+        lengths.append(schedule.seconds(step.planned_ticks) * factor)
     random = np.random.default_rng(seed)
     parts = []
     for begin in range(0, replays, BATCH):
@@ -84,25 +105,36 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
 
 
 def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
-    """Return the seconds from one iteration to the next if the compute ops of each worker in `speeds` take
-    `speeds[worker]` times the usual time, and those of other workers the usual time.
+    """Return the seconds from one iteration to the next at other speeds of workers.
+
+    Compute ops of each worker in `speeds` take `speeds[worker]` times the usual time, others the
+    usual time.
 
     The order of each worker's ops stays as planned. Ops wait for each other as in the runtime.
     """
-    known = schedule.times.per_mille_of
-    slow = {worker: speeds.get(worker, 1.0) / (known.get(worker, 1000) / 1000) for worker in schedule.seat_of}
+    planned = schedule.times.per_mille_of
+    slow = {
+        worker: speeds.get(worker, 1.0) / (planned.get(worker, 1000) / 1000)
+        for worker in schedule.seat_of
+    }
     if all(abs(factor - 1.0) < 1e-3 for factor in slow.values()):
         return schedule.seconds(schedule.period_ticks)
     return float(replay_with_noise(schedule, Noise(slow=slow), replays=1)[0])
 
 
-def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_seconds: float, free: Floats,
-                   spread: float, random: np.random.Generator) -> None:
-    """Replay one iteration in all replays at once, and update `free`, the time from which each worker is free,
-    [workers, replays].
+def _run_iteration(
+    steps: Sequence[ReplayStep],
+    lengths: Sequence[float],
+    tick_seconds: float,
+    free: Floats,
+    spread: float,
+    random: np.random.Generator,
+) -> None:
+    """Replay one iteration in all replays at once, and update `free`.
 
-    Times are in seconds. `steps` are ops and whole all-reduces, and `lengths` has the duration of each; `spread` is
-    that of `Noise`.
+    That is the time from which each worker is free, [workers, replays]. Times are in seconds.
+    `steps` are ops and whole all-reduces, and `lengths` has the duration of each; `spread` is that
+    of `Noise`.
     """
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
@@ -120,10 +152,10 @@ def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_s
 
 
 def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
-    """Return the steps (ops, and whole all-reduces) of an iteration, each after what it waits for, and the number of
-    workers and links.
+    """Return the steps of an iteration in order, and the number of workers and links.
 
-    Only if reductions overlap compute, each worker has a link, numbered after all workers. Raises ValueError if ops
+    Steps are ops and whole all-reduces; each comes after what it waits for. Only if reductions
+    overlap compute, each worker has a link, numbered after all workers. Raises ValueError if ops
     wait for each other in a circle.
     """
     programs = programs_of(schedule)
@@ -135,24 +167,33 @@ def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
     for node in topological_order(schedule, programs):
         if isinstance(node, Collective):
             reductions = members[node.layers]
-            awaited = [before
-                       for before in (last_local_backward(schedule, programs[op.worker], programs[op.worker].index(op))
-                                             for op in reductions) if before is not None] if links else []
-            steps.append(ReplayStep(max(reductions, key=lambda op: op.end_ticks - op.start_ticks),
-                                    tuple(links + number[op.worker] for op in reductions),
-                                    tuple((done[op_key(before)][0], 0) for before in awaited)))
+            awaited: list[tuple[int, int]] = []
+            # A reduction on the worker itself follows its program; one on a link waits for the
+            # last backward of its layers.
+            for op in reductions if links else ():
+                program = programs[op.worker]
+                before = last_local_backward(schedule, program, program.index(op))
+                if before is not None:
+                    awaited.append((done[op_key(before)][0], 0))
+            longest = max(reductions, key=lambda op: op.end_ticks - op.start_ticks)
+            places = tuple(links + number[op.worker] for op in reductions)
+            steps.append(ReplayStep(longest, places, tuple(awaited)))
             continue
         assert isinstance(node, Op)
         sources: tuple[tuple[int, int], ...] = ()
         if node.kind in COMPUTE_KINDS:
             sources = tuple(_remote_sources(op_key(node), node.worker, schedule, done))
             done[op_key(node)] = (len(steps), node.worker)
-        own = number[node.worker]
-        steps.append(ReplayStep(node, (own, links + own) if links and node.kind is OpKind.O else (own,), sources))
+        place = number[node.worker]
+        # The optimizer step also waits for the worker's link, on which its reductions run.
+        places = (place, links + place) if links and node.kind is OpKind.O else (place,)
+        steps.append(ReplayStep(node, places, sources))
     return steps, len(number) + links
 
 
-def _ops_by_reduction(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:
+def _ops_by_reduction(
+    schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]
+) -> dict[LayerRange, list[Op]]:
     """Return the ops A of each all-reduce, one per worker, by its range of layers."""
     members: dict[LayerRange, list[Op]] = {}
     for ops in programs.values():
@@ -162,27 +203,35 @@ def _ops_by_reduction(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
     return members
 
 
-def _remote_sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
-        Iterator[tuple[int, int]]:
-    """Yield, for each op of a worker other than `own` that the op `key` waits for, (index of its `ReplayStep`, ticks of
-    the transfer).
+def _remote_sources(
+    key: OpKey, worker: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the steps of other workers that op `key` of worker `worker` waits for.
 
-    The mapping `done` has the index of the step and the worker of each op that has become a step so far.
+    Each is a pair (index of its `ReplayStep`, ticks of the transfer). The mapping `done` has the
+    index of the step and the worker of each op that has become a step so far.
     """
     _, _, pipeline, microbatch = key
     for producer, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
-        if producer in done and done[producer][1] != own:
+        if producer in done and done[producer][1] != worker:
             yield done[producer][0], schedule.times.transfer if rule.tensor else 0
 
 
 def _require_valid(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:
-    """Raise ValueError unless the arguments of `replay_with_noise` are in range and name live workers."""
+    """Raise ValueError unless the arguments of `replay_with_noise` are in range and name live
+    workers.
+    """
     if replays < 1 or iterations < 2:
-        raise ValueError(f"{replays} replays of {iterations} iterations; expected at least 1 of at least 2")
+        raise ValueError(
+            f"{replays} replays of {iterations} iterations; expected at least 1 of at least 2"
+        )
     if not 0 <= noise.spread <= 2:
         raise ValueError(f"noise of {noise.spread:g}; expected 0 to 2")
     for worker, factor in noise.slow.items():
         if worker not in schedule.seat_of:
             raise ValueError(f"the schedule has no live worker {worker}")
         if not 0 < factor <= 1000:
-            raise ValueError(f"worker {worker} slower by a factor of {factor:g}; expected more than 0, at most 1000")
+            raise ValueError(
+                f"worker {worker} slower by a factor of {factor:g}; expected more than 0, at most "
+                "1000"
+            )

@@ -1,11 +1,14 @@
-"""Decide whether the workers of a schedule run whole stages in place, which rows of ops can name."""
+"""Decide whether the workers of a schedule run whole stages in place.
+
+Rows of ops can name nothing else.
+"""
 
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from slipstream.schedules.layers import compact_layers_text
-from slipstream.schedules.schedule import OpKind, ProgramOp, Schedule, Seat, Worker
+from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 WITHOUT_OVERLAP = "plan without [network] overlap, for which the last micro-batches are cut"
 WITH_LAYERS_IN_PLACE = "plan with --layers fixed"
@@ -13,11 +16,14 @@ WITHOUT_LAYERS = "plan a job without [placement] layers, whose stages are not cu
 
 
 class NotWholeError(ValueError):
-    """Error for a schedule in which a worker runs parts of stages, or stages of others. The message is one line."""
+    """Error for a schedule in which a worker runs parts of stages, or others' stages.
+
+    The message is one line.
+    """
 
 
 def with_whole_stages(schedule: Schedule) -> Schedule:
-    """Return a copy of the schedule in which slices of several whole stages are run stage by stage.
+    """Return a copy in which slices of several whole stages run stage by stage.
 
     A worker of a V may run two consecutive stages as one slice. Their ops follow each other here,
     forwards in the order of the stages, and backwards in the reverse order. A schedule with two
@@ -25,20 +31,29 @@ def with_whole_stages(schedule: Schedule) -> Schedule:
     """
     if schedule.grid.chains > 1:
         return schedule
-    grid, stage_of = schedule.grid, {layers: stage for stage, layers in enumerate(schedule.grid.layers_by_stage)}
+    grid = schedule.grid
+    stage_of = {layers: stage for stage, layers in enumerate(schedule.grid.layers_by_stage)}
     stages_of: dict[int, list[int]] = {}
     for number, (first, end) in enumerate(schedule.slices, len(grid.stages)):
         within = [stage for (low, high), stage in stage_of.items() if first <= low and high <= end]
         if sum(high - low for low, high in map(grid.layers_of, within)) == end - first:
             stages_of[number] = within
-    programs = tuple(tuple(part for op in program for part in _divide_op(schedule, op, stages_of.get(op.slice or 0)))
-                     for program in schedule.programs)
-    return msgspec.structs.replace(schedule, programs=programs)
+    programs: list[Program] = []
+    for program in schedule.programs:
+        parts: list[ProgramOp] = []
+        for op in program:
+            parts += _divide_op(schedule, op, stages_of.get(op.slice or 0))
+        programs.append(tuple(parts))
+    return msgspec.structs.replace(schedule, programs=tuple(programs))
 
 
-def _divide_op(schedule: Schedule, op: ProgramOp, stages: Sequence[int] | None) -> Iterator[ProgramOp]:
-    """Iterate over the ops of these stages, one after the other, in place of an op; over the op
-    itself if None."""
+def _divide_op(
+    schedule: Schedule, op: ProgramOp, stages: Sequence[int] | None
+) -> Iterator[ProgramOp]:
+    """Iterate over the ops of these stages, in place of an op.
+
+    The op itself if None.
+    """
     if stages is None:
         yield op
         return
@@ -56,8 +71,10 @@ def require_whole_stages(schedule: Schedule) -> Schedule:
     """
     for seat in schedule.seats:
         if schedule.has_moved_layers(seat):
-            raise NotWholeError(f"{describe_moved_layers(schedule, seat)}, not those of its stages; "
-                              f"rows name whole stages: {WITH_LAYERS_IN_PLACE}")
+            raise NotWholeError(
+                f"{describe_moved_layers(schedule, seat)}, not those of its stages; "
+                f"rows name whole stages: {WITH_LAYERS_IN_PLACE}"
+            )
     schedule = with_whole_stages(schedule)
     for op in schedule.all_ops():
         if op.slice is not None and op.slice >= len(schedule.grid.stages):
@@ -68,8 +85,10 @@ def require_whole_stages(schedule: Schedule) -> Schedule:
 
 
 def has_whole_stages(schedule: Schedule) -> bool:
-    """Return whether workers run whole stages in place, so that rows of all pipelines can be
-    written."""
+    """Return whether workers run whole stages in place.
+
+    If so, rows of all pipelines can be written.
+    """
     try:
         require_whole_stages(schedule)
     except NotWholeError:

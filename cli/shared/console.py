@@ -1,4 +1,4 @@
-"""Print the output of all commands: answers, errors, durations and hints.
+"""Talk to the user of any command: answers, errors, progress in a log, Ctrl-C.
 
 stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit status 0: done; 1: the
 answer is no; 2: bad input.
@@ -10,13 +10,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, ConsoleOptions
 from rich.rule import Rule
+
+from slipstream.planner.budget import defer_interrupts
 
 
 class _WrappingConsole(Console):
@@ -160,3 +163,57 @@ def duration(seconds: float) -> str:
     """Format a time with at most four significant digits for a reader: `30 s`, `29.7 ms`, `850 us`."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
     return f"{seconds / unit:.4g} {name}" if seconds else "0 s"
+
+
+QUIET_SECONDS = 10.0
+"""Least time between two lines that say what is being done."""
+
+
+class LogProgress:
+    """Printer of progress on stderr: a line for each tenth of the work, and at times what is done.
+
+    It prints nothing in a terminal, which shows a bar instead.
+    """
+
+    def __init__(self, subject: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._subject, self._unit, self._clock = subject, unit, clock
+        self._tenths, self._last_time = -1, -QUIET_SECONDS
+
+    def show_count(self, done: int, total: int) -> None:
+        """Print how much is done, if a further tenth is."""
+        tenths = 10 * done // total if total else 0
+        if tenths > self._tenths:
+            self._tenths = tenths
+            self._print(f"{done} of {total} {self._unit}")
+
+    def show_work(self, text: str) -> None:
+        """Print what is being done, unless a line was printed just now."""
+        if self._clock() - self._last_time >= QUIET_SECONDS:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        if not err.is_terminal:
+            self._last_time = self._clock()
+            err.print(f"{self._subject}: {text}", soft_wrap=True)
+
+
+@contextmanager
+def delay_interrupts() -> Iterator[None]:
+    """Delay KeyboardInterrupt until the end of the context, because some modules swallow it while they are imported,
+    and are then incomplete."""
+    with defer_interrupts() as interrupted:
+        yield
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def watch_interrupts() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed within the context. A second Ctrl-C raises
+    it at once."""
+    with defer_interrupts() as interrupted:
+        def check_interrupt() -> None:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+
+        yield check_interrupt

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from slipstream.cli.shared.console import duration
-from slipstream.cli.shared.role_changes import role_change_lines
-from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares, gap_text
+from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares, gap_text, role_change_lines
 from slipstream.planner.job.file import Job
 from slipstream.planner.placement import FoundPlacement
-from slipstream.planner.plan import FaultFree, Plan
+from slipstream.planner.plan import Plan
 from slipstream.planner.recompute import Recomputation
+from slipstream.planner.reference import FaultFree
 from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, format_gigabytes, pays_after_iterations
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
 from slipstream.schedules.schedule import Schedule, Scope

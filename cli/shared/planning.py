@@ -21,10 +21,11 @@ from slipstream.planner.normalise import normalised
 from slipstream.planner.options import Layers, PlanOptions
 from slipstream.planner.params import DEFAULTS, ParamsError, SearchParams, read_params
 from slipstream.planner.placement import MEAN_DOWN_SHARE, FoundPlacement, find_placement
-from slipstream.planner.plan import FaultFree, Plan, plan_with, reference_key
+from slipstream.planner.plan import Plan, plan_with
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
+from slipstream.planner.reference import FaultFree, reference_key
 from slipstream.planner.search.engine import METHODS, Method
-from slipstream.planner.tables.executors import ExecutorError, open_executor
+from slipstream.planner.tables.process_pool import ExecutorError, open_executor
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 

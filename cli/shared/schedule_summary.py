@@ -1,9 +1,10 @@
-"""Summarise a schedule, as numbers for JSON and as one line."""
+"""Summarise a schedule, as numbers for JSON and as lines."""
 
 from slipstream.cli.shared.console import duration
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from slipstream.schedules.memory import memory_peaks
 from slipstream.schedules.schedule import Schedule, Worker, compute_period_ticks
+from slipstream.schedules.tables.relabel import count_layers_to_load
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
@@ -77,3 +78,13 @@ def _describe_memory(schedule: Schedule) -> str:
         return ""
     least, most = (peak * schedule.memory.unit for peak in (min(peaks), max(peaks)))
     return f"peak memory {least:,.6g}" + (f" to {most:,.6g}" if most > least else "") + ", in the job file's unit"
+
+
+def role_change_lines(schedule: Schedule) -> list[str]:
+    """Return one line for each worker that plays a role other than its own. Empty if all keep theirs."""
+    lines = []
+    for seat in schedule.moves:
+        loads = count_layers_to_load(schedule.grid, seat.worker, seat.role)
+        lines.append(f"{seat.worker} takes over {seat.role}: " + (
+            "loads its parameters from a peer" if loads else "holds its parameters already"))
+    return lines

@@ -3,6 +3,5 @@
     build           plans every entry, in parallel processes
     taking_over     shorter plans of other entries that answer the same failures
     folder          the folder of a table during its build: finished entries, one file each
-    process_pool    processes for long tasks, which end when one dies or the caller stops
-    executors       MPI or Dask executors, which use many machines instead
+    process_pool    processes for long tasks, which end when one dies or the caller stops; MPI or Dask instead of them
 """

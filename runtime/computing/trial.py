@@ -1,10 +1,11 @@
-"""Trial of a user's layers before the start: one micro-batch is run through them, in this process, on the CPU.
+"""Try a user's layers before the start: whether they repeat, and run as autograd does.
 
-Shapes do not show what a layer does to numbers (`runtime.computing.forms`). Each kind of layer is therefore run
-once as workers run it, and once as plainly as autograd does, and what both give is compared.
+Shapes do not show what a layer does to numbers (`runtime.computing.forms`). One micro-batch is therefore run through
+each kind of layer, in this process, on the CPU: once as workers run it, and once as plainly as autograd does, and what
+both give is compared.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.models.calling import Batch, LayerCall
+from slipstream.runtime.models.distributed_tensors import with_local_parameters
 from slipstream.runtime.models.layered_model import (
     LayeredModel,
     autocast_context,
@@ -27,6 +29,8 @@ from slipstream.runtime.models.recomputing import parse_recompute
 from slipstream.runtime.object_reference import is_reference
 from slipstream.runtime.replay.layer_values import Value, has_gradient, map_tensors, tensors_of
 from slipstream.runtime.replay.microbatch import Microbatch
+from slipstream.runtime.seeds import restoring_generators
+from slipstream.runtime.state.checksum import parameter_digest
 from slipstream.runtime.state.held_layers import build_on_device
 from slipstream.runtime.torch_private import count_changes
 
@@ -214,3 +218,39 @@ def _draw_gradient(output: Value) -> Value:
     drawn = tuple(torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in tensors_of(output)
                   if has_gradient(tensor))
     return drawn[0] if isinstance(output, Tensor) else drawn
+
+
+MAX_ELEMENTS = 2**26
+"""Number of elements up to which layers are built, since layers of large models take long to fill.
+The smallest layer is always built."""
+
+
+def require_repeatable_layers(model: LayeredModel, config: RunConfig,
+                              elements: Sequence[int]) -> None:
+    """Raise ConfigError if a layer of the user's own model is not the same when it is built again.
+
+    The smallest layers are built, twice each, up to `MAX_ELEMENTS` elements together; `elements`
+    has the number of each layer. Models of this package and of libraries repeat.
+    """
+    if config.model.hugging_face is not None or config.model.torchtitan is not None \
+            or not is_reference(config.model.name):
+        return
+    total = 0
+    filled = [layer for layer, count in enumerate(elements) if count]
+    for layer in sorted(filled, key=lambda layer: elements[layer]):
+        total += elements[layer]
+        if total - elements[layer] > 0 and total > MAX_ELEMENTS:
+            break
+        if _digest_layer(model, layer, 1) != _digest_layer(model, layer, 2):
+            raise ConfigError(
+                f"model.name is {config.model.name!r}: layer {layer} has other initial parameters when it "
+                "is built again; expected the same: draw them within `seeded(derive_seed(..., seed, "
+                "layer))`")
+
+
+def _digest_layer(model: LayeredModel, layer: int, state: int) -> str:
+    """Build a layer while the global generators are seeded with `state`, and return its digest."""
+    with restoring_generators() as seed_generators, torch.no_grad():
+        seed_generators(state)
+        module = with_local_parameters(model.build(layer))
+        return parameter_digest({**dict(module.named_parameters()), **dict(module.named_buffers())})

@@ -21,7 +21,7 @@ from slipstream.runtime.coordinator.connections.worker_connections import Worker
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleRequest, SendMessage
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.run_state import (
     EndedPhase,
     GatheringPhase,

@@ -8,18 +8,12 @@ from msgspec.structs import replace
 
 from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.computing.forms import find_forms
-from slipstream.runtime.computing.repeatability import require_repeatable_layers
-from slipstream.runtime.computing.trial import try_layers
+from slipstream.runtime.computing.trial import require_repeatable_layers, try_layers
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.decisions.run_state import RunFacts
 from slipstream.runtime.coordinator.records.metrics import IterationWork
 from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
-from slipstream.runtime.data.data import (
-    batch_form,
-    is_users_own,
-    load_data,
-    load_validation_data,
-)
+from slipstream.runtime.data.data import batch_form, is_users_own, load_data, load_validation_data
 from slipstream.runtime.data.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
 from slipstream.runtime.data.sample_digests import check_first_samples
 from slipstream.runtime.device import choose_device, choose_transport, gpu_count

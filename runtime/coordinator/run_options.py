@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.decisions.effects import SchedulerAtSpeeds
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler

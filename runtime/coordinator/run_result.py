@@ -5,7 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from slipstream.runtime.coordinator.decisions.commit_log import CheckpointCost
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.state.checksum import combined_digest

@@ -21,8 +21,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
-from slipstream.runtime.data.document_data import DocumentData, PackedBatch
-from slipstream.runtime.data.token_data import BadSampleError, DataEndedError, TokenData
+from slipstream.runtime.data.token_data import BadSampleError, DataEndedError, DocumentData, PackedBatch, TokenData
 from slipstream.runtime.data.tokenized_text import map_tokens, tokenize_file
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.models.cross_entropy import IGNORED_TARGET

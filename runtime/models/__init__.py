@@ -17,7 +17,6 @@
     torchtitan/          torchtitan's models, by name
     flops                floating-point operations of a model's training, counted
     identity             the identity of a run, of configuration, user code, data, grid and libraries
-    source_digests       digests of the sources of a user's own code
 
 Adds to the replay: layers by name, with a backward in two. May import: `replay`, `ranks`.
 """

@@ -2,14 +2,12 @@
 
     fork_server            a process that imports torch once and forks others: the launcher's side
     fork_server_messages   messages between the launcher and the fork server
-    parent_death           a signal to a process when its parent dies
     child_processes        parallel tasks, each in a process of its own that returns a result
     worker_start           settings that a worker's process is started with
     process_manager        the processes of a run's workers, on all nodes
     file_descriptors       limit on open files and connections, and the number that node 0 needs
-    start_limit            limit on the number of processes that node 0 may start on another node
-    restart_policy         whether and when a worker that has crashed is started again
-    process_title          process names as shown by ps, top and nvidia-smi
+    restart_policy         whether and when a worker is started again; limit on what node 0 may start on another node
+    process_attributes     process names as shown by ps, top and nvidia-smi; a signal when the parent dies
     stop_signals           SIGTERM and Ctrl-C
     launch_environment     environment variables set by torchrun, srun or mpirun
     torchrun_store         finds node 0 by the store of torchrun's agent

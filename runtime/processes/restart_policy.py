@@ -1,4 +1,4 @@
-"""Decide whether and when a worker that has crashed is started again.
+"""Decide whether and when a worker is started again, and limit starts.
 
 Most faults are transient: a flipped bit, a network link that was down, memory that other programs had taken. A worker
 with broken code or a broken device would crash forever, and each return costs the other workers a moment. So each pause
@@ -7,7 +7,8 @@ node with too many.
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -80,3 +81,33 @@ class FaultHistory:
                                           f"hour")
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (len(own_faults) - 1), LONGEST_PAUSE_SECONDS)
         return after, RestartDecision(pause, f"worker {worker} is started again in {pause:g} s: {count_text}")
+
+
+MAX_STARTS = 60
+"""Largest number of starts of one worker in `WINDOW_SECONDS`. A single start takes most of a second."""
+WINDOW_SECONDS = 60.0
+
+
+class StartLimitError(RuntimeError):
+    """Error for a request of node 0 to start a worker too often, or one that is not of this node. The message is one
+    line."""
+
+
+class StartLimit:
+    """Limit on the starts of each worker of this node: `MAX_STARTS` in `WINDOW_SECONDS`. A worker that is alive is not
+    started a second time."""
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        self._workers = frozenset(workers)
+        self._starts: defaultdict[Worker, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_STARTS))
+
+    def count_start(self, worker: Worker) -> None:
+        """Count a start of `worker`. Raises StartLimitError if it exceeds the limit, or the worker is not one of this
+        node."""
+        if worker not in self._workers:
+            raise StartLimitError(f"node 0 wants to start worker {worker}, which is not a worker of this node")
+        starts, now = self._starts[worker], time.monotonic()
+        if len(starts) == MAX_STARTS and now - starts[0] < WINDOW_SECONDS:
+            raise StartLimitError(f"node 0 wants to start worker {worker} more than {MAX_STARTS} times in "
+                                  f"{WINDOW_SECONDS:.0f} s")
+        starts.append(now)

@@ -212,14 +212,17 @@ class Channel(Generic[T]):
         self._socket.close()
 
 
-def enable_keepalive(connection: socket.socket) -> None:
-    """Configure a socket to send small messages at once, and to notice when the other machine is gone."""
+def enable_keepalive(connection: socket.socket, silent_seconds: int = SILENT_SECONDS) -> None:
+    """Configure a socket to send small messages at once, and to notice when the other machine is gone.
+
+    `silent_seconds` are those after which a machine that acknowledges nothing counts as gone (Linux).
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, silent_seconds // 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, silent_seconds // 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silent_seconds)
 
 
 def _connect_with_retries(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]) -> socket.socket:

@@ -10,7 +10,7 @@ import torch
 from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.data.data import Data, Microbatch
-from slipstream.runtime.data.document_data import PackedBatch
+from slipstream.runtime.data.token_data import PackedBatch
 from slipstream.runtime.models.calling import move_batch
 from slipstream.runtime.replay.layer_values import Form, TensorForm, Value, allocate_value, gradient_form, tensors_of
 from slipstream.runtime.state.held_layers import HeldLayers

@@ -4,6 +4,10 @@ A generation begins with a decision that is made once: which processes are its m
 iterations are committed. All that are alive say how far they are; whoever sees that the others are
 dead or have spoken proposes, and the first proposal is the decision. A process that it leaves out
 has to end.
+
+A store may outlive a run: torchrun's does where it starts all processes anew. A run whose members
+are all dead is over, and the next process begins another one, under keys of its own. The number of
+restarts that torchrun tells its processes cannot name it, since each agent counts its own.
 """
 
 import time
@@ -12,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from slipstream.runtime.replay.torch_groups import Store
+from slipstream.runtime.replay.torch_groups import PrefixStore, Store
 from slipstream.runtime.torch_pipelining.watch import Probe, is_dead
 from slipstream.schedules.schedule import Worker
 
@@ -70,6 +74,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 _VOICES = msgspec.json.Decoder(Voice)
 _JOINERS = msgspec.json.Decoder(Joiner)
 _DECISIONS = msgspec.json.Decoder(Decision)
+_NOBODY = Decision(voices={}, joiners=0, settled=0)
+"""Decision that a run never begins."""
 
 
 def worker_of(process: str) -> Worker:
@@ -89,13 +95,25 @@ class Agreement:
     """
 
     def __init__(self, store: Store, process: str, ranks: int, patience: float) -> None:
-        self._store, self._process, self._ranks, self._patience = store, process, ranks, patience
-        self.number = 0
-        """Number of the generation; 0 before the first."""
+        self._shared, self._process, self._ranks, self._patience = store, process, ranks, patience
+        self._set_run(1)
+
+    @property
+    def store(self) -> Store:
+        """Keys of this run alone."""
+        return self._store
 
     def has_begun(self) -> bool:
-        """Return whether the run has begun without this process."""
-        return self._store.check(["decision/1"])
+        """Find the run to take part in. Return whether it goes on already, without this process."""
+        while True:
+            if not self._store.check(["decision/1"]):
+                if not self._store.check([f"voice/1/{self._process}"]):
+                    return False
+                # This process has been here before, and died before the run began: so it never does.
+                self._store.compare_set("decision/1", "", _encode(_NOBODY))
+            elif self._has_live_members():
+                return True
+            self._set_run(self._run + 1)
 
     def end(self, number: int) -> None:
         """Tell all members that a generation has ended."""
@@ -110,9 +128,15 @@ class Agreement:
         return self._store.add("joiners", 0)
 
     def start(self, voice: Voice, workers: Sequence[Worker]) -> Decision:
-        """Begin the first generation with all processes of these workers. Raises TimeoutError if one
-        does not come."""
-        return self._agree(voice, dict.fromkeys(self._processes_of(workers)), 0)
+        """Begin the first generation with all processes of these workers.
+
+        Raises TimeoutError if one does not come, and LeftOutError if a run has begun meanwhile.
+        """
+        while not self.has_begun():
+            decision = self._agree(voice, dict.fromkeys(self._processes_of(workers)), 0)
+            if decision != _NOBODY:
+                return self._require_taken(decision, voice)
+        raise LeftOutError(f"the others have begun without {self._process}; start it again to return")
 
     def join(self, voice: Voice) -> Decision:
         """Ask to be a member, and wait until a generation begins with this process. Raises
@@ -128,7 +152,7 @@ class Agreement:
                     raise TimeoutError(f"no generation began with {self._process} in {self._patience:g} s; expected "
                                        "the others to commit: is their loop running?")
                 time.sleep(POLL_SECONDS)
-            decision = self._read_decision()
+            decision = self._read_decision(self.number)
             if decision.voices.get(self._process) == voice:
                 return decision
 
@@ -136,7 +160,30 @@ class Agreement:
         """Begin the next generation with those members of the one before that live, and with those
         that ask. Raises LeftOutError."""
         self.end(self.number)
-        return self._agree(voice, {process: voice.address for process, voice in before.voices.items()}, before.settled)
+        addresses = {process: other.address for process, other in before.voices.items()}
+        return self._require_taken(self._agree(voice, addresses, before.settled), voice)
+
+    def _set_run(self, number: int) -> None:
+        self._run, self._store = number, PrefixStore(f"slipstream {number}", self._shared)
+        self.number = 0
+        """Number of the generation; 0 before the first."""
+
+    def _has_live_members(self) -> bool:
+        """Return whether another member of the run's last generation lives."""
+        last = 1
+        while self._store.check([f"decision/{last + 1}"]):
+            last += 1
+        voices = self._read_decision(last).voices
+        return any(not is_dead(voice.address) for process, voice in voices.items()
+                   if process != self._process)
+
+    def _require_taken(self, decision: Decision, voice: Voice) -> Decision:
+        """Return a decision in which this process is a member. Raises LeftOutError for others."""
+        if decision.voices.get(self._process) != voice:
+            raise LeftOutError(f"the others go on without {self._process}, which was silent for "
+                               "too long or has lost a rank; end this process, and start it again "
+                               "to return")
+        return decision
 
     def _agree(self, voice: Voice, addresses: Mapping[str, str | None], settled: int) -> Decision:
         self.number += 1
@@ -144,11 +191,7 @@ class Agreement:
         deadline, spoken = time.monotonic() + self._patience, {self._process}
         with _Probes() as probes:
             self._await_decision(addresses, spoken, probes, deadline, settled)
-        decision = self._read_decision()
-        if decision.voices.get(self._process) != voice:
-            raise LeftOutError(f"the others go on without {self._process}, which was silent for too long or has lost "
-                               "a rank; end this process, and start it again to return")
-        return decision
+        return self._read_decision(self.number)
 
     def _await_decision(self, addresses: Mapping[str, str | None], spoken: set[str], probes: "_Probes",
                         deadline: float, settled: int) -> None:
@@ -188,8 +231,8 @@ class Agreement:
         key = f"joiner/{number}"
         return _JOINERS.decode(self._store.get(key)) if self._store.check([key]) else None
 
-    def _read_decision(self) -> Decision:
-        return _DECISIONS.decode(self._store.get(f"decision/{self.number}"))
+    def _read_decision(self, number: int) -> Decision:
+        return _DECISIONS.decode(self._store.get(f"decision/{number}"))
 
     def _processes_of(self, workers: Sequence[Worker]) -> list[str]:
         return [f"{worker}:{rank}" for worker in workers for rank in range(self._ranks)]

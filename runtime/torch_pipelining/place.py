@@ -51,7 +51,7 @@ class Place:
 
     def __init__(self, routes: Routes, worker: Worker, rank: int, ranks: int, store: Store, host: str, *,
                  device: torch.device, transport: TransportName, patience: float) -> None:
-        self.routes, self.worker, self.rank, self.ranks, self.store = routes, worker, rank, ranks, store
+        self.routes, self.worker, self.rank, self.ranks, self._shared = routes, worker, rank, ranks, store
         self.device = device
         self.committed, self.last_sum, self.has_returned = 0, 0.0, False
         self.newcomers: tuple[Worker, ...] = ()
@@ -97,11 +97,15 @@ class Place:
             raise ValueError(f"the schedule has no worker {worker}; expected one of {routes.grid_workers[0]} to "
                              f"{routes.grid_workers[-1]}, for example by {WORKER_VARIABLE}")
         store = store or _open_store(world_rank)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        place = cls(routes, worker, world_rank % inner, inner, PrefixStore(f"slipstream {attempt}/", store),
-                    _own_host(store), device=torch.device(device), transport=transport, patience=patience)
+        place = cls(routes, worker, world_rank % inner, inner, store, _own_host(store), device=torch.device(device),
+                    transport=transport, patience=patience)
         place._begin()
         return place
+
+    @property
+    def store(self) -> Store:
+        """Store of this run, for all processes."""
+        return self._agreement.store
 
     @property
     def session(self) -> GenerationSession:
@@ -238,7 +242,7 @@ class Place:
         """Become a member of the first generation, or of one that comes."""
         if not distributed.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            distributed.init_process_group(backend, store=PrefixStore(f"ranks {self._watch.address}/", self.store)
+            distributed.init_process_group(backend, store=PrefixStore(f"ranks {self._watch.address}/", self._shared)
                                            if self.ranks == 1 else self._store_of_ranks(),
                                            rank=self.rank, world_size=self.ranks,
                                            timeout=timedelta(seconds=self._patience))
@@ -255,8 +259,8 @@ class Place:
 
     def _store_of_ranks(self) -> Store:
         """Return a store in which the processes of this worker that start together meet."""
-        visits = self.store.add(f"visits of {self.worker}", 1)
-        return PrefixStore(f"ranks of {self.worker} {(visits - 1) // self.ranks}/", self.store)
+        visits = self._shared.add(f"visits of {self.worker}", 1)
+        return PrefixStore(f"ranks of {self.worker} {(visits - 1) // self.ranks}/", self._shared)
 
     def _own_voice(self) -> Voice:
         return Voice(address=self._watch.address, committed=self.committed if self._has_state else None,
@@ -355,7 +359,7 @@ def _open_store(rank: int) -> Store:
     """Open the store at MASTER_ADDR: torchrun's own, or one of the process of rank 0."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
-                    is_master=rank == 0 and not agent, wait_for_workers=False,
+                    is_master=rank == 0 and not agent, wait_for_workers=False, multi_tenant=True,
                     timeout=timedelta(seconds=PATIENCE_SECONDS))
 
 

@@ -6,22 +6,25 @@ ones. A process that is merely slow is not taken for dead.
 """
 
 import contextlib
+import errno
 import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import cast
 
+from slipstream.runtime.protocol.channel import enable_keepalive
 from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """Longest wait for a machine that does not answer."""
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""When the system asks a machine whether it is still there, and how often: seconds, seconds, times. Not all systems
-have these options."""
+SILENT_SECONDS = 20
+"""Time after which a machine counts as gone that acknowledges nothing (Linux)."""
 BACKLOG = 1024
 """Connections that may wait for a process that is slow: with more, it would be taken for dead."""
+OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Errors for want of something that this process or machine lacks: the process at the other end may live."""
 
 
 class Watch:
@@ -38,6 +41,7 @@ class Watch:
     def __init__(self, host: str, check: Callable[[], None]) -> None:
         self._check = check
         self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._listener.setblocking(False)  # who connected may have gone before it is accepted
         self.address = f"{host} {self._listener.getsockname()[1]}"
         """Host and port, by which others find this process."""
         self._followed: socket.socket | None = None
@@ -85,8 +89,13 @@ class Watch:
     def _take(self, ready: socket.socket, followed: socket.socket | None) -> None:
         """Accept a connection, or notice that one has ended: nothing is ever sent."""
         if ready is self._listener:
+            try:
+                connection, _ = ready.accept()
+            except OSError:  # such as too many open files: whoever connects is kept waiting
+                self._closed.wait(POLL_SECONDS)
+                return
             with self._lock:
-                self._accepted.append(ready.accept()[0])
+                self._accepted.append(connection)
         elif ready is followed:
             with self._lock:
                 is_current, on_loss = self._followed is followed, self._on_loss
@@ -136,17 +145,14 @@ def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list
 
 
 def _connect(address: str) -> socket.socket | None:
+    """Connect to a process; return None if it is dead. Raises OSError for errors of this process."""
     host, port = address.split()
-    with contextlib.suppress(OSError):
+    try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-        _keep_alive(connection)
-        return connection
-    return None
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Let the system close a connection whose machine has gone without a word."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    except OSError as error:
+        if error.errno in OWN_ERRORS:
+            raise
+        return None
+    with contextlib.suppress(OSError):  # it has ended meanwhile, which the next look at it finds
+        enable_keepalive(connection, SILENT_SECONDS)
+    return connection

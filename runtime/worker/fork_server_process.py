@@ -32,8 +32,7 @@ from slipstream.runtime.processes.fork_server_messages import (
     get_peer_user,
     load_target,
 )
-from slipstream.runtime.processes.parent_death import request_parent_death_signal
-from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
 
 IDLE_SECONDS = 600.0
 """Longest time that the server waits for a request before it checks again."""

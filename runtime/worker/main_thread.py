@@ -23,7 +23,7 @@ from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.models.layered_model import build_model
 from slipstream.runtime.moving.layer_receiver import FetchRequest, find_layer_sources
-from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.process_attributes import name_process
 from slipstream.runtime.processes.worker_start import WorkerSpec, format_process_name
 from slipstream.runtime.protocol import to_worker
 from slipstream.runtime.protocol.channel import Channel

@@ -1,7 +1,8 @@
-"""Compile the loops of dealing at installation (`python -m slipstream.schedules.dealing.compiled`), cached on disk.
+"""Compile the loops of dealing at installation (`python -m slipstream.schedules.dealing.compiled`),
+cached on disk.
 
-Otherwise each worker's process compiles them in its first iteration, all at the same time: with 6 workers on 2 cores
-this took half a minute.
+Otherwise each worker's process compiles them in its first iteration, all at the same time: with 6
+workers on 2 cores this took half a minute.
 """
 
 import numpy as np
@@ -10,14 +11,29 @@ from slipstream.schedules.dealing.kernel import Arrays, improve_by_swaps, replay
 
 
 def load_kernels() -> None:
-    """Load the machine code of dealing's loops into this process, or compile them. numba does so when one is first
-    called."""
-    empty, one, pairs = np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
-    arrays = Arrays(begin=np.zeros(2, np.int64), worker=empty, name=empty, column=pairs, ticks=pairs, source_begin=one,
-                    source=empty, hop=empty, other_begin=one, other=empty, block_of=one, release=one)
+    """Load the machine code of dealing's loops into this process, or compile them. numba does so
+    when one is first called.
+    """
+    empty = np.zeros(0, np.int64)
+    zero = np.zeros(1, np.int64)
+    pairs = np.zeros((0, 2), np.int64)
+    arrays = Arrays(
+        begin=np.zeros(2, np.int64),
+        worker=empty,
+        name=empty,
+        column=pairs,
+        ticks=pairs,
+        source_begin=zero,
+        source=empty,
+        hop=empty,
+        other_begin=zero,
+        other=empty,
+        block_of=zero,
+        release=zero,
+    )
     costs = np.zeros((1, 1), np.int64)
-    improve_by_swaps(arrays, costs, 1, pairs, one.copy())
-    replay_iteration(arrays, costs, one.copy(), 1, one.copy())
+    improve_by_swaps(arrays, costs, 1, pairs, zero.copy())
+    replay_iteration(arrays, costs, zero.copy(), 1, zero.copy())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Choose the sample of each micro-batch, as a pure function of schedule, costs of samples, seed and number of swaps."""
+"""Choose the sample of each micro-batch.
+
+The choice is a pure function of schedule, costs of samples, seed and number of swaps.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,64 +14,86 @@ from slipstream.schedules.dealing.kernel import Ints, improve_by_swaps, replay_i
 from slipstream.schedules.schedule import Schedule
 
 UNIT = 10**6
-"""Number of integer units in a cost of 1, the mean: costs are rounded to millionths. From there on all numbers are
-integers, so that all machines get the same result."""
+"""Number of integer units in a cost of 1, the mean.
+
+Costs are rounded to millionths. From there on all numbers are integers, so that all machines get
+the same result.
+"""
 MAX_COST = 1000
 """Highest cost of a sample, as a multiple of the mean."""
 STEPS_PER_SECOND = 64_000_000
-"""Approximate number of ops that a core replays per second when it tries other samples for micro-batches.
+"""Approximate number of ops that a core replays per second.
 
-Dealing an iteration may take one second at most, and at most half of the planned time of the iteration, because the
-next iteration is dealt while it runs. Larger schedules try fewer swaps.
+It replays them when it tries other samples for micro-batches. Dealing an iteration may take one
+second at most, and at most half of the planned time of the iteration, because the next iteration is
+dealt while it runs. Larger schedules try fewer swaps.
 """
 
 Costs = npt.NDArray[np.float64]
-"""Times of F, I and W of each sample, as multiples of the mean: [samples, 3], or [samples, stages, 3] if stages differ.
+"""Times of F, I and W of each sample, as multiples of the mean.
 
-Samples are numbered like the micro-batches that they would be in without dealing. In a bidirectional pipeline, the
-stages are those of one direction.
+[samples, 3], or [samples, stages, 3] if stages differ. Samples are numbered like the micro-batches
+that they would be in without dealing. In a bidirectional pipeline, the stages are those of one
+direction.
 """
 
 
 class CostError(ValueError):
-    """Error: the given costs of samples (times of F, I and W as multiples of the mean), or the lengths that they follow
-    from, are invalid. The message is one line."""
+    """Error for invalid costs of samples, or invalid lengths that they follow from.
+
+    The message is one line.
+    """
 
 
 class Dealt(NamedTuple):
-    """Assignment of an iteration's samples to micro-batches, and the iteration's length in ticks without and with
-    it."""
+    """Assignment of an iteration's samples to micro-batches, and what it gains.
+
+    Lengths of the iteration are in ticks.
+    """
 
     sample: Ints
     """Number of the sample that each micro-batch gets, [micro-batches].
 
-    Micro-batches are numbered pipeline by pipeline; without dealing, each has the sample of its own number.
+    Micro-batches are numbered pipeline by pipeline; without dealing, each has the sample of its own
+    number.
     """
     before_ticks: float
-    """Length of the iteration, in ticks, without dealing: each micro-batch has the sample of its own number."""
+    """Length of the iteration, in ticks, without dealing.
+
+    Each micro-batch then has the sample of its own number.
+    """
     after_ticks: float
 
 
 def require_costs(costs: object, samples: int, stages: int) -> Costs:
-    """Return the costs of samples, the times of F, I and W as multiples of the mean, as an array [samples, stages, 3].
-    They are given as such, or as [samples, 3]. Raises CostError unless they are valid."""
+    """Return the costs of samples as an array [samples, stages, 3].
+
+    Costs are the times of F, I and W as multiples of the mean, given as such or as [samples, 3].
+    Raises CostError unless they are valid.
+    """
     try:
         array = np.asarray(costs, np.float64)
     except (TypeError, ValueError):
-        raise CostError(f"costs are a {type(costs).__name__}; expected an array of numbers") from None
+        raise CostError(
+            f"costs are a {type(costs).__name__}; expected an array of numbers"
+        ) from None
     if array.shape not in {(samples, 3), (samples, stages, 3)}:
-        raise CostError(f"costs are of shape {list(array.shape)}; expected [{samples}, 3]: F, I and W of each sample, "
-                        f"or [{samples}, {stages}, 3] by stage")
+        raise CostError(
+            f"costs are of shape {list(array.shape)}; expected [{samples}, 3]: F, I and W of each "
+            f"sample, or [{samples}, {stages}, 3] by stage"
+        )
     wrong = ~np.isfinite(array) | (array < 0) | (array > MAX_COST)
     if wrong.any():
-        at = tuple(int(one) for one in np.argwhere(wrong)[0])
-        raise CostError(f"the {'FIW'[at[-1]]} of sample {at[0]} costs {array[at]:g} times the mean; expected 0 to "
-                        f"{MAX_COST}")
+        at = tuple(int(index) for index in np.argwhere(wrong)[0])
+        raise CostError(
+            f"the {'FIW'[at[-1]]} of sample {at[0]} costs {array[at]:g} times the mean; expected 0 "
+            f"to {MAX_COST}"
+        )
     return np.broadcast_to(array[:, None] if array.ndim == 2 else array, (samples, stages, 3))
 
 
 class Dealer:
-    """Assigner of each iteration's samples to the micro-batches of one schedule, so that the iteration ends early.
+    """Assigner of each iteration's samples to the micro-batches of one schedule.
 
     Raises ValueError if the schedule's ops wait for each other in a circle.
     """
@@ -84,40 +109,49 @@ class Dealer:
         # A swap replays the blocks of two names, and the tail.
         begin = self._arrays.begin
         sizes = np.sort(begin[1:-1] - begin[:-2])
-        self._most_steps = int(STEPS_PER_SECOND * min(1.0, schedule.seconds(schedule.period_ticks) / 2))
-        self._steps_of_a_swap = int(sizes[-2:].sum() + begin[-1] - begin[-2]) + len(self._arrays.release)
+        self._most_steps = int(
+            STEPS_PER_SECOND * min(1.0, schedule.seconds(schedule.period_ticks) / 2)
+        )
+        self._steps_of_a_swap = int(sizes[-2:].sum() + begin[-1] - begin[-2]) + len(
+            self._arrays.release
+        )
 
     def affordable_swaps(self, wanted: int) -> int:
-        """Return how many swaps of two samples `deal` tries if its caller wants `wanted`: fewer if that would take too
-        long."""
+        """Return how many swaps of two samples `deal` tries for a caller who wants `wanted`.
+
+        Fewer if that would take too long.
+        """
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
         """Assign the samples of an iteration to micro-batches so that the iteration ends early.
 
-        The argument `costs` has the times of F, I and W of each sample as multiples of the mean, [samples, 3] or
-        [samples, stages, 3]. The search starts with sample k in micro-batch k (without dealing) or, if that is shorter,
-        with pipelines of about equal work. It then swaps pairs of samples, up to `swaps` times, as time allows. The
-        result is never longer than without dealing. Raises CostError.
+        The argument `costs` has the times of F, I and W of each sample as multiples of the mean,
+        [samples, 3] or [samples, stages, 3]. The search starts with sample k in micro-batch k
+        (without dealing) or, if that is shorter, with pipelines of about equal work. It then swaps
+        pairs of samples, up to `swaps` times, as time allows. The result is never longer than
+        without dealing. Raises CostError.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
-        own = np.arange(self.samples)
-        before = self._window_length(integer_costs, own)
+        undealt = np.arange(self.samples)
+        before = self._window_length(integer_costs, undealt)
         if not swaps:
-            return Dealt(own, before / UNIT, before / UNIT)
+            return Dealt(undealt, before / UNIT, before / UNIT)
         even = self._deal_evenly(integer_costs @ self._weights)
-        sample = even if self._window_length(integer_costs, even) < before else own
+        sample = even if self._window_length(integer_costs, even) < before else undealt
         _, after = improve_by_swaps(self._arrays, integer_costs, UNIT, pairs, sample)
         return Dealt(sample, before / UNIT, after / UNIT)
 
-    def iteration_seconds(self, costs: Iterable[object], samples: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the seconds that each of several iterations in a row takes, from the end of the one before to its own
-        end.
+    def iteration_seconds(
+        self, costs: Iterable[object], samples: npt.ArrayLike
+    ) -> npt.NDArray[np.float64]:
+        """Return the seconds that each of several iterations in a row takes.
 
-        The argument `costs` has, for each iteration, the times of F, I and W of its samples as multiples of the mean
-        (`Costs`), and `samples` the sample of each micro-batch, [iterations, micro-batches]. The first iteration starts
-        as planned. Workers do not wait for each other between iterations. Raises CostError.
+        They count from the end of the one before to its own end. The argument `costs` has, for each
+        iteration, the times of F, I and W of its samples as multiples of the mean (`Costs`), and
+        `samples` the sample of each micro-batch, [iterations, micro-batches]. The first iteration
+        starts as planned. Workers do not wait for each other between iterations. Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
@@ -127,61 +161,69 @@ class Dealer:
         return np.diff(np.array(ends)) / UNIT * self._tick_seconds
 
     def costs_by_slice(self, costs: object) -> Costs:
-        """Return the times of F, I and W of samples, as multiples of the mean, by slice, [samples, slices, 3]: the mean
-        over the stages in which the slice has layers, each weighted by the number of these layers.
+        """Return the times of F, I and W of samples by slice, [samples, slices, 3].
+
+        They are multiples of the mean: averages over the stages in which the slice has layers, each
+        weighted by the number of these layers.
 
         The argument is `Costs`, by stage or equal for all stages. Raises CostError.
         """
-        costs_by_slice: Costs = np.einsum("ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages))
+        costs_by_slice: Costs = np.einsum(
+            "ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages)
+        )
         return costs_by_slice
 
     def _integer_costs(self, costs: object) -> Ints:
-        """Return the times of F, I and W of samples as integers, in units of 1 / `UNIT` of the mean, [samples,
-        columns].
+        """Return the times of F, I and W of samples as integers, [samples, columns].
 
-        A column is one kind of op at one slice.
+        The unit is 1 / `UNIT` of the mean. A column is one kind of op at one slice.
         """
-        whole: Ints = np.rint(self.costs_by_slice(costs) * UNIT).astype(np.int64).reshape(self.samples,
-                                                                                          3 * len(self._shares))
+        whole: Ints = (
+            np.rint(self.costs_by_slice(costs) * UNIT)
+            .astype(np.int64)
+            .reshape(self.samples, 3 * len(self._shares))
+        )
         return whole
 
     def _window_length(self, costs: Ints, sample: Ints) -> int:
-        """Return the longest busy window of a worker in an iteration, in multiples of 1 / `UNIT` ticks.
+        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks.
 
-        The argument `sample` has the sample of each micro-batch, and `costs` is the result of `_integer_costs`.
+        The argument `sample` has the sample of each micro-batch, and `costs` is the result of
+        `_integer_costs`.
         """
         before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 
     def _work_by_column(self) -> Ints:
-        """Return the planned ticks of an iteration's ops, summed for each column of `_integer_costs`: a kind of op at a
-        slice."""
+        """Sum the planned ticks of an iteration's ops by column of `_integer_costs`."""
         arrays = self._arrays
         computing = arrays.column >= 0
         return np.bincount(arrays.column[computing], arrays.ticks[computing],
                            minlength=3 * len(self._shares)).astype(np.int64)
 
     def _deal_evenly(self, costs: Ints) -> Ints:
-        """Return a sample for each micro-batch, [micro-batches], such that pipelines have about equal work. `costs` has
-        the work of each sample, one number.
+        """Return a sample for each micro-batch, [micro-batches], such that pipelines have about
+        equal work.
 
-        Samples are dealt by work, highest first, each to the pipeline with the least work that has micro-batches left.
+        `costs` has the work of each sample, one number. Samples are dealt by work, highest first,
+        each to the pipeline with the least work that has micro-batches left.
         """
         loads, left = [0] * len(self._counts), list(self._counts)
         dealt: list[list[int]] = [[] for _ in self._counts]
         for sample in np.argsort(-costs, kind="stable").tolist():
-            pipeline = min((one for one, count in enumerate(left) if count), key=lambda one: (loads[one], one))
+            with_room = [pipeline for pipeline, count in enumerate(left) if count]
+            pipeline = min(with_room, key=lambda pipeline: (loads[pipeline], pipeline))
             dealt[pipeline].append(sample)
             loads[pipeline] += int(costs[sample])
             left[pipeline] -= 1
-        return np.array([sample for one in dealt for sample in sorted(one)], np.int64)
+        return np.array([sample for samples in dealt for sample in sorted(samples)], np.int64)
 
 
 def _random_pairs(seed: int, swaps: int, samples: int) -> Ints:
     """Return random pairs of different micro-batches, [swaps, 2].
 
-    A seed gives the same pairs on any machine and with any version of numpy, since they use the generator's raw
-    numbers.
+    A seed gives the same pairs on any machine and with any version of numpy, since they use the
+    generator's raw numbers.
     """
     if samples < 2:
         return np.empty((0, 2), np.int64)

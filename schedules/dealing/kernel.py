@@ -1,9 +1,11 @@
-"""Run the compiled loops of dealing: replays of an iteration with the costs of its samples, and swaps that shorten it.
+"""Run the compiled loops of dealing.
 
-All numbers are integers, so that all machines get the same result. numba caches machine code by source file; these
-functions call none of another file, so numba notices when they change. It finds cached code by a function's name and
-line, and fails to read code that was cached under the package's former name. No function may therefore return to the
-line on which it was then.
+They replay an iteration with the costs of its samples, and swap samples to shorten it.
+
+All numbers are integers, so that all machines get the same result. numba caches machine code by
+source file; these functions call none of another file, so numba notices when they change. It finds
+cached code by a function's name and line, and fails to read code that was cached under the
+package's former name. No function may therefore return to the line on which it was then.
 """
 
 from collections.abc import Callable
@@ -18,23 +20,29 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Arrays(NamedTuple):
-    """Steps of an iteration (`schedules.timing.ReplayStep`: an op, or a whole all-reduce) as arrays, in blocks.
+    """Steps of an iteration (`schedules.timing.ReplayStep`: an op, or a whole all-reduce) as
+    arrays, in blocks.
 
-    Blocks do not wait for each other, except for the last, the tail: reductions and optimizer steps that no other op
-    follows.
+    Blocks do not wait for each other, except for the last, the tail: reductions and optimizer steps
+    that no other op follows.
     """
 
     begin: Ints
-    """Index of the first step of each block, and the number of steps, [blocks + 1]."""
+    """Index of each block's first step, then the number of steps, [blocks + 1]."""
     worker: Ints
     """Number of the first worker of each step, [steps]."""
     name: Ints
     """Number of the micro-batch of each step, [steps]; -1 if it has none."""
     column: Ints
-    """Indices of the one or two costs of a sample that scale the step's ticks, [steps, 2]; -1 if there is no such
-    cost."""
+    """Indices of a sample's costs that scale the step's ticks, [steps, 2].
+
+    -1 if there is no such cost.
+    """
     ticks: Ints
-    """Ticks of the step by the cost that scales them, [steps, 2]; for a step without micro-batch, its duration."""
+    """Ticks of the step by the cost that scales them, [steps, 2].
+
+    For a step without micro-batch, its duration.
+    """
     source_begin: Ints
     """Index in `source` and `hop` of the first entry of each step, [steps + 1]."""
     source: Ints
@@ -43,8 +51,10 @@ class Arrays(NamedTuple):
     other_begin: Ints
     """Index in `other` of the first entry of each step, [steps + 1]."""
     other: Ints
-    """Numbers of the workers that each step occupies besides its first. If reductions overlap compute, links count as
-    workers."""
+    """Numbers of the workers that each step occupies besides its first.
+
+    If reductions overlap compute, links count as workers.
+    """
     block_of: Ints
     """Number of the block that the micro-batch is in, [micro-batches]."""
     release: Ints
@@ -52,7 +62,10 @@ class Arrays(NamedTuple):
 
 
 def _jit(function: Function) -> Function:
-    """Compile a function at its first call, to run without the GIL. The machine code is cached on disk if possible."""
+    """Compile a function at its first call, to run without the GIL.
+
+    The machine code is cached on disk if possible.
+    """
     try:
         compiled = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # neither the installation nor the user has a writable folder
@@ -61,13 +74,18 @@ def _jit(function: Function) -> Function:
 
 
 @_jit
-def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
-    """Replay one block: the steps from `arrays.begin[block]` to before `arrays.begin[block + 1]`, each an op or a whole
-    all-reduce.
+def advance_block(
+    arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints
+) -> None:
+    """Replay the steps of one block.
 
-    Update `free`, the time at which each worker is free, and `ends`, the end of each step, both in multiples of 1 /
-    `unit` ticks. The array `costs`, [samples, columns], has the factor on the time of a sample's ops, multiplied by
-    `unit`, for each kind of op at a slice (a column); `sample` is the sample of each micro-batch.
+    They reach from `arrays.begin[block]` to before `arrays.begin[block + 1]`; each is an op or a
+    whole all-reduce.
+
+    Update `free`, the time at which each worker is free, and `ends`, the end of each step, both in
+    multiples of 1 / `unit` ticks. The array `costs`, [samples, columns], has the factor on the time
+    of a sample's ops, multiplied by `unit`, for each kind of op at a slice (a column); `sample` is
+    the sample of each micro-batch.
     """
     for step in range(arrays.begin[block], arrays.begin[block + 1]):
         worker = arrays.worker[step]
@@ -91,8 +109,11 @@ def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: i
 
 @_jit
 def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> None:
-    """Replay a whole iteration, and update `free`, when each worker is free, in multiples of 1 / `unit` ticks. The
-    arrays `costs` (factors on the op times of samples) and `sample` (by micro-batch) are as in `advance_block`."""
+    """Replay a whole iteration, and update `free`, when each worker is free.
+
+    Times are in multiples of 1 / `unit` ticks. The arrays `costs` (factors on the op times of
+    samples) and `sample` (by micro-batch) are as in `advance_block`.
+    """
     ends = np.empty(arrays.worker.shape[0], np.int64)
     for block in range(arrays.begin.shape[0] - 1):
         advance_block(arrays, block, costs, sample, unit, free, ends)
@@ -100,8 +121,10 @@ def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free:
 
 @_jit
 def longest_window(arrays: Arrays, unit: int, free: Ints) -> int:
-    """Return the longest time of a worker from its planned start until it is free, in multiples of 1 / `unit` ticks.
-    `free` has the time at which each worker is free."""
+    """Return the longest time of a worker from its planned start until it is free.
+
+    It is in multiples of 1 / `unit` ticks; `free` has the time at which each worker is free.
+    """
     longest = 0
     for worker in range(free.shape[0]):
         longest = max(longest, free[worker] - arrays.release[worker] * unit)
@@ -110,12 +133,12 @@ def longest_window(arrays: Arrays, unit: int, free: Ints) -> int:
 
 @_jit
 def improve_by_swaps(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -> Any:
-    """Swap the samples of pairs of micro-batches where that does not lengthen the iteration. Updates `sample`, the
-    sample of each micro-batch.
+    """Swap the samples of pairs of micro-batches where that does not lengthen the iteration.
 
-    Returns the length of the iteration before and after, in multiples of 1 / `unit` ticks. Shapes: `costs` [samples,
-    columns], factors on op times as in `advance_block`; `pairs` [swaps, 2], micro-batches. If the length stays equal, a
-    swap must not increase the sum of the times at which workers begin reductions and optimizer steps.
+    Updates `sample`, the sample of each micro-batch. Returns the length of the iteration before and
+    after, in multiples of 1 / `unit` ticks. Shapes: `costs` [samples, columns], factors on op times
+    as in `advance_block`; `pairs` [swaps, 2], micro-batches. If the length stays equal, a swap must
+    not increase the sum of the times at which workers begin reductions and optimizer steps.
     """
     tail = arrays.begin.shape[0] - 2
     ends = np.empty(arrays.worker.shape[0], np.int64)
@@ -126,8 +149,9 @@ def improve_by_swaps(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample
     advance_block(arrays, tail, costs, sample, unit, free, ends)
     before = best = longest_window(arrays, unit, free)
     total = heads.sum()
-    trial, known = heads.copy(), ends.copy()
-    # If reductions overlap, the tail waits for ops of any block, so the ends of all blocks are kept.
+    trial, old_ends = heads.copy(), ends.copy()
+    # If reductions overlap, the tail waits for ops of any block, so the ends of all blocks are
+    # kept.
     waits = arrays.source_begin[arrays.begin[tail + 1]] > arrays.source_begin[arrays.begin[tail]]
     for number in range(pairs.shape[0]):
         a, b = pairs[number, 0], pairs[number, 1]
@@ -153,7 +177,7 @@ def improve_by_swaps(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample
             block = arrays.block_of[a] if side == 0 else arrays.block_of[b]
             for step in range(arrays.begin[block], arrays.begin[block + 1]):
                 if better:
-                    known[step] = ends[step]
+                    old_ends[step] = ends[step]
                 else:
-                    ends[step] = known[step]
+                    ends[step] = old_ends[step]
     return before, best

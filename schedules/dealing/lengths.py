@@ -14,9 +14,10 @@ MAX_BYTES = 2**28
 
 
 def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
-    """Return the lengths of each sample's documents, in tokens, from a file with one line per sample.
+    """Read the lengths of each sample's documents, in tokens, a line per sample.
 
-    Raises CostError, whose message names the line, also if a sample has more than `context` tokens (None: no limit).
+    Raises CostError, whose message names the line, also if a sample has more than `context` tokens
+    (None: no limit).
     """
     try:
         lines = read_at_most(path, MAX_BYTES, CostError).decode().splitlines()
@@ -28,26 +29,35 @@ def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
         if not words:
             continue
         if not all(word.isascii() and word.isdecimal() and 0 < int(word) < 2**31 for word in words):
-            raise CostError(f"{path}: line {number} is {line[:60]!r}; expected the lengths of a sample's documents, "
-                            "whole numbers above 0")
+            raise CostError(
+                f"{path}: line {number} is {line[:60]!r}; expected the lengths of a sample's "
+                "documents, whole numbers above 0"
+            )
         lengths = [int(word) for word in words]
         if context is not None and max(lengths) > context:
-            raise CostError(f"{path}: line {number}: a document has {max(lengths)} tokens; expected at most "
-                            f"{context}, the length of a sample")
+            raise CostError(
+                f"{path}: line {number}: a document has {max(lengths)} tokens; expected at most "
+                f"{context}, the length of a sample"
+            )
         if context is not None and sum(lengths) > context:
-            raise CostError(f"{path}: line {number}: documents have {sum(lengths)} tokens together; expected at "
-                            f"most {context}, the length of a sample")
+            raise CostError(
+                f"{path}: line {number}: documents have {sum(lengths)} tokens together; expected "
+                f"at most {context}, the length of a sample"
+            )
         samples.append(lengths)
     if not samples:
-        raise CostError(f"{path}: no sample; expected a line each, with the lengths of its documents")
+        raise CostError(
+            f"{path}: no sample; expected a line each, with the lengths of its documents"
+        )
     return samples
 
 
 def costs_of(samples: Sequence[Sequence[int]], attention: float) -> Costs:
-    """Return the times of F, I and W of each sample as multiples of the mean, [samples, 3].
+    """Return the times of F, I and W of each sample, [samples, 3].
 
-    A sample is the lengths of its documents. On average, a share `attention` of F and of I grows with the squares of
-    these lengths. The rest grows with tokens, and so does W, which has matrix products only.
+    They are multiples of the mean. A sample is the lengths of its documents. On average, a share
+    `attention` of F and of I grows with the squares of these lengths. The rest grows with tokens,
+    and so does W, which has matrix products only.
     """
     _, tokens, squares = sample_sizes(samples).T
     plain: npt.NDArray[np.float64] = tokens / tokens.mean()

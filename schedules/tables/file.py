@@ -1,4 +1,6 @@
-"""Define the files of a table of schedules: their contents, their JSON, and reading them with their digests verified.
+"""Define the files of a table of schedules.
+
+Contents, JSON, and reading with digests verified.
 
     index.json          the job that the table is for; one row per entry; digests of all other files
     index.md            the rows in readable form
@@ -18,20 +20,18 @@ import msgspec
 from slipstream.schedules.codec import MAX_OPS, require_op_limit, validate
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import read_at_most
+from slipstream.schedules.grid import Natural, Ticks, TickSeconds
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
     LayerRange,
     Memory,
-    Natural,
     OptimizerMode,
     Program,
     Schedule,
     Scope,
     Seat,
     Status,
-    Ticks,
-    TickSeconds,
     Times,
     Worker,
     with_pipeline_numbers,
@@ -39,7 +39,8 @@ from slipstream.schedules.schedule import (
 
 VERSION = 2
 OLDER_VERSIONS = (1,)
-"""Older versions of a table's files that can be read. Version 1 has neither slices nor held layers."""
+"""Older versions of a table's files that can be read. Version 1 has neither slices nor held layers.
+"""
 INDEX = "index.json"
 READABLE_INDEX = "index.md"
 JOB = "job.toml"
@@ -54,9 +55,13 @@ class TableError(DocumentError):
     """Error: the table cannot be used. The message is one line."""
 
 
-class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Values that all entries (schedules) of a table of schedules share: the job, with times in ticks, and the options
-    of planning."""
+class Basis(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """Values that all entries of a table of schedules share.
+
+    They are the job, with times in ticks, and the options of planning.
+    """
 
     job: str
     tick_seconds: TickSeconds
@@ -76,15 +81,17 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def default_costs(self) -> "EntryCosts":
-        """Times, sizes and tick length for entries of the table that have none of their own."""
-        return EntryCosts(tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory)
+        """Times, sizes and tick length of entries that have none of their own."""
+        return EntryCosts(
+            tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory
+        )
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Slices, times, sizes and tick length of one entry of a table of schedules, if they differ from those that all
-    entries share (`Basis`).
+    """Slices, times, sizes and tick length of one entry of a table of schedules.
 
-    They differ if the entry has slices or finer ticks, or if a slow worker is down in it.
+    An entry has its own only if they differ from those that all entries share (`Basis`). They
+    differ if the entry has slices or finer ticks, or if a slow worker is down in it.
     """
 
     tick_seconds: TickSeconds
@@ -103,20 +110,29 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     status: Status
     method: str
     seats: tuple[tuple[Natural, ...], ...]
-    """Program of each live worker, sorted by worker: its number in the table, then the other pipelines whose
-    micro-batches it runs."""
+    """Program of each live worker, sorted by worker.
+
+    It is a number in the table, then the other pipelines whose micro-batches the program runs.
+    """
     holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
-    """Layers that each live worker holds, sorted by worker; None: those of its column. Empty if this is so for all."""
+    """Layers that each live worker holds, sorted by worker; None: those of its column.
+
+    Empty if this is so for all.
+    """
     costs: EntryCosts | None = None
     """Times, sizes and tick length of this schedule. None: those of the basis."""
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
-    """Scope of the lower bound: what the schedules that it covers may change (see `Schedule.bound_scope`)."""
+    """Scope of the lower bound: what the schedules that it covers may change (see
+    `Schedule.bound_scope`).
+    """
     roles: tuple[Worker, ...] | msgspec.UnsetType = msgspec.UNSET
     """Role of each live worker, sorted by worker. Unset if every live worker plays its own."""
 
     def tick_seconds(self, basis: Basis) -> float:
-        """Return the length of a tick of this entry's schedule, in seconds: its own or, if it has none, that of the
-        basis."""
+        """Return the length of a tick of this entry's schedule, in seconds.
+
+        Without one of its own, it is the basis's.
+        """
         return (self.costs or basis.default_costs).tick_seconds
 
 
@@ -128,7 +144,10 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     failed: tuple[Worker, ...]
     """Roles that are down in the stored schedule."""
     status: str
-    """Status: `optimal`, `feasible`, or `no plan`. If it is `no plan`, `reason` says why and the figures are absent."""
+    """Status: `optimal`, `feasible`, or `no plan`.
+
+    If it is `no plan`, `reason` says why and the figures are absent.
+    """
     period: float | None = None
     lower_bound: float | None = None
     gap: float | None = None
@@ -140,7 +159,10 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     nodes: tuple[tuple[int, ...], ...] = ()
     """Sets of nodes (machines) whose loss the entry is for, in a table by node."""
     layers_moved: int | None = None
-    """Number of layers that workers load for this schedule, each counted once per worker, if layers have moved."""
+    """Number of layers that workers load for this schedule, counted per worker.
+
+    Given if layers have moved.
+    """
     bytes_moved: float | None = None
     """Bytes of all layers that workers load, if the job has the weights of layers."""
     seconds_to_move: float | None = None
@@ -150,7 +172,10 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Index of a table of schedules, as in `index.json`: what all entries share, and a row for each."""
+    """Index of a table of schedules, as in `index.json`.
+
+    It has what all entries share, and a row for each.
+    """
 
     format: str = "slipstream.table"
     version: int = VERSION
@@ -168,7 +193,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Programs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All programs of a table, each kept as JSON text until an entry that uses it is decoded."""
+    """All programs of a table, each as JSON text until an entry needs it."""
 
     format: str = "slipstream.programs"
     version: int = VERSION
@@ -182,12 +207,36 @@ class EntryDocument(TableEntry, frozen=True, forbid_unknown_fields=True, kw_only
     version: int = VERSION
 
 
-INDEX_KIND = DocumentKind(name="table", format="slipstream.table", version=VERSION, content=Index, bulk=("entries",),
-                          max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER_VERSIONS)
-PROGRAMS_KIND = DocumentKind(name="program", format="slipstream.programs", version=VERSION, content=Programs,
-                             bulk=("programs",), max_bytes=MAX_PROGRAMS_BYTES, error=TableError, older=OLDER_VERSIONS)
-ENTRY_KIND = DocumentKind(name="entry", format="slipstream.entry", version=VERSION, content=EntryDocument,
-                          bulk=("seats",), max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER_VERSIONS)
+INDEX_KIND = DocumentKind(
+    name="table",
+    format="slipstream.table",
+    version=VERSION,
+    content=Index,
+    bulk=("entries",),
+    max_bytes=MAX_INDEX_BYTES,
+    error=TableError,
+    older=OLDER_VERSIONS,
+)
+PROGRAMS_KIND = DocumentKind(
+    name="program",
+    format="slipstream.programs",
+    version=VERSION,
+    content=Programs,
+    bulk=("programs",),
+    max_bytes=MAX_PROGRAMS_BYTES,
+    error=TableError,
+    older=OLDER_VERSIONS,
+)
+ENTRY_KIND = DocumentKind(
+    name="entry",
+    format="slipstream.entry",
+    version=VERSION,
+    content=EntryDocument,
+    bulk=("seats",),
+    max_bytes=MAX_INDEX_BYTES,
+    error=TableError,
+    older=OLDER_VERSIONS,
+)
 
 
 def sha256_digest(data: bytes) -> str:
@@ -196,19 +245,27 @@ def sha256_digest(data: bytes) -> str:
 
 
 def entry_file(key: str) -> str:
-    """Return the path of an entry's file, relative to the table's folder. Long keys are truncated, with a digest
-    appended."""
-    return f"{ENTRIES}/{key if len(key) <= 100 else key[:60] + '-' + sha256_digest(key.encode())[:32]}.json"
+    """Return the path of an entry's file, relative to the table's folder.
+
+    Long keys are truncated, with a digest appended.
+    """
+    if len(key) > 100:
+        key = f"{key[:60]}-{sha256_digest(key.encode())[:32]}"
+    return f"{ENTRIES}/{key}.json"
 
 
 def encode_document(document: Index | Programs | EntryDocument) -> bytes:
-    """Encode a file of a table as canonical JSON: one line, a newline at the end, `format` and `version` first.
+    """Encode a file of a table as canonical JSON.
 
-    Unset fields, as in entries of earlier versions, are left out.
+    It is one line with a newline at the end, `format` and `version` first. Unset fields, as in
+    entries of earlier versions, are left out.
     """
     values = {name: value for name in type(document).__struct_fields__
               if (value := getattr(document, name)) is not msgspec.UNSET}
-    return msgspec.json.encode({"format": values["format"], "version": values["version"], **values}) + b"\n"
+    return (
+        msgspec.json.encode({"format": values["format"], "version": values["version"], **values})
+        + b"\n"
+    )
 
 
 def with_digest(index: Index) -> Index:
@@ -218,11 +275,15 @@ def with_digest(index: Index) -> Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of the table in a folder. Raises TableError if it cannot be read or its digest does not match."""
+    """Read the index of the table in a folder.
+
+    Raises TableError if it cannot be read or its digest does not match.
+    """
     path = folder / INDEX
     data = INDEX_KIND.read_bytes(path)
     index = INDEX_KIND.decode(data, str(path))
-    blank = data.replace(f'"sha256":"{index.sha256}"'.encode(), b'"sha256":""', 1)  # the text whose digest was computed
+    # the text whose digest was computed
+    blank = data.replace(f'"sha256":"{index.sha256}"'.encode(), b'"sha256":""', 1)
     if sha256_digest(blank) != index.sha256:
         raise TableError(f"{path}: changed since it was written: its digest does not match")
     return index
@@ -231,7 +292,8 @@ def read_index(folder: Path) -> Index:
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
     """Return the bytes of a table's file of at most `limit` bytes.
 
-    Raises TableError if it cannot be read, or if its digest is not `sha256`; always if `sha256` is None.
+    Raises TableError if it cannot be read, or if its digest is not `sha256`; always if `sha256` is
+    None.
     """
     data = read_at_most(path, limit, TableError)
     if sha256_digest(data) != sha256:
@@ -240,7 +302,10 @@ def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) 
 
 
 def decompress(data: bytes, source: str) -> bytes:
-    """Decompress gzip data to at most `MAX_PROGRAMS_BYTES`. Raises TableError, which names `source`."""
+    """Decompress gzip data to at most `MAX_PROGRAMS_BYTES`.
+
+    Raises TableError, which names `source`.
+    """
     try:
         inflate = zlib.decompressobj(wbits=31)
         text = inflate.decompress(data, MAX_PROGRAMS_BYTES + 1)
@@ -259,14 +324,17 @@ def compress(data: bytes) -> bytes:
     return deflate.compress(data) + deflate.flush()
 
 
-# --- Schedules as entries, and back -----------------------------------------------------------------------------------
+# --- Schedules as entries, and back ---------------------------------------------------------------
 
 
-def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> TableEntry:
-    """Encode a schedule as the table entry with this key. `basis` has the values that all entries share.
+def encode_entry(
+    key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]
+) -> TableEntry:
+    """Encode a schedule as the table entry with this key.
 
-    The mapping `numbers` gives the number in the table of each known program, by the program's JSON text; new ones are
-    added. Raises TableError if the schedule is too large to be read again.
+    `basis` has the values that all entries share. The mapping `numbers` gives the number in the
+    table of each known program, by the program's JSON text; new ones are added. Raises TableError
+    if the schedule is too large to be read again.
     """
     try:
         require_op_limit(schedule)
@@ -278,48 +346,78 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
         text, helped = texts[seat.program]
         seats.append((numbers.setdefault(text, len(numbers)), *helped))
     holds = tuple(seat.holds for seat in schedule.seats)
-    costs = EntryCosts(tick_seconds=schedule.tick_seconds, slices=schedule.slices, times=schedule.times,
-                       memory=schedule.memory)
-    return TableEntry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
-                 lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats),
-                 holds=() if all(held is None for held in holds) else holds,
-                 costs=None if costs == basis.default_costs else costs, bound_scope=schedule.bound_scope,
-                 roles=tuple(seat.role for seat in schedule.seats) if schedule.moves else msgspec.UNSET)
+    moved = any(ranges is not None for ranges in holds)
+    roles = tuple(seat.role for seat in schedule.seats)
+    costs = EntryCosts(
+        tick_seconds=schedule.tick_seconds,
+        slices=schedule.slices,
+        times=schedule.times,
+        memory=schedule.memory,
+    )
+    return TableEntry(
+        key=key,
+        failed=schedule.failed,
+        period_ticks=schedule.period_ticks,
+        status=schedule.status,
+        lower_bound_ticks=schedule.lower_bound_ticks,
+        method=schedule.method,
+        seats=tuple(seats),
+        holds=holds if moved else (),
+        costs=None if costs == basis.default_costs else costs,
+        bound_scope=schedule.bound_scope,
+        roles=roles if schedule.moves else msgspec.UNSET,
+    )
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """Return the JSON text of a program, and the other pipelines whose micro-batches it runs, in the order of their
-    first ops.
+    """Return a program's JSON text, and the other pipelines whose micro-batches it runs.
 
-    In the text these pipelines are named by their positions in that list.
+    Pipelines are in the order of their first ops. In the text these pipelines are named by their
+    positions in that list.
     """
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
-    return msgspec.json.encode(with_pipeline_numbers(program, {pipeline: index for index,
-                                                               pipeline in enumerate(helped)})), helped
+    return msgspec.json.encode(
+        with_pipeline_numbers(program, {pipeline: index for index, pipeline in enumerate(helped)})
+    ), helped
 
 
-def decode_entry(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
-    """Decode the schedule of a table's entry. `basis` has what all entries share, and `programs` are those of the
-    table. Raises TableError if it is malformed."""
+def decode_entry(
+    entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]
+) -> Schedule:
+    """Decode the schedule of a table's entry.
+
+    `basis` has what all entries share, and `programs` are those of the table. Raises TableError if
+    it is malformed.
+    """
     try:
         schedule = _schedule_of(entry, basis, programs)
         validate(schedule)
         return schedule
     except (ValueError, LookupError) as error:  # msgspec.DecodeError is a ValueError
-        raise TableError(f"entry {entry.key}: not readable: {' '.join(str(error).split())[:200]}") from None
+        raise TableError(
+            f"entry {entry.key}: not readable: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 
 
-def _schedule_of(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
-    """Build the schedule of a table's entry. Raises ValueError or LookupError if the entry is malformed."""
+def _schedule_of(
+    entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]
+) -> Schedule:
+    """Build the schedule of a table's entry.
+
+    Raises ValueError or LookupError if the entry is malformed.
+    """
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}
-    holds, roles = entry.holds or [None] * len(live), live if entry.roles is msgspec.UNSET else entry.roles
-    seats = tuple(Seat(worker, role, order.setdefault(stored, len(order)), held)
-                  for worker, role, stored, held in zip(live, roles, entry.seats, holds, strict=True))
+    holds = entry.holds or [None] * len(live)
+    roles = live if entry.roles is msgspec.UNSET else entry.roles
+    seats = tuple(
+        Seat(worker, role, order.setdefault(stored, len(order)), ranges)
+        for worker, role, stored, ranges in zip(live, roles, entry.seats, holds, strict=True)
+    )
     decoded: dict[int, Program] = {}
     lengths = 0
     for number, *_ in order:
@@ -329,9 +427,21 @@ def _schedule_of(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msg
             if lengths > MAX_OPS:
                 raise ValueError(f"more than {MAX_OPS} ops")
     costs = entry.costs or basis.default_costs
-    return Schedule(job=basis.job, tick_seconds=costs.tick_seconds, grid=basis.grid, slices=costs.slices,
-                    times=costs.times, memory=costs.memory, backward=basis.backward, optimizer=basis.optimizer,
-                    failed=entry.failed, seats=seats,
-                    programs=tuple(with_pipeline_numbers(decoded[number], helped) for number, *helped in order),
-                    period_ticks=entry.period_ticks, lower_bound_ticks=entry.lower_bound_ticks, status=entry.status,
-                    method=entry.method, bound_scope=entry.bound_scope)
+    return Schedule(
+        job=basis.job,
+        tick_seconds=costs.tick_seconds,
+        grid=basis.grid,
+        slices=costs.slices,
+        times=costs.times,
+        memory=costs.memory,
+        backward=basis.backward,
+        optimizer=basis.optimizer,
+        failed=entry.failed,
+        seats=seats,
+        programs=tuple(with_pipeline_numbers(decoded[number], helped) for number, *helped in order),
+        period_ticks=entry.period_ticks,
+        lower_bound_ticks=entry.lower_bound_ticks,
+        status=entry.status,
+        method=entry.method,
+        bound_scope=entry.bound_scope,
+    )

@@ -1,9 +1,12 @@
-"""Group failure sets that are equal up to symmetry into failure patterns, and name these by keys.
+"""Group failure sets into patterns that are equal up to symmetry.
 
-Pipelines are interchangeable if they read equally many micro-batches and their workers run at the same speeds with the
-same room. They then form a *class*. A pattern says how many pipelines of each class have lost which columns. Its key is
-text: `2+2,3` means that one pipeline has lost the worker of column 2, and another one those of columns 2 and 3. With
-several classes the class comes first: `1:2+0:2,3`.
+A pattern is named by its key.
+
+Pipelines are interchangeable if they read equally many micro-batches and their workers run at the
+same speeds with the same room. They then form a *class*. A pattern says how many pipelines of each
+class have lost which columns. Its key is text: `2+2,3` means that one pipeline has lost the worker
+of column 2, and another one those of columns 2 and 3. With several classes the class comes first:
+`1:2+0:2,3`.
 """
 
 from collections import Counter, defaultdict
@@ -17,15 +20,17 @@ Columns = tuple[int, ...]
 BrokenPipeline = tuple[int, Columns]
 """Pipeline with failures, as (class of interchangeable pipelines, columns that it has lost)."""
 Pattern = tuple[BrokenPipeline, ...]
-"""Failures up to the order of interchangeable pipelines: (class, lost columns) of each pipeline with failures,
-sorted."""
+"""Failures up to the order of interchangeable pipelines, sorted.
+
+(class, lost columns) of each pipeline with failures.
+"""
 
 
 def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
     """Return a class number for each pipeline: pipelines of one class are interchangeable.
 
-    They have equal numbers of micro-batches, speeds and memory. Classes are numbered in the order of their first
-    pipelines.
+    They have equal numbers of micro-batches, speeds and memory. Classes are numbered in the order
+    of their first pipelines.
     """
     deviations: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for worker, per_mille in times.per_mille_of.items():
@@ -38,7 +43,10 @@ def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[i
 
 
 def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
-    """Return the columns whose workers have failed, ascending, of each pipeline with failures, by its number."""
+    """Return the columns of failed workers of each pipeline, by its number.
+
+    Columns ascend; a pipeline without failures is left out.
+    """
     lost: dict[int, list[int]] = defaultdict(list)
     for pipeline, column in sorted(failed):
         lost[pipeline].append(column)
@@ -46,73 +54,92 @@ def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
 
 
 def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
-    """Return the pattern of these failures: sorted pairs (class, failed columns), one for each pipeline with failures.
-    Interchangeable pipelines are not told apart.
+    """Return the pattern of these failures.
 
-    The argument `classes` has a number for each pipeline, equal for interchangeable pipelines (`pipeline_classes`).
+    It is sorted pairs (class, failed columns), one for each pipeline with failures. Interchangeable
+    pipelines are not told apart. The argument `classes` has a number for each pipeline, equal for
+    interchangeable pipelines (`pipeline_classes`).
     """
-    return tuple(sorted((classes[pipeline], columns) for pipeline, columns in columns_by_pipeline(failed).items()))
+    return tuple(
+        sorted(
+            (classes[pipeline], columns)
+            for pipeline, columns in columns_by_pipeline(failed).items()
+        )
+    )
 
 
 def count_key(failures: int, slow: Worker | None = None) -> str:
-    """Return the key of the table entry for a number of failures. In this entry the planner chose which roles nobody
-    plays.
+    """Return the key of the table entry for a number of failures.
 
-    With `slow`, it is the entry for the case that this slow worker is among the failed ones: no role is planned at its
-    speed.
+    In this entry the planner chose which roles nobody plays. With `slow`, it is the entry for the
+    case that this slow worker is among the failed ones: no role is planned at its speed.
     """
     return f"count-{failures}" + ("" if slow is None else f"-with-{slow}")
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
-    """Return the key of the table entry for a pattern of failures: the failed columns of each pipeline.
+    """Return the key of the table entry for a pattern of failures.
 
-    The argument `classes` has a class number for each pipeline, equal for interchangeable ones (`pipeline_classes`). If
-    there are several classes, the class number comes before the columns of each pipeline.
+    It names the failed columns of each pipeline. The argument `classes` has a class number for each
+    pipeline, equal for interchangeable ones (`pipeline_classes`). If there are several classes, the
+    class number comes before the columns of each pipeline.
     """
     several = any(classes)
-    return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))
-                                 for kind, columns in pattern)
+    texts = []
+    for kind, columns in pattern:
+        texts.append((f"{kind}:" if several else "") + ",".join(map(str, columns)))
+    return "pattern-" + "+".join(texts)
 
 
 def settled_key(key: str) -> str:
-    """Return the key of the rebalanced table entry for the same failures as the entry with this key."""
+    """Return the key of the rebalanced entry for the same failures as this key."""
     return f"settled-{key}"
 
 
 def roles_key(key: str) -> str:
-    """Return the key of the table entry for the same failures as the entry with this key, in which roles have moved."""
+    """Return the key of the entry with moved roles for the same failures."""
     return f"roles-{key}"
 
 
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
-    """Return failed workers, sorted, that form this pattern: in each class, its first pipelines have the failures, in
-    the order of the pattern. The argument `classes` has the class number of each pipeline."""
-    members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
-                                         for kind in set(classes)}
+    """Return failed workers, sorted, that form this pattern.
+
+    In each class, its first pipelines have the failures, in the order of the pattern. The argument
+    `classes` has the class number of each pipeline.
+    """
+    members: dict[int, list[int]] = defaultdict(list)
+    for index, kind in enumerate(classes):
+        members[kind].append(index)
     failed = []
     for kind, columns in pattern:
-        pipeline = next(members[kind])
+        pipeline = members[kind].pop(0)
         failed += [Worker(pipeline, column) for column in columns]
     return tuple(sorted(failed))
 
 
 def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
-    """Iterate over all patterns of exactly `failures` failures in this many columns, each once. Patterns that differ
-    only by an exchange of interchangeable pipelines count as one.
+    """Iterate over all patterns of exactly `failures` failures in this many columns, each once.
 
-    Some leave a column without live workers. `classes` has a number for each pipeline, equal for interchangeable ones.
+    Patterns that differ only by an exchange of interchangeable pipelines count as one. Some leave a
+    column without live workers. `classes` has a number for each pipeline, equal for interchangeable
+    ones.
     """
-    lost = [chosen for size in range(1, min(columns, failures) + 1) for chosen in combinations(range(columns), size)]
+    lost = [
+        chosen
+        for size in range(1, min(columns, failures) + 1)
+        for chosen in combinations(range(columns), size)
+    ]
     kinds = [(kind, chosen) for kind in set(classes) for chosen in lost]
     yield from _patterns_of_kinds(failures, sorted(kinds), Counter(classes))
 
 
-def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
-    """Iterate over patterns of exactly this number of failures, in which each pipeline with failures is one of `kinds`.
+def _patterns_of_kinds(
+    failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]
+) -> Iterator[Pattern]:
+    """Iterate over patterns of this number of failures whose pipelines are of `kinds`.
 
-    The argument `kinds` has ascending pairs (class number, failed columns); interchangeable pipelines have one class
-    number. At most `room[c]` pipelines of class c have failures.
+    The argument `kinds` has ascending pairs (class number, failed columns); interchangeable
+    pipelines have one class number. At most `room[c]` pipelines of class c have failures.
     """
     if failures == 0:
         yield ()
@@ -120,16 +147,24 @@ def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Cou
     for index, broken in enumerate(kinds):
         kind, lost = broken
         if len(lost) <= failures and room[kind]:
-            for rest in _patterns_of_kinds(failures - len(lost), kinds[index:], room - Counter({kind: 1})):
+            for rest in _patterns_of_kinds(
+                failures - len(lost), kinds[index:], room - Counter({kind: 1})
+            ):
                 yield (broken, *rest)
 
 
 def dead_column(failed: Iterable[Worker], grid: Grid) -> int | None:
-    """Return the first column of whose layers no live worker holds all; None if there is none.
+    """Return the first column of which a layer is lost; None if there is none.
 
-    With two directions, the workers of another column may hold what a column without live workers held.
+    No single live worker holds all of its layers. With two directions, the workers of another
+    column may hold what a column without live workers held.
     """
     down = Counter(worker.column for worker in failed)
     empty = [column for column in range(grid.columns) if down[column] >= grid.pipelines]
-    held = {layers for column, layers in enumerate(grid.held_layers_by_column) if column not in empty}
-    return next((column for column in empty if grid.held_layers_by_column[column] not in held), None)
+    in_other_columns = {
+        layers for column, layers in enumerate(grid.held_layers_by_column) if column not in empty
+    }
+    return next(
+        (column for column in empty if grid.held_layers_by_column[column] not in in_other_columns),
+        None,
+    )

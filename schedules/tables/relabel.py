@@ -1,15 +1,17 @@
-"""Fit a schedule that was planned for some failed workers to other failed workers, with the fewest layers to load.
+"""Fit a schedule that was planned for some failed workers to others.
 
-A role that no worker plays is *vacant*. The set of vacant roles can change in two ways that keep the period:
+As few layers as possible are loaded. A role that no worker plays is *vacant*. The set of vacant
+roles can change in two ways that keep the period:
 
 - interchangeable pipelines swap numbers: no worker changes its role;
-- a live worker takes over another role. In its own column it already holds the parameters; in another column it must
-  load the layers that it lacks from a peer.
+- a live worker takes over another role. In its own column it already holds the parameters; in
+  another column it must load the layers that it lacks from a peer.
 
-The least number of layers to load depends only on the number of vacant roles and of failures in each column, and any
-renumbering of pipelines attains it. Pipelines are therefore renumbered first, such that the most vacant roles are those
-of failed workers, which leaves the fewest roles to be taken over. Then live workers whose own role is vacant take over
-the roles of the other failed workers.
+The least number of layers to load depends only on the number of vacant roles and of failures in
+each column, and any renumbering of pipelines attains it. Pipelines are therefore renumbered first,
+such that the most vacant roles are those of failed workers, which leaves the fewest roles to be
+taken over. Then live workers whose own role is vacant take over the roles of the other failed
+workers.
 """
 
 from collections import Counter, defaultdict
@@ -20,35 +22,55 @@ import msgspec
 
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.memory import activation_room
-from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Schedule, Seat, Worker, with_pipeline_numbers
-from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, dead_column, pipeline_classes
+from slipstream.schedules.schedule import (
+    Grid,
+    LayerRange,
+    OpKind,
+    Schedule,
+    Seat,
+    Worker,
+    with_pipeline_numbers,
+)
+from slipstream.schedules.tables.pattern import (
+    Columns,
+    columns_by_pipeline,
+    dead_column,
+    pipeline_classes,
+)
 
-# --- What workers must load for the roles that they play --------------------------------------------------------------
+# --- What workers must load for the roles that they play ------------------------------------------
 
 
 def count_layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
-    """Return how many layers a worker that holds the layers of its own column must load before it can play a role.
+    """Return how many layers a worker loads before it can play a role.
 
-    A stage counts as one layer if the job does not say how many it has.
+    It holds the layers of its own column. A stage counts as one layer if the job does not say how
+    many it has.
     """
     return 0 if worker.column == role.column \
         else len(_layers_of_column(grid, role.column) - _layers_of_column(grid, worker.column))
 
 
 def missing_layers(schedule: Schedule, seat: Seat) -> frozenset[int]:
-    """Return the layers that a seat's worker must load: those that it holds in the schedule but not in its own
-    column."""
+    """Return the layers that a seat's worker must load.
+
+    It holds them in the schedule but not in its own column.
+    """
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
-    return layers_in(schedule.held_layers_of_seat(seat)) - layers_in(schedule.held_layers_of_column(seat.worker.column))
+    return layers_in(schedule.held_layers_of_seat(seat)) - layers_in(
+        schedule.held_layers_of_column(seat.worker.column)
+    )
 
 
 def _layers_of_column(grid: Grid, column: int) -> set[int]:
     """Return the layers of a column's stages."""
-    return {layer for stage in grid.stages_of_column(column) for layer in range(*grid.layers_of(stage))}
+    return {
+        layer for stage in grid.stages_of_column(column) for layer in range(*grid.layers_of(stage))
+    }
 
 
-# --- Holders of a stage on different machines -------------------------------------------------------------------------
+# --- Holders of a stage on different machines -----------------------------------------------------
 
 
 Nodes = Sequence[Sequence[Worker]]
@@ -56,12 +78,12 @@ Nodes = Sequence[Sequence[Worker]]
 
 
 def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -> list[Seat]:
-    """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker. The
-    argument `nodes` has the workers of each machine.
+    """Swap roles so that fewer holders of equal layers share a machine.
 
-    Each swap is the one that most reduces the number of pairs of holders on one machine, until none reduces it. Two
-    seats can swap only if the role of one of them is of another column than its worker; if there is no such seat,
-    nothing changes.
+    Returns the seats, sorted by worker; `nodes` has the workers of each machine. Each swap is the
+    one that most reduces the number of pairs of holders on one machine, until none reduces it. Two
+    seats can swap only if the role of one of them is of another column than its worker; if there is
+    no such seat, nothing changes.
     """
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
     places = _MachineSpread(schedule, list(seats), node)
@@ -76,8 +98,7 @@ def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -
 
 
 class _MachineSpread:
-    """Assignment of seats (roles) to workers, with each worker's machine and the number of holders of the same layers
-    there."""
+    """Assignment of seats to workers, with the holders of equal layers on each machine."""
 
     def __init__(self, schedule: Schedule, seats: list[Seat], node: Mapping[Worker, int]) -> None:
         self._schedule, self.seats, self._node = schedule, seats, node
@@ -87,41 +108,56 @@ class _MachineSpread:
 
     def moved_seats(self) -> list[int]:
         """Return the indices of the seats whose role is in another column than their worker."""
-        return [place for place, seat in enumerate(self.seats) if seat.worker.column != seat.role.column]
+        return [
+            place for place, seat in enumerate(self.seats) if seat.worker.column != seat.role.column
+        ]
 
-    def swap_gain(self, one: int, other: int) -> int:
-        """Return how many fewer pairs of holders of equal layers share a machine if two seats swap roles.
+    def swap_gain(self, first: int, second: int) -> int:
+        """Return how many fewer holders share a machine if two seats swap roles.
 
-        The seats are given by index. The result is 0 if they cannot swap.
+        Pairs of holders of equal layers are counted. The seats are given by index. The result is 0
+        if they cannot swap.
         """
-        a, b = self.seats[one], self.seats[other]
+        a, b = self.seats[first], self.seats[second]
         here, there = self._machine_of(a.worker), self._machine_of(b.worker)
         mine, theirs = _held_layers_key(a), _held_layers_key(b)
         if here == there or mine == theirs or not self._can_swap(a, b):
             return 0
         count = self._count
-        return (count[mine, here] - 1 - count[mine, there]) + (count[theirs, there] - 1 - count[theirs, here])
+        return (count[mine, here] - 1 - count[mine, there]) + (
+            count[theirs, there] - 1 - count[theirs, here]
+        )
 
-    def swap_roles(self, one: int, other: int) -> None:
-        """Let the workers of two seats, given by index, swap their roles, programs and held layers."""
-        a, b = self.seats[one], self.seats[other]
+    def swap_roles(self, first: int, second: int) -> None:
+        """Let the workers of two seats swap their roles, programs and held layers."""
+        a, b = self.seats[first], self.seats[second]
         for seat, worker in ((a, b.worker), (b, a.worker)):
             self._count[_held_layers_key(seat), self._machine_of(seat.worker)] -= 1
             self._count[_held_layers_key(seat), self._machine_of(worker)] += 1
-        self.seats[one] = Seat(b.worker, a.role, a.program, a.holds)
-        self.seats[other] = Seat(a.worker, b.role, b.program, b.holds)
+        self.seats[first] = Seat(b.worker, a.role, a.program, a.holds)
+        self.seats[second] = Seat(a.worker, b.role, b.program, b.holds)
 
     def _can_swap(self, a: Seat, b: Seat) -> bool:
-        """Return whether the workers of two seats can swap roles: at equal speed, with no less memory for activations
-        in either role than now, and no more layers to load in all."""
+        """Return whether the workers of two seats can swap roles.
+
+        They must be equally fast, have no less memory for activations in either role than now, and
+        have no more layers to load in all.
+        """
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
-        swapped = [Seat(worker, seat.role, seat.program, seat.holds) for seat, worker in ((a, b.worker), (b, a.worker))]
-        if any((activation_room(self._schedule, new) or 0) < (activation_room(self._schedule, old) or 0)
-               for new, old in zip(swapped, (a, b), strict=True)):
+        swapped = [
+            Seat(worker, seat.role, seat.program, seat.holds)
+            for seat, worker in ((a, b.worker), (b, a.worker))
+        ]
+        if any(
+            (activation_room(self._schedule, new) or 0)
+            < (activation_room(self._schedule, old) or 0)
+            for new, old in zip(swapped, (a, b), strict=True)
+        ):
             return False
-        before, after = (sum(len(missing_layers(self._schedule, seat)) for seat in pair) for pair in ((a, b), swapped))
+        before = sum(len(missing_layers(self._schedule, seat)) for seat in (a, b))
+        after = sum(len(missing_layers(self._schedule, seat)) for seat in swapped)
         return after <= before
 
     def _machine_of(self, worker: Worker) -> Hashable:
@@ -134,70 +170,92 @@ def _held_layers_key(seat: Seat) -> Hashable:
     return seat.role.column if seat.holds is None else seat.holds
 
 
-# --- Roles ------------------------------------------------------------------------------------------------------------
+# --- Roles ----------------------------------------------------------------------------------------
 
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
 IdleKind = tuple[int, int, Worker | None]
-"""Kind of worker whose own role is vacant: (column, per mille of usual time, the worker if it has its own capacity)."""
+"""Kind of worker whose own role is vacant.
+
+(column, per mille of usual time, the worker if it has its own capacity)
+"""
 WantedRole = tuple[int, int, tuple[LayerRange, ...] | None, int | None]
-"""Kind of role without a worker, as planned: (column, per mille of the usual time, layers held if listed, memory for
-activations)."""
+"""Kind of role without a worker, as planned.
+
+(column, per mille of the usual time, layers held if listed, memory for activations)
+"""
 ANY_PIPELINE = -1
 """Number of a pipeline in a worker's name if it may be any pipeline."""
 
 
 def preload_solver() -> None:
-    """Import what `relabel_schedule` needs. This takes a tenth of a second, which neither a plan nor a recovery should
-    spend."""
+    """Import what `relabel_schedule` needs.
+
+    This takes a tenth of a second, which neither a plan nor a recovery should spend.
+    """
     import networkx  # noqa: F401
 
 
 def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False,
                      nodes: Nodes = ()) -> Schedule | None:
-    """Return a copy of this schedule for other failed workers, as many as it was planned for; None if that is
-    impossible.
+    """Return a copy of this schedule for other failed workers; None if impossible.
 
-    Pipelines are renumbered, and live workers take over the roles of failed ones. It is impossible in two cases: a
-    column has no live worker left to load its parameters from, unless they are `held_elsewhere`, by workers of other
-    columns that changed roles before, or in a checkpoint; or the role of a fast worker would go to a slower one, or to
-    one with less memory. A schedule in which workers have moved already can only get other pipeline numbers.
+    There are as many as it was planned for.
 
-    A worker that takes over a role holds its layers. Among workers that could take over, with no more layers to load,
-    those are chosen that leave the holders of a stage on different machines, if `nodes` says which workers share a
-    machine. The result passes `schedules.check` if `schedule` does, and has the same period. Raises ValueError if
-    the number of failed workers differs, or if workers have moved and the failures have another pattern.
+    Pipelines are renumbered, and live workers take over the roles of failed ones. It is impossible
+    in two cases: a column has no live worker left to load its parameters from, unless they are
+    `held_elsewhere`, by workers of other columns that changed roles before, or in a checkpoint; or
+    the role of a fast worker would go to a slower one, or to one with less memory. A schedule in
+    which workers have moved already can only get other pipeline numbers.
+
+    A worker that takes over a role holds its layers. Among workers that could take over, with no
+    more layers to load, those are chosen that leave the holders of a stage on different machines,
+    if `nodes` says which workers share a machine. The result passes `schedules.check` if `schedule`
+    does, and has the same period. Raises ValueError if the number of failed workers differs, or if
+    workers have moved and the failures have another pattern.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
-        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} roles without a "
-                         "worker")
+        raise ValueError(
+            f"{len(down)} failed workers for a schedule with {len(schedule.failed)} roles without "
+            "a worker"
+        )
     if not held_elsewhere and dead_column(down, schedule.grid) is not None:
         return None
     renumbered = renumber_pipelines(schedule, down)
     if schedule.moves:
-        if {Worker(renumbered[worker.pipeline], worker.column) for worker in schedule.failed} != set(down):
-            raise ValueError("a schedule with moved workers can be relabelled for another order of its interchangeable "
-                             "pipelines alone")
+        if {
+            Worker(renumbered[worker.pipeline], worker.column) for worker in schedule.failed
+        } != set(down):
+            raise ValueError(
+                "a schedule with moved workers can be relabelled for another order of its "
+                "interchangeable pipelines alone"
+            )
         return _with_numbers(schedule, down, renumbered)
     vacant = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
     moves = _assign_roles(schedule, renumbered, vacant, set(down))
     if moves is None:
         return None
-    players = {role: role for role in schedule.grid.workers() if role not in vacant and role not in moves} | moves
+    players = {
+        role: role for role in schedule.grid.workers() if role not in vacant and role not in moves
+    } | moves
     return _with_players(schedule, down, renumbered, players, nodes)
 
 
-# --- Which pipeline is which ------------------------------------------------------------------------------------------
+# --- Which pipeline is which ----------------------------------------------------------------------
 
 
 def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """Return a new number for each pipeline, by old number, such that as many roles as possible that nobody plays in
-    the schedule become roles of the workers in `failed`. Only interchangeable pipelines swap numbers."""
+    """Return new pipeline numbers such that vacant roles become those of failed workers.
+
+    As many as possible do. The numbers are by old number; only interchangeable pipelines swap them.
+    """
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
-    for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times, schedule.memory)):
+    for pipeline, kind in enumerate(
+        pipeline_classes(schedule.grid, schedule.times, schedule.memory)
+    ):
         members[kind].append(pipeline)
     numbers: dict[int, int] = {}
     for pipelines in members.values():
@@ -205,14 +263,14 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
     return numbers
 
 
-def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
-                     ) -> dict[int, int]:
-    """Return a new number for each of these interchangeable pipelines, by old number, such that as many roles as
-    possible that nobody plays in the schedule become roles of failed workers.
+def _match_pipelines(
+    pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
+) -> dict[int, int]:
+    """Return new numbers for these interchangeable pipelines, by old number.
 
-    The mapping `vacant` has the columns of the roles that nobody plays, by old pipeline number; `lost` those of the
-    failed workers, by new number. Pipelines with equal columns are matched first, which is never worse, then those with
-    the most in common.
+    The mapping `vacant` has the columns of the roles that nobody plays, by old pipeline number;
+    `lost` those of the failed workers, by new number. Pipelines with equal columns are matched
+    first, which is never worse, then those with the most in common.
     """
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
@@ -238,28 +296,34 @@ def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lo
     return numbers
 
 
-# --- Who plays what ---------------------------------------------------------------------------------------------------
+# --- Who plays what -------------------------------------------------------------------------------
 
 
-def _assign_roles(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
-        dict[Worker, Worker] | None:
-    """Return a live worker for each role whose own worker has failed, by role, such that the fewest layers are loaded;
-    None if there is no such assignment.
+def _assign_roles(
+    schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]
+) -> dict[Worker, Worker] | None:
+    """Return a live worker for each failed worker's role; None if impossible.
 
-    Only workers are chosen whose own roles, `vacant`, nobody plays in the schedule. They are at least as fast as the
-    role was planned for, and have at least as much memory. `numbers` has the new number of each pipeline, by its old
-    one; roles are named by the new numbers.
+    The fewest layers are loaded. Only workers are chosen whose own roles, `vacant`, nobody plays in
+    the schedule. They are at least as fast as the role was planned for, and have at least as much
+    memory. `numbers` has the new number of each pipeline, by its old one; roles are named by the
+    new numbers.
     """
     speed, memory = schedule.times.per_mille_of, schedule.memory
-    own_room = {limit.worker for limit in (memory.capacity_of if memory else None) or ()}
+    limits = (memory.capacity_of if memory else None) or ()
+    own_room = {limit.worker for limit in limits}
     seats = {Worker(numbers[seat.role.pipeline], seat.role.column): seat for seat in schedule.seats}
     unfilled: dict[WantedRole, list[Worker]] = defaultdict(list)
     idle_workers: dict[IdleKind, list[Worker]] = defaultdict(list)
     for role in sorted(failed - vacant):
         planned = seats[role]
-        unfilled[role.column, speed.get(role, 1000), planned.holds, activation_room(schedule, planned)].append(role)
+        unfilled[
+            role.column, speed.get(role, 1000), planned.holds, activation_room(schedule, planned)
+        ].append(role)
     for worker in sorted(vacant - failed):
-        idle_workers[worker.column, speed.get(worker, 1000), worker if worker in own_room else None].append(worker)
+        idle_workers[
+            worker.column, speed.get(worker, 1000), worker if worker in own_room else None
+        ].append(worker)
 
     def loading_cost(have: IdleKind, want: WantedRole) -> int | None:
         (column, pace, named), (wanted, needed, holds, least) = have, want
@@ -268,21 +332,27 @@ def _assign_roles(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Wo
             return None
         return len(missing_layers(schedule, seat))
 
-    pairs = solve_transport({kind: len(workers) for kind, workers in idle_workers.items()},
-                            {kind: len(roles) for kind, roles in unfilled.items()}, loading_cost)
+    supply = {kind: len(workers) for kind, workers in idle_workers.items()}
+    demand = {kind: len(roles) for kind, roles in unfilled.items()}
+    pairs = solve_transport(supply, demand, loading_cost)
     if pairs is None:
         return None
-    return {unfilled[want].pop(0): idle_workers[have].pop(0) for have, want, count in pairs for _ in range(count)}
+    return {
+        unfilled[want].pop(0): idle_workers[have].pop(0)
+        for have, want, count in pairs
+        for _ in range(count)
+    }
 
 
 def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
                     cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
-    """Solve the transportation problem: assign every unit of supply to a unit of demand at the least total cost.
+    """Assign every unit of supply to a unit of demand at the least total cost.
 
-    The mappings have the number of equal units of each kind of supply and of demand, with equal sums. The function
-    `cost` has the cost of a pair of kinds, or None if the pair is forbidden. Returns triples (from, to, count) in the
-    order of the mappings, or None if there is no solution. The problem is a min-cost flow between kinds of units, so
-    its size does not grow with their number.
+    This is the transportation problem. The mappings have the number of equal units of each kind of
+    supply and of demand, with equal sums. The function `cost` has the cost of a pair of kinds, or
+    None if the pair is forbidden. Returns triples (from, to, count) in the order of the mappings,
+    or None if there is no solution. The problem is a min-cost flow between kinds of units, so its
+    size does not grow with their number.
     """
     have = [(kind, count) for kind, count in supply.items() if count]
     want = [(kind, count) for kind, count in demand.items() if count]
@@ -307,48 +377,75 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
             if (count := flow[("have", left)].get(("want", right), 0))]
 
 
-# --- The schedule -----------------------------------------------------------------------------------------------------
+# --- The schedule ---------------------------------------------------------------------------------
 
 
-def _with_numbers(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int]) -> Schedule:
-    """Return a copy of a schedule with moved workers in which interchangeable pipelines have other numbers."""
-    seats = sorted((Seat(Worker(numbers[seat.worker.pipeline], seat.worker.column),
-                         Worker(numbers[seat.role.pipeline], seat.role.column), seat.program, seat.holds)
-                    for seat in schedule.seats), key=lambda seat: seat.worker)
+def _with_numbers(
+    schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int]
+) -> Schedule:
+    """Return a copy in which interchangeable pipelines have other numbers.
+
+    Workers may have moved in it.
+    """
+    seats = sorted(
+        (
+            Seat(
+                Worker(numbers[seat.worker.pipeline], seat.worker.column),
+                Worker(numbers[seat.role.pipeline], seat.role.column),
+                seat.program,
+                seat.holds,
+            )
+            for seat in schedule.seats
+        ),
+        key=lambda seat: seat.worker,
+    )
     return _with_ordered_programs(msgspec.structs.replace(schedule, failed=failed), seats, numbers)
 
 
-def _with_ordered_programs(schedule: Schedule, seats: Iterable[Seat], numbers: Mapping[int, int]) -> Schedule:
-    """Return a copy with these seats, whose programs are numbered in the order of first use, and with new pipeline
-    numbers (`numbers`, by old number)."""
+def _with_ordered_programs(
+    schedule: Schedule, seats: Iterable[Seat], numbers: Mapping[int, int]
+) -> Schedule:
+    """Return a copy with these seats, and programs numbered by first use.
+
+    New pipeline numbers (`numbers`) are by old number.
+    """
     order: dict[int, int] = {}
-    ordered = tuple(msgspec.structs.replace(seat, program=order.setdefault(seat.program, len(order))) for seat in seats)
+    ordered = tuple(
+        msgspec.structs.replace(seat, program=order.setdefault(seat.program, len(order)))
+        for seat in seats
+    )
     programs = tuple(with_pipeline_numbers(schedule.programs[index], numbers) for index in order)
     return msgspec.structs.replace(schedule, seats=ordered, programs=programs)
 
 
 def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
                   players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """Return a copy of the schedule with new pipeline numbers (`numbers`, by old number), in which the workers `failed`
-    are down and `players` has the worker that plays each role, by its new number.
+    """Return a copy with new pipeline numbers, failed workers and players of roles.
 
-    Then roles are swapped by `spread_over_nodes`; `nodes` has the workers of each machine. Programs are numbered in the
-    order of first use.
+    The numbers (`numbers`) are by old number; `players` has the worker that plays each role, by its
+    new number.
+
+    Then roles are swapped by `spread_over_nodes`; `nodes` has the workers of each machine. Programs
+    are numbered in the order of first use.
     """
     seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
                                                key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
-    relabelled = _with_ordered_programs(msgspec.structs.replace(schedule, failed=failed), seats, numbers)
-    bound = 0 if any(_has_more_room(schedule, seat) for seat in seats) else _converted_bound(schedule, players)
+    relabelled = _with_ordered_programs(
+        msgspec.structs.replace(schedule, failed=failed), seats, numbers
+    )
+    # Where a worker has more room than its role, another schedule may be shorter: no bound holds.
+    roomier = any(_has_more_room(schedule, seat) for seat in seats)
+    bound = 0 if roomier else _converted_bound(schedule, players)
     return relabelled.with_bound(bound, schedule.scope)
 
 
 def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
                       players: Mapping[Worker, Worker]) -> Iterable[Seat]:
-    """Iterate over copies of the schedule's seats: roles with new pipeline numbers, each with the worker that plays it.
+    """Iterate over the seats, with new pipeline numbers and the workers that play the roles.
 
-    The mapping `numbers` has the new number of each pipeline by its old one; `players` has the worker by new role.
-    Programs keep their old pipeline numbers.
+    The mapping `numbers` has the new number of each pipeline by its old one; `players` has the
+    worker by new role. Programs keep their old pipeline numbers.
     """
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
@@ -356,7 +453,7 @@ def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
 
 
 def _has_more_room(schedule: Schedule, seat: Seat) -> bool:
-    """Return whether a seat's worker has more memory for activations than its role was planned with.
+    """Return whether a worker has more memory for activations than its role's plan.
 
     Then a bound of the plan is none for the worker.
     """
@@ -365,19 +462,27 @@ def _has_more_room(schedule: Schedule, seat: Seat) -> bool:
 
 
 def _converted_bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
-    """Return the schedule's lower bound in ticks, converted to the speeds of `players`, the worker that plays each
-    role.
+    """Return the lower bound in ticks at the speeds of `players`, by role.
 
-    If some ops are faster on their players than planned, the bound is divided by the largest such factor: a schedule of
-    the faster job, with all times multiplied by that factor, is a schedule of the planned job.
+    If some ops are faster on their players than planned, the bound is divided by the largest such
+    factor: a schedule of the faster job, with all times multiplied by that factor, is a schedule of
+    the planned job.
     """
     speed, stages = schedule.times.per_mille_of, len(schedule.grid.stages)
-    pairs = {(role, player) for role, player in players.items() if speed.get(role, 1000) != speed.get(player, 1000)}
+    pairs = {
+        (role, player)
+        for role, player in players.items()
+        if speed.get(role, 1000) != speed.get(player, 1000)
+    }
     bound = schedule.lower_bound_ticks
     for role, player in pairs:
-        for slice in (*schedule.grid.stages_of_column(role.column), *range(stages, stages + len(schedule.slices))):
+        for slice in (
+            *schedule.grid.stages_of_column(role.column),
+            *range(stages, stages + len(schedule.slices)),
+        ):
             for kind in (OpKind.F, OpKind.I, OpKind.W):
-                planned, real = (schedule.times.duration_ticks(kind, slice, who) for who in (role, player))
+                planned = schedule.times.duration_ticks(kind, slice, role)
+                real = schedule.times.duration_ticks(kind, slice, player)
                 if real:
                     bound = min(bound, -(-schedule.lower_bound_ticks * real // planned))
     return bound

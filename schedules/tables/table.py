@@ -1,7 +1,7 @@
-"""Load a table of schedules, and look up the schedule for a set of failed workers.
+"""Load a table of schedules, and look up one for failed workers.
 
     table = Table.load(folder)
-    table.verify()                       # optional: check every schedule now, rather than at its first use
+    table.verify()                  # optional: check every schedule now, not at its first use
     found = table.lookup({Worker(1, 2)})
 
 Lookups need no solver. Failures that the table does not cover are not planned here.
@@ -46,23 +46,29 @@ from slipstream.schedules.tables.pattern import (
     roles_key,
     settled_key,
 )
-from slipstream.schedules.tables.relabel import Nodes, missing_layers, preload_solver, relabel_schedule
+from slipstream.schedules.tables.relabel import (
+    Nodes,
+    missing_layers,
+    preload_solver,
+    relabel_schedule,
+)
 
 LIBRARY = Path(__file__).parents[1] / "library"
 """Folder of the tables of schedules that come with Slipstream, one folder for each."""
 
 
 class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Schedule that `Table.lookup` returns for a set of failed workers, and the key of the table entry from which it
-    was made."""
+    """Schedule for a set of failed workers, and the key of its table entry."""
 
     key: str
     schedule: Schedule
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Seats whose worker plays a role other than its own. For a role of another column, the worker must load
-        layers."""
+        """Seats whose worker plays a role other than its own.
+
+        For a role of another column, the worker must load layers.
+        """
         return self.schedule.moves
 
     @property
@@ -75,10 +81,14 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table:
-    """Schedules that were planned ahead for failures of workers, as read from a folder. The digests of its files are
-    verified."""
+    """Schedules that were planned ahead for failures of workers, as read from a folder.
 
-    def __init__(self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, TableEntry]) -> None:
+    The digests of its files are verified.
+    """
+
+    def __init__(
+        self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, TableEntry]
+    ) -> None:
         self.folder = folder
         self.index = index
         self._programs = programs.programs
@@ -96,7 +106,9 @@ class Table:
         folder = Path(folder)
         index = read_index(folder)
         _validate_basis(index.basis, folder / INDEX)
-        entries = {row.key: _read_entry(folder, row) for row in index.entries if row.sha256 is not None}
+        entries = {
+            row.key: _read_entry(folder, row) for row in index.entries if row.sha256 is not None
+        }
         path = folder / PROGRAMS
         packed = read_verified(path, index.programs_sha256, MAX_PROGRAMS_BYTES)
         programs = PROGRAMS_KIND.decode(decompress(packed, str(path)), str(path))
@@ -108,7 +120,7 @@ class Table:
         return self.index.basis
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the rows of the table's index, one per entry; those for numbers of failures come first."""
+        """Return the rows of the table's index, those for numbers of failures first."""
         return self.index.entries
 
     def job_text(self) -> bytes:
@@ -121,54 +133,83 @@ class Table:
         return self._programs
 
     def stored_entry(self, key: str) -> TableEntry:
-        """Return the table's entry with this key, such as count-2 for two failures, not decoded. Raises KeyError if the
-        key is unknown or has no plan."""
+        """Return the table's entry with this key, such as count-2 for two failures, not decoded.
+
+        Raises KeyError if the key is unknown or has no plan.
+        """
         return self._entries[key]
 
     def checked_schedule(self, key: str) -> Schedule:
-        """Return the schedule that the table stores under this key, such as count-2 for two failures, after the checker
-        has passed it. Raises TableError, or KeyError for an unknown key."""
+        """Return the schedule that the table stores under this key, after the checker passed it.
+
+        A key is such as count-2, for two failures. Raises TableError, or KeyError for an unknown
+        key.
+        """
         if key not in self._checked:
             self._checked[key] = self._decode_checked(key)
         return self._checked[key]
 
     def verify(self) -> None:
-        """Decode and check the schedules of all entries now, so that no later lookup has to. Raises TableError for one
-        that is malformed or breaks a rule."""
+        """Decode and check the schedules of all entries now, so that no lookup has to.
+
+        Raises TableError for one that is malformed or breaks a rule.
+        """
         for key in self._entries:
             self.checked_schedule(key)
 
-    def lookup(self, failed: Iterable[Worker], *, settled: bool = False, roles_move: bool = False,
-               held_elsewhere: bool = False, nodes: Nodes = (), checked: bool = True) -> LookupResult | None:
-        """Return the schedule with the shortest period for exactly these failed workers; None if the table has none.
+    def lookup(
+        self,
+        failed: Iterable[Worker],
+        *,
+        settled: bool = False,
+        roles_move: bool = False,
+        held_elsewhere: bool = False,
+        nodes: Nodes = (),
+        checked: bool = True,
+    ) -> LookupResult | None:
+        """Return the schedule with the shortest period for exactly these failed workers.
 
-        By default, only schedules in which no worker loads a layer are considered. The options allow more:
+        None if the table has none. By default, only schedules in which no worker loads a layer are
+        considered. The options allow more:
 
-        - `roles_move`: live workers may take over roles of other stages, whose layers they load first.
+        - `roles_move`: live workers may take over roles of other stages, whose layers they load
+          first.
         - `settled`: the schedule to reach eventually, for which any layers may move.
-        - `held_elsewhere`: as `roles_move`, even if a column has no live worker left: its layers come from elsewhere.
-        - `nodes`: the workers of each machine. If roles move, the holders of a stage are spread over machines.
+        - `held_elsewhere`: as `roles_move`, even if a column has no live worker left: its layers
+          come from elsewhere.
+        - `nodes`: the workers of each machine. If roles move, the holders of a stage are spread
+          over machines.
         - `checked`: False skips the checker, for callers that check the result themselves.
 
-        If the entry for the exact failure pattern and the one for the number of failures have equal periods, the former
-        is used, because it moves no worker. If several slow workers are down, the best of the entries for each of them
-        is used. The result is valid because the stored schedule is checked at first use and `relabel_schedule` keeps
-        every rule.
+        If the entry for the exact failure pattern and the one for the number of failures have equal
+        periods, the former is used, because it moves no worker. If several slow workers are down,
+        the best of the entries for each of them is used. The result is valid because the stored
+        schedule is checked at first use and `relabel_schedule` keeps every rule.
 
-        Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be used.
+        Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be
+        used.
         """
         down = set(failed)
         for worker in sorted(down - set(self.basis.grid.workers())):
-            raise ValueError(f"the job has no worker {worker}; its grid is {self.basis.grid.pipelines} pipelines x "
-                             f"{self.basis.grid.columns} stages")
-        keys = [pattern_key(pattern_of(down, self._classes), self._classes),
-                *(count_key(len(down), worker) for worker in sorted(down & self.basis.times.per_mille_of.keys())),
-                count_key(len(down))]
+            raise ValueError(
+                f"the job has no worker {worker}; its grid is {self.basis.grid.pipelines} "
+                f"pipelines x {self.basis.grid.columns} stages"
+            )
+        keys = [
+            pattern_key(pattern_of(down, self._classes), self._classes),
+            *(
+                count_key(len(down), worker)
+                for worker in sorted(down & self.basis.times.per_mille_of.keys())
+            ),
+            count_key(len(down)),
+        ]
         keys.append(roles_key(keys[0]))
         if settled:
             keys += [settled_key(key) for key in keys]
-        known = sorted((key for key in keys if key in self._entries), key=self._period_seconds)
-        for key in known:
+        stored_keys = sorted(
+            (key for key in keys if key in self._entries), key=self._period_seconds
+        )
+        for key in stored_keys:
             stored = self.checked_schedule(key) if checked else self.unchecked_schedule(key)
             schedule = relabel_schedule(stored, down, held_elsewhere=held_elsewhere, nodes=nodes)
             if schedule is None:
@@ -184,16 +225,24 @@ class Table:
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
     def unchecked_schedule(self, key: str) -> Schedule:
-        """Return the schedule that the table stores under this key, such as count-2 for two failures, without checking
-        its rules. Raises TableError, or KeyError for an unknown key."""
+        """Return the schedule that the table stores under this key, with its rules unchecked.
+
+        A key is such as count-2, for two failures. Raises TableError, or KeyError for an unknown
+        key.
+        """
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _decode_checked(self, key: str) -> Schedule:
-        """Decode and check the schedule that the table stores under this key. Raises TableError if it breaks a rule."""
+        """Decode and check the schedule that the table stores under this key.
+
+        Raises TableError if it breaks a rule.
+        """
         schedule = self.unchecked_schedule(key)
         violations = check(schedule)
         if violations:
-            raise TableError(f"{self.folder / entry_file(key)}: the schedule breaks a rule: {violations[0]}")
+            raise TableError(
+                f"{self.folder / entry_file(key)}: the schedule breaks a rule: {violations[0]}"
+            )
         return schedule
 
 
@@ -203,16 +252,34 @@ def library_names() -> tuple[str, ...]:
 
 
 def library(name: str) -> Path | None:
-    """Return the folder of the table of schedules with this name that comes with Slipstream; None for an unknown
-    name."""
+    """Return the folder of the table of this name that comes with Slipstream.
+
+    None for an unknown name.
+    """
     return LIBRARY / name if name in library_names() else None
 
 
 def _validate_basis(basis: Basis, path: Path) -> None:
-    """Raise TableError, which names `path`, unless the values that all entries of a table share are valid."""
-    empty = Schedule(job=basis.job, tick_seconds=basis.tick_seconds, grid=basis.grid, times=basis.times,
-                     memory=basis.memory, backward=basis.backward, optimizer=basis.optimizer, failed=(), seats=(),
-                     programs=(), period_ticks=0, lower_bound_ticks=0, status="optimal", method=basis.method)
+    """Raise TableError unless the values that all entries share are valid.
+
+    The message names `path`.
+    """
+    empty = Schedule(
+        job=basis.job,
+        tick_seconds=basis.tick_seconds,
+        grid=basis.grid,
+        times=basis.times,
+        memory=basis.memory,
+        backward=basis.backward,
+        optimizer=basis.optimizer,
+        failed=(),
+        seats=(),
+        programs=(),
+        period_ticks=0,
+        lower_bound_ticks=0,
+        status="optimal",
+        method=basis.method,
+    )
     try:
         validate(empty)
     except ValueError as error:
@@ -226,5 +293,7 @@ def _read_entry(folder: Path, row: Row) -> EntryDocument:
         raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is not the key of an entry")
     entry = ENTRY_KIND.decode(read_verified(path, row.sha256), str(path))
     if (entry.key, entry.failed, len(entry.failed)) != (row.key, row.failed, row.failures):
-        raise TableError(f"{path}: holds entry {entry.key[:80]!r}, not the one that the index names")
+        raise TableError(
+            f"{path}: holds entry {entry.key[:80]!r}, not the one that the index names"
+        )
     return entry

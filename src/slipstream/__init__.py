@@ -47,6 +47,7 @@ _HOMES = {
     "replay": "runtime.own_loop",
 }
 """Public names that are defined elsewhere, and the module of each."""
+_DISTRIBUTION = "slipstream-train"
 
 Workers: TypeAlias = "str | Worker | Iterable[str | Worker | tuple[int, int]]"
 """One worker or several, each as "PIPELINE.STAGE", both counted from 0, as a `Worker`, or as a pair of numbers."""
@@ -188,11 +189,21 @@ def _parse_worker(name: "str | Worker | tuple[int, int]") -> "Worker":
     raise ValueError(f"{name!r} is not a worker: expected \"PIPELINE.STAGE\", such as \"1.2\", or (1, 2)")
 
 
+def _read_version() -> str:
+    """Return the installed version, or that of the source tree if Slipstream is used without being installed."""
+    import tomllib
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        return distribution(_DISTRIBUTION).version
+    except PackageNotFoundError:
+        pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        return str(tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["version"])
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from slipstream.cli.shared.version import installed_version
-
-        return installed_version()
+        return _read_version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,7 +5,7 @@ import signal
 import pytest
 import typer
 
-from slipstream.cli.shared.error_exits import exit_on_errors
+from slipstream.cli.shared.run_process import exit_on_errors
 from slipstream.runtime.processes.stop_signals import RunStopped
 
 

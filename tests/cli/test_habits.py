@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import slipstream
 from slipstream.cli.app import COMMANDS, app
-from slipstream.cli.shared.version import installed_version
 from slipstream.schedules.codec import write
 from tests.generate import BROKEN, by_hand
 from tests.patience import SECONDS
@@ -55,9 +55,9 @@ def test_version_of_a_source_tree_that_is_not_installed(monkeypatch):
     def none(name):
         raise PackageNotFoundError(name)
 
-    expected = installed_version()
-    monkeypatch.setattr("slipstream.cli.shared.version.distribution", none)
-    assert installed_version() == expected
+    expected = slipstream.__version__
+    monkeypatch.setattr("importlib.metadata.distribution", none)
+    assert slipstream.__version__ == expected
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

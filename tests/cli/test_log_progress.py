@@ -1,6 +1,6 @@
-"""Progress of long work in a log: `slipstream.cli.shared.log_progress`."""
+"""Progress of long work in a log: `slipstream.cli.shared.console`."""
 
-from slipstream.cli.shared.log_progress import QUIET_SECONDS, LogProgress
+from slipstream.cli.shared.console import QUIET_SECONDS, LogProgress
 
 
 def test_a_line_for_each_tenth_and_at_times_what_is_done(capsys):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import COMMANDS, app, load_command
-from slipstream.cli.shared.overwrite_guard import is_output_file
+from slipstream.cli.help import is_output_file
 from slipstream.planner.job.file import read_job
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.codec import write

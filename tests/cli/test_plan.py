@@ -19,7 +19,8 @@ from slipstream.cli.app import app
 from slipstream.cli.shared.plan_summary import answer_lines
 from slipstream.planner.job.file import read_job
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import FaultFree, plan_with
+from slipstream.planner.plan import plan_with
+from slipstream.planner.reference import FaultFree
 from slipstream.planner.report import Alternative
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import read

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from slipstream.cli.shared.rehearsals import require_possible_rehearsals
+from slipstream.cli.shared.launch_options import require_possible_rehearsals
 from tests.patience import SECONDS
 from tests.runtime.running import tiny_text
 

@@ -5,16 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from slipstream.cli.shared import run_progress
-from slipstream.cli.shared.run_progress import RunProgress
-from slipstream.runtime.events import (
-    FetchAbandoned,
-    FetchBegun,
-    FetchProgressed,
-    HandedOver,
-    OrderGiven,
-    Started,
-)
+from slipstream.cli.shared import run_process as run_progress
+from slipstream.cli.shared.run_process import RunProgress
+from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed, HandedOver, OrderGiven, Started
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.shared.supervisor import exit_on_signals, fork_supervised
+from slipstream.cli.shared.run_process import exit_on_signals, fork_supervised
 from tests import patience
 from tests.runtime.launchers import Launcher
 

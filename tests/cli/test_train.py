@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.shared.rehearsals import read_rehearsals
+from slipstream.cli.shared.launch_options import read_rehearsals
 from slipstream.planner.job.file import parse_job, read_job
 from slipstream.planner.job.presets import preset_text
 from slipstream.runtime import launch

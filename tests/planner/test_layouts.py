@@ -151,7 +151,7 @@ def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(mo
             made.append(layout)
             yield layout
 
-    monkeypatch.setattr("slipstream.planner.plan.generate_layouts", counted)
+    monkeypatch.setattr("slipstream.planner.candidates.generate_layouts", counted)
     counts = []
     for steps in (24_000, 800_000):
         plan_only(PlanOptions(method="greedy", layers="move", steps=steps), layered(4, 4, 8), [Worker(1, 2)])

@@ -20,7 +20,8 @@ from slipstream.planner.params import (
     SearchParams,
     read_params,
 )
-from slipstream.planner.plan import FaultFree, plan_only, plan_with
+from slipstream.planner.plan import plan_only, plan_with
+from slipstream.planner.reference import FaultFree
 from slipstream.planner.search.annealing import OPERATOR_NAMES
 from slipstream.planner.search.engine import find_best_candidate
 from slipstream.schedules.codec import encode

@@ -14,7 +14,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.runtime.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.planning.schedule_finder import Scheduler
 from slipstream.runtime.events import Event

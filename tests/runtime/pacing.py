@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import Event, FetchBegun
 from slipstream.runtime.processes.process_manager import Return

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.runtime.coordinator.connections import server
 from slipstream.runtime.coordinator.decisions import transition
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.moving.layer_messages import LayerRequest, encode_message
 from slipstream.runtime.processes.fork_server import ForkServer

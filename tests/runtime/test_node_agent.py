@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.node_agent import _build_own_settings, _NodeAgent
-from slipstream.runtime.processes.start_limit import StartLimit
+from slipstream.runtime.processes.restart_policy import StartLimit
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.to_coordinator import WorkerEnded

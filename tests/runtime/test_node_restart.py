@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
 from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.fork_server import ForkServer

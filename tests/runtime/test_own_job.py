@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import RunError, RunOptions, run
 from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
-from slipstream.runtime.processes import start_limit
-from slipstream.runtime.processes.start_limit import MAX_STARTS, StartLimit, StartLimitError
+from slipstream.runtime.processes import restart_policy as start_limit
+from slipstream.runtime.processes.restart_policy import MAX_STARTS, StartLimit, StartLimitError
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol import authentication, to_node_agent
 from slipstream.runtime.protocol.channel import encode_frame

@@ -122,5 +122,5 @@ def test_models_of_this_package_are_not_built_for_a_check(monkeypatch):
     """It takes long, and they repeat."""
     model = build_model(tiny().model, 0, torch.float64, CPU)
     monkeypatch.setattr(type(model), "build", None)
-    from slipstream.runtime.computing.repeatability import require_repeatable_layers
+    from slipstream.runtime.computing.trial import require_repeatable_layers
     require_repeatable_layers(model, tiny(), [10] * model.layers)

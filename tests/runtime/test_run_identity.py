@@ -6,15 +6,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.models import source_digests
-from slipstream.runtime.models.identity import build_run_identity
-from slipstream.runtime.models.source_digests import digest_sources
-from slipstream.runtime.run_identity import (
-    RunIdentity,
-    combine_identities,
-    describe_difference,
-    list_differences,
-)
+from slipstream.runtime.models import identity as run_identities
+from slipstream.runtime.models.identity import build_run_identity, digest_sources
+from slipstream.runtime.run_identity import RunIdentity, combine_identities, describe_difference, list_differences
 from tests.runtime.running import tiny
 
 DATA = {"training data": "0123"}
@@ -123,7 +117,7 @@ def test_packages_that_are_installed_anywhere_are_libraries(here, monkeypatch):
     (here / "libraries/some_library.py").write_text("")
     (here / "some_model.py").write_text("import some_library, helper")
     monkeypatch.syspath_prepend(here / "libraries")
-    source_digests._list_library_folders.cache_clear()
+    run_identities._list_library_folders.cache_clear()
     digests = digest_sources(["some_model:Model"])
-    source_digests._list_library_folders.cache_clear()
+    run_identities._list_library_folders.cache_clear()
     assert "helper" in digests and "some_library" not in digests

@@ -9,7 +9,6 @@ Nothing here waits, opens a connection, or reads a clock. Only `failover` reads 
     orders               chooses the schedule of an order, and sends orders; losses of workers, and their reasons
     next_order           prepares changes while all train, and chooses the next order once all have paused
     part_moves           computes which parts of layers move between which workers
-    empty_orders         finds the worker at fault for orders in which nothing is committed
 
     comparisons          compares copies of equal state by their checksums, and the samples that workers have read
     checkpoint_rollback  goes back to a checkpoint if no worker holds some layer, or if copies differ
@@ -20,5 +19,5 @@ Nothing here waits, opens a connection, or reads a clock. Only `failover` reads 
     slow_workers         plans schedules for workers of given speeds; when, and when workers left out are tried again
 
     commit_log           committed iterations; their losses, times and digests; when a checkpoint is due
-    recovery_clock       durations of recoveries
+    recoveries           durations of recoveries; the worker at fault for orders in which nothing is committed
 """

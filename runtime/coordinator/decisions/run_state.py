@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.commit_log import CheckpointTimer, CommitLog
 from slipstream.runtime.coordinator.decisions.effects import EffectCollector, PreparedSchedule, ScheduleRequest
-from slipstream.runtime.coordinator.decisions.empty_orders import EmptyOrders
 from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, Journal, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
-from slipstream.runtime.coordinator.decisions.recovery_clock import RecoveryClock
+from slipstream.runtime.coordinator.decisions.recoveries import EmptyOrders, RecoveryClock
 from slipstream.runtime.coordinator.decisions.settling import FetchState, MoveCost, SettlingPolicy
 from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, SpeedEvent, build_slow_workers
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains

@@ -16,10 +16,10 @@ from slipstream.runtime.coordinator.decisions import next_order, orders
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
 from slipstream.runtime.coordinator.decisions.comparisons import CopyDifference, SampleDifference, find_difference
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleAnswer
-from slipstream.runtime.coordinator.decisions.empty_orders import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.orders import record_losses, record_node_losses
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.decisions.recoveries import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.run_state import (
     ConnectedWorker,
     FinishingPhase,

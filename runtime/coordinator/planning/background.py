@@ -19,8 +19,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, cast
 
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.processes.parent_death import request_parent_death_signal
-from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
 from slipstream.runtime.processes.stop_signals import WARNING_SIGNALS
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.schedule import Schedule

@@ -1,12 +1,14 @@
-"""Metrics: the figures that dashboards show for each iteration."""
+"""Write the figures that dashboards, TensorBoard and Prometheus show for each iteration."""
 
+import importlib.util
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.config import ConfigError, TrainingConfig
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
 from slipstream.runtime.state.step_factors import learning_rate_at
 
@@ -79,3 +81,127 @@ def read_recovery_count(folder: Path) -> int:
         with suppress(msgspec.DecodeError):
             recoveries = max(recoveries, decode_metrics(line).recoveries)
     return recoveries
+
+
+TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient_norm": "gradient norm",
+        "learning_rate": "learning rate", "tokens_per_second": "speed/tokens per second", "mfu": "speed/mfu",
+        "live": "workers/live", "recoveries": "workers/recoveries"}
+"""Name under which TensorBoard shows each of the metrics, by the metric's field of `Metrics`."""
+
+
+class TensorBoardWriter:
+    """Writer of the metrics of iterations, from `first` on, to a new event file in a folder. Raises OSError, and
+    ConfigError if the package is not installed.
+
+    A file that begins with some iteration hides the entries from that iteration on in earlier files of the folder. So
+    TensorBoard shows each iteration once, even if it was repeated.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        require_tensorboard()
+        self._folder = folder
+        self._phase = ""
+        self._open_writer(first)
+
+    def append(self, line: Metrics) -> None:
+        """Write the metrics of an iteration."""
+        for name, tag in TAGS.items():
+            value = getattr(line, name)
+            if value is not None:
+                self._writer.add_scalar(tag, value, line.iteration, walltime=line.time)
+        if line.phase is not None and line.phase != self._phase:
+            self._phase = line.phase
+            self._writer.add_text("phase", line.phase, line.iteration, walltime=line.time)
+        self._writer.flush()  # so that nothing is lost if the process is killed
+
+    def drop_iterations_from(self, iteration: int) -> None:
+        """Hide the entries from the given iteration on."""
+        self._writer.close()
+        self._open_writer(iteration)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _open_writer(self, first: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, and needs the package
+
+        self._writer = SummaryWriter(self._folder, purge_step=first)
+        self._phase = ""
+
+
+def require_tensorboard() -> None:
+    """Raise ConfigError if TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("metrics for TensorBoard need its package: pip install -e '.[tensorboard]'")
+
+
+GAUGES = {
+    "iteration": ("iteration", "Number of the last committed iteration, from 0"),
+    "loss": ("loss", "Mean loss of the last committed iteration"),
+    "validation_loss": ("validation_loss", "Validation loss after the last committed iteration"),
+    "gradient_norm": ("gradient_norm", "Norm of all gradients before clipping"),
+    "learning_rate": ("learning_rate", "Learning rate of the last committed iteration"),
+    "tokens_per_second": ("tokens_per_second", "Throughput since the commit before, including pauses"),
+    "mfu": ("mfu_ratio", "Model FLOPs utilization of the live workers"),
+    "live": ("live_workers", "Number of workers that take part"),
+    "time": ("commit_timestamp_seconds", "Time of the last commit in seconds since 1970"),
+}
+"""Name without its prefix, and help, of each gauge, by the field of `Metrics`."""
+RECOVERIES = "recoveries_total"
+PREFIX = "slipstream_"
+
+
+class PrometheusFile:
+    """Text file with the metrics of the newest iteration of a run, in Prometheus' exposition format.
+
+    It is replaced as a whole, so that a reader never sees half of it. If it cannot be written, `say` is called once
+    with a line for users, and once more when it can be written again.
+    """
+
+    def __init__(self, path: Path, run: str, say: Callable[[str], None]) -> None:
+        self._path, self._run, self._say = path, run, say
+        self._told = False
+
+    def append(self, line: Metrics) -> None:
+        """Replace the file by one with these metrics."""
+        temporary = self._path.with_name(f".{self._path.name}.new")
+        try:
+            temporary.write_text("".join(render_metrics(line, self._run)), encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                self._say(f"{self._path} cannot be written: {error.strerror or error}; the run continues")
+            return
+        if self._told:
+            self._told = False
+            self._say(f"{self._path} is written again")
+
+    def drop_iterations_from(self, iteration: int) -> None:
+        """Do nothing: the next iteration replaces the file."""
+
+    def close(self) -> None:
+        """Do nothing: the file stays with the last iteration."""
+
+
+def render_metrics(line: Metrics, run: str) -> Iterator[str]:
+    """Yield the lines of the file for the metrics of an iteration. The label `run` names the run's folder; metrics that
+    are not known are left out."""
+    label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    for field, (name, text) in GAUGES.items():
+        value = getattr(line, field)
+        if value is not None:
+            yield from _render(name, "gauge", text, f'{{run="{label}"}} {value:.10g}' if field != "time" else
+                               f'{{run="{label}"}} {value:.3f}')
+    yield from _render(RECOVERIES, "counter", "Recoveries from failures so far, over all starts of the run",
+                       f'{{run="{label}"}} {line.recoveries}')
+    if line.phase is not None:
+        yield from _render("phase", "gauge", "1 for the kind of schedule that workers train by",
+                           f'{{run="{label}",phase="{line.phase}"}} 1')
+
+
+def _render(name: str, kind: str, text: str, sample: str) -> Iterator[str]:
+    yield f"# HELP {PREFIX}{name} {text}.\n"
+    yield f"# TYPE {PREFIX}{name} {kind}\n"
+    yield f"{PREFIX}{name}{sample}\n"

@@ -24,9 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.effects import compute_schedule_digest
-from slipstream.runtime.coordinator.records.metrics import MetricsBuilder
-from slipstream.runtime.coordinator.records.prometheus import PrometheusFile
-from slipstream.runtime.coordinator.records.tensorboard import TensorBoardWriter
+from slipstream.runtime.coordinator.records.metrics import MetricsBuilder, PrometheusFile, TensorBoardWriter
 from slipstream.runtime.coordinator.records.writer_thread import IMMEDIATE_WRITER, Writer
 from slipstream.runtime.events import (
     EVENTS,

@@ -2,9 +2,8 @@
 
     configuration  the model that `[model] hugging_face` names: its config.json; the supported kinds of models
     layers         transformers' own modules as layers
-    attention      attention within documents
     parallel       decoder layers cut over the ranks of a worker
-    experts        mixtures of experts whose shapes do not depend on the routing
+    registered     attention within documents; experts whose shapes do not depend on the routing
     weights        pretrained safetensors, read layer by layer
     model          the `LayeredModel`
 

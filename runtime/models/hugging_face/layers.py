@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from slipstream.runtime.models.calling import Batch, positions_of
-from slipstream.runtime.models.hugging_face.attention import needs_no_document_mask
 from slipstream.runtime.models.hugging_face.configuration import Family
+from slipstream.runtime.models.hugging_face.registered import needs_no_document_mask
 from slipstream.runtime.models.recomputing import Part, recomputable
 
 

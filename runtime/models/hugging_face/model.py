@@ -12,7 +12,6 @@ from transformers.utils import logging
 from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.models.cross_entropy import cross_entropy
-from slipstream.runtime.models.hugging_face import attention, experts
 from slipstream.runtime.models.hugging_face.configuration import (
     FAMILIES,
     MODEL_KEY,
@@ -23,6 +22,12 @@ from slipstream.runtime.models.hugging_face.configuration import (
 from slipstream.runtime.models.hugging_face.layers import DecoderLayer, Embedding, Head
 from slipstream.runtime.models.hugging_face.layers import router_of as router_of
 from slipstream.runtime.models.hugging_face.parallel import cut_decoder, require_even_cut
+from slipstream.runtime.models.hugging_face.registered import (
+    ATTENTION_NAME,
+    EXPERTS_NAME,
+    register_attention,
+    register_experts,
+)
 from slipstream.runtime.models.hugging_face.weights import PretrainedWeights
 from slipstream.runtime.models.uninitialized import is_uninitialized
 from slipstream.runtime.ranks.worker_group import worker_group
@@ -35,10 +40,9 @@ _RUN_KEYS = ("attn_implementation", "experts_implementation")
 class HuggingFaceModel:
     """Model that `[model] hugging_face` names, see `runtime.models.layered_model.LayeredModel`.
 
-    Attention is scaled_dot_product_attention for each document separately
-    (`runtime.models.hugging_face.attention`), and experts run as grouped products
-    (`runtime.models.hugging_face.experts`); `[model.options]` can name other implementations. Raises ConfigError
-    if the model cannot be used.
+    Attention is scaled_dot_product_attention for each document separately, and experts run as grouped products
+    (`runtime.models.hugging_face.registered`); `[model.options]` can name other implementations. Raises ConfigError if
+    the model cannot be used.
     """
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -137,13 +141,13 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
 
     Silences the log messages and progress bars of transformers from then on.
     """
-    chosen = {"experts_implementation": experts.EXPERTS_NAME} if FAMILIES[document["model_type"]].experts else {}
-    experts.register_experts()
-    attention.register_attention()
+    chosen = {"experts_implementation": EXPERTS_NAME} if FAMILIES[document["model_type"]].experts else {}
+    register_experts()
+    register_attention()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return AutoConfig.for_model(**{"attn_implementation": attention.ATTENTION_NAME, **chosen, **document,
+        return AutoConfig.for_model(**{"attn_implementation": ATTENTION_NAME, **chosen, **document,
                                        "use_cache": False})
     except Exception as error:  # each config class raises errors of its own
         raise ConfigError(f"{MODEL_KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None

@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.models.hugging_face import experts
 from slipstream.runtime.models.hugging_face.configuration import FAMILIES, MODEL_KEY, is_dense
+from slipstream.runtime.models.hugging_face.registered import EXPERTS_NAME
 from slipstream.runtime.ranks.shards import Shard, cut_parameters
 from slipstream.runtime.ranks.tensor_parallel import for_all_ranks, gather_replicated, sum_ranks, take_own_part
 from slipstream.runtime.ranks.worker_group import WorkerGroup
@@ -37,9 +37,9 @@ def require_even_cut(config: PreTrainedConfig, ranks: int) -> None:
     if config.attention_dropout:
         raise ConfigError(f"{wrong} with attention_dropout {config.attention_dropout}: what is dropped would depend on "
                           "the ranks; expected 0")
-    if FAMILIES[kind].experts and config._experts_implementation != experts.EXPERTS_NAME:
+    if FAMILIES[kind].experts and config._experts_implementation != EXPERTS_NAME:
         raise ConfigError(f"{wrong} with experts_implementation {config._experts_implementation!r}, which wants all "
-                          f"experts; expected {experts.EXPERTS_NAME!r}")
+                          f"experts; expected {EXPERTS_NAME!r}")
     for name in _divided_keys(config):
         if getattr(config, name) % ranks:
             raise ConfigError(f"{wrong} with {name} {getattr(config, name)}; expected a multiple of {ranks}")

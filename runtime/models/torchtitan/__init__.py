@@ -1,9 +1,8 @@
 """torchtitan's models, by name: each layer is torchtitan's own decoder with all other modules taken out.
 
     specification  the model that `[model] torchtitan` names; which of torchtitan's models can be cut into layers
-    model          the `LayeredModel`; torchtitan's checkpoints, read layer by layer
+    model          the `LayeredModel`, also over the ranks of a worker; torchtitan's checkpoints, read layer by layer
     experts        mixtures of experts: tokens are counted in the backward, and a rule steps the bias from the counts
-    ranks          layers over the ranks of a worker, as torchtitan cuts them
     training       the configuration of torchtitan's Trainer, as the configuration of a run
     trainer_state  the state of torchtitan's Trainer, as a run's checkpoint, and back
 

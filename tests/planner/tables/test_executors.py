@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.planner.tables.executors import ExecutorError, open_executor
+from slipstream.planner.tables.process_pool import ExecutorError, open_executor
 from tests.patience import SECONDS
 from tests.planner.tables.test_build import JOB, contents
 

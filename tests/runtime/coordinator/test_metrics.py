@@ -7,10 +7,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slipstream.cli.shared.device_peak import peak_of_gpu
+from slipstream.cli.train import peak_of_gpu
 from slipstream.runtime.computing.slices import find_forms
 from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_config
-from slipstream.runtime.coordinator.records import run_log, tensorboard
+from slipstream.runtime.coordinator.records import metrics as tensorboard
+from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.metrics import IterationWork, MetricsBuilder, read_recovery_count
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.coordinator.records.writer_thread import Writer

@@ -1,4 +1,4 @@
-from slipstream.runtime.coordinator.decisions.recovery_clock import RecoveryClock
+from slipstream.runtime.coordinator.decisions.recoveries import RecoveryClock
 from slipstream.schedules.schedule import Worker
 
 ONE, OTHER = Worker(0, 0), Worker(1, 0)

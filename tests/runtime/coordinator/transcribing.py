@@ -9,14 +9,9 @@ from itertools import groupby
 from msgspec.structs import asdict
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommittedIteration
-from slipstream.runtime.coordinator.decisions.effects import (
-    GiveUpWorker,
-    ScheduleAnswer,
-    ScheduleRequest,
-    SendMessage,
-)
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleAnswer, ScheduleRequest, SendMessage
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
-from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.run_state import (
     EndedPhase,
     FinishingPhase,
@@ -24,17 +19,8 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     RunState,
     TrainingPhase,
 )
-from slipstream.runtime.coordinator.decisions.slow_workers import (
-    SpeedAnswer,
-    SpeedDecision,
-    SpeedEvent,
-    SpeedRequest,
-)
-from slipstream.runtime.coordinator.decisions.transition import (
-    ReportsReceived,
-    StallFound,
-    WorkerLost,
-)
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedAnswer, SpeedDecision, SpeedEvent, SpeedRequest
+from slipstream.runtime.coordinator.decisions.transition import ReportsReceived, StallFound, WorkerLost
 from slipstream.runtime.events import Event, OrderGiven, SettlingChosen
 from slipstream.runtime.protocol.to_coordinator import (
     CheckpointSaved,

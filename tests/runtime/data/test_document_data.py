@@ -8,8 +8,8 @@ import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.data.data import Microbatch, batch_form, is_fully_masked, load_data
-from slipstream.runtime.data.document_data import DocumentData, PackedBatch
 from slipstream.runtime.data.loss_weights import LossWeights
+from slipstream.runtime.data.token_data import DocumentData, PackedBatch
 from slipstream.runtime.models.calling import LayerCall, move_batch
 from slipstream.runtime.models.layered_model import build_model, seeded_for_layer
 from slipstream.runtime.replay.layer_values import form_of

@@ -3,15 +3,17 @@
 import os
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from slipstream.runtime.replay.torch_groups import HashStore
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
-from slipstream.runtime.torch_pipelining.watch import KEEPALIVE, Watch, is_dead
+from slipstream.runtime.torch_pipelining.watch import SILENT_SECONDS, Watch, is_dead
 from slipstream.schedules.schedule import Worker
 
 SECONDS = 60
@@ -122,13 +124,46 @@ def test_a_worker_returns_without_state(processes):
     joining = processes.pool.submit(returned.join, processes.voice("0.1:0", None))
     while processes.agreements["0.0:0"].count_joiners() == 0:
         assert not joining.done()
-    while not processes.store.check(["joiner/1"]):
+    while not returned.store.check(["joiner/1"]):
         assert not joining.done()
     third = processes.each(left, lambda name: processes.agreements[name].go_on(
         processes.voice(name, 4), second[name]))
     decision = joining.result(SECONDS)
     assert decision == third["1.1:0"] and decision.workers == WORKERS
     assert decision.newcomers == (Worker(0, 1),) and decision.latest.committed == 4 and returned.number == 3
+
+
+def start_again(processes: Processes) -> dict[str, bool]:
+    """Start all processes anew, on the store of those before; return which of them are to join."""
+    processes.kill(*processes.watches)
+    processes.watches = {name: Watch("127.0.0.1", lambda: None) for name in processes.agreements}
+    processes.agreements = {name: Agreement(processes.store, name, 1, SECONDS)
+                            for name in processes.agreements}
+    return {name: agreement.has_begun() for name, agreement in processes.agreements.items()}
+
+
+def test_a_run_begins_where_all_processes_of_an_earlier_one_are_dead(processes):
+    """torchrun starts all processes anew with the store that they had."""
+    before = processes.start()
+    assert not any(start_again(processes).values())
+    after = processes.start()
+    assert after["0.0:0"].workers == WORKERS
+    assert after["0.0:0"].voices.keys() == before["0.0:0"].voices.keys()
+    one = Agreement(processes.store, "0.1:0", 1, SECONDS)
+    assert one.has_begun() and one.store.check(["decision/1"])
+
+
+def test_a_run_that_never_began_is_left_by_all(processes):
+    """Two processes have spoken when all are started anew; another one, slower, looks at that run first."""
+    for name in ("0.0:0", "0.1:0"):
+        processes.store.set(f"slipstream 1/voice/1/{name}", "of a process that is dead")
+    slow = processes.pool.submit(processes.agreements["1.1:0"].start, processes.voice("1.1:0"), WORKERS)
+    while not processes.store.check(["slipstream 1/voice/1/1.1:0"]):
+        assert not slow.done()
+    others = [name for name in processes.agreements if name != "1.1:0"]
+    decisions = processes.each(others, lambda name: processes.agreements[name].start(
+        processes.voice(name), WORKERS))
+    assert slow.result(SECONDS) == decisions["0.0:0"] and decisions["0.0:0"].workers == WORKERS
 
 
 def test_whoever_does_not_start_is_named():
@@ -149,9 +184,9 @@ def test_the_system_asks_whether_the_machine_of_a_watched_process_is_there():
     watching, watched = Watch("127.0.0.1", lambda: None), Watch("127.0.0.1", lambda: None)
     watching.follow(watched.address, lambda: None)
     assert watching._followed.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            assert watching._followed.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
+    if sys.platform == "linux":
+        limit = watching._followed.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == 1000 * SILENT_SECONDS
     watching.close()
     watched.close()
 
@@ -184,15 +219,64 @@ def test_a_death_is_noticed_by_a_process_with_many_descriptors():
     watching.close()
 
 
+@contextmanager
+def no_descriptors():
+    """Let no further descriptor be opened in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def await_turns(checked: threading.Event) -> None:
+    """Wait until a watch has had a whole turn; the first to end may have begun before."""
+    for _ in range(2):
+        checked.clear()
+        assert checked.wait(SECONDS)
+
+
+def test_a_watch_outlives_a_want_of_descriptors():
+    checked, lost = threading.Event(), threading.Event()
+    watch, other = Watch("127.0.0.1", checked.set), Watch("127.0.0.1", lambda: None)
+    host, port = watch.address.split()
+    with socket.socket() as late:
+        with no_descriptors():
+            late.connect((host, int(port)))
+            await_turns(checked)
+            assert not watch._accepted
+            with pytest.raises(OSError, match="Too many open files"):  # nothing is said of the other process
+                watch.follow(other.address, lost.set)
+        while not watch._accepted:
+            await_turns(checked)
+    watch.follow(other.address, lost.set)
+    assert not lost.is_set()
+    other.close()
+    assert lost.wait(SECONDS)
+    watch.close()
+
+
+def test_a_watch_does_not_wait_for_a_connection_that_has_gone():
+    watch = Watch("127.0.0.1", lambda: None)
+    watch._take(watch._listener, None)
+    assert not watch._accepted
+    watch.close()
+
+
 def test_a_watch_checks_although_a_socket_of_it_is_closed():
     checked, closed = threading.Event(), socket.socket()
     closed.close()
     watch = Watch("127.0.0.1", checked.set)
     with watch._lock:
         watch._accepted.append(closed)
-    for _ in range(2):  # the first may be of the turn that had begun before
-        checked.clear()
-        assert checked.wait(SECONDS)
+    await_turns(checked)
     watch.close()
 
 
@@ -222,9 +306,9 @@ def test_a_worker_of_two_ranks_returns_when_both_have_asked():
     for rank in range(2):
         name = f"0.1:{rank}"
         processes.watches[name] = Watch("127.0.0.1", lambda: None)
-        joining.append(processes.pool.submit(Agreement(processes.store, name, 2, SECONDS).join,
-                                             processes.voice(name, None)))
-        while not processes.store.check([f"joiner/{rank + 1}"]):
+        returned = Agreement(processes.store, name, 2, SECONDS)
+        joining.append(processes.pool.submit(returned.join, processes.voice(name, None)))
+        while not returned.store.check([f"joiner/{rank + 1}"]):
             assert not joining[-1].done()
         then = go_on(then)
         assert (Worker(0, 1) in then["0.0:0"].workers) == (rank == 1)

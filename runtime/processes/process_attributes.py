@@ -1,7 +1,8 @@
-"""Set the process names that `ps`, `top` and `nvidia-smi` show, so that people find the right process."""
+"""Set this process's name, and the signal that it gets when its parent dies."""
 
 import contextlib
 import ctypes
+import signal
 import sys
 from pathlib import Path
 
@@ -27,3 +28,12 @@ def name_process(role: str, details: str = "") -> None:
         start, end = int(fields[_ARGUMENTS_START]), int(fields[_ARGUMENTS_END])
         if 0 < start < end:
             ctypes.memmove(start, title.encode()[:end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def request_parent_death_signal(number: signal.Signals) -> None:
+    """Ask the system to send this process a signal when its parent dies. Does nothing on systems other than Linux."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

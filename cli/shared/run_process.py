@@ -1,0 +1,348 @@
+"""Accompany a run of `slipstream train`: progress, result, exit status and restarts.
+
+On node 0, `slipstream train` consists of two processes: one that leads the run, and its parent, which only waits for
+it. When the leading process is killed, as for lack of memory, its workers live on, and the next one adopts them
+(`runtime.coordinator.decisions.failover`).
+"""
+
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+from slipstream.cli.shared.console import duration, err, exit_negative, refuse
+from slipstream.cli.shared.run_summary import run_time
+from slipstream.planner.job.file import JobError
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.runtime.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.coordinator.records.writer_thread import WriterThread
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import (
+    LOSSES,
+    Event,
+    FetchAbandoned,
+    FetchBegun,
+    FetchProgressed,
+    HandedOver,
+    OrderGiven,
+    Phase,
+    Started,
+)
+from slipstream.runtime.launch import RestartLimit, RunResult
+from slipstream.runtime.placement import PlacementError
+from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
+from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS, SIGNALS, RunStopped
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.run_folder import FolderError, read_takeover_record
+from slipstream.schedules.codec import ScheduleError
+
+RECENT_ITERATIONS = 10
+"""Number of iterations over which the throughput is averaged."""
+
+
+class RunProgress:
+    """Progress of a run, updated by each event and each committed iteration.
+
+    Parameters
+    ----------
+    tokens
+        Number of tokens in a sample; None if samples do not consist of tokens.
+    """
+
+    def __init__(self, tokens: int | None) -> None:
+        self._tokens = tokens
+        self._workers = self._samples = self._live = self._iterations = self._done = 0
+        self._fault_free: float | None = None
+        self._planned: float | None = None
+        self._phase: Phase | None = None
+        self._fetched: float | None = None
+        """Share of the layers that have been copied for a better schedule; None if no such fetch is in progress."""
+        self._fetch = 0
+        self._committed: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
+        """Times at which the last iterations of this generation were committed."""
+
+    def observe(self, event: Event) -> None:
+        """Update phase, live workers and copied layers according to an event of the run."""
+        match event:
+            case Started():
+                self._workers, self._samples, self._fault_free = event.workers, event.samples, event.fault_free_period
+                self._iterations, self._done = event.iterations, event.iteration
+            case OrderGiven():
+                self._live, self._planned, self._phase, self._fetched = (event.live, event.planned_period, event.phase,
+                                                                         None)
+                self._committed.clear()
+            case FetchBegun() if event.purpose == "settle":
+                self._fetch, self._fetched = event.fetch, 0.0
+            case FetchProgressed() if event.fetch == self._fetch and self._fetched is not None:
+                self._fetched = event.share
+            case FetchAbandoned() | HandedOver() if event.fetch == self._fetch:
+                self._fetched = None
+
+    def record_commit(self, iteration: int) -> None:
+        """Record that an iteration was committed."""
+        self._done = iteration + 1
+        self._committed.append(time.monotonic())
+
+    @property
+    def phase(self) -> str:
+        """Name of the phase or, while layers are fetched to even out the load, `settling` with the share that has
+        arrived. Empty before the first generation."""
+        return f"settling {self._fetched:.0%}".replace("%", " %") if self._fetched is not None else self._phase or ""
+
+    @property
+    def throughput(self) -> float | None:
+        """Throughput over the last iterations, in tokens per second, or in samples per second if samples do not consist
+        of tokens; None until the present workers have committed two of them."""
+        seconds = self._iteration_seconds
+        return None if seconds is None else (self._tokens or 1) * self._samples / seconds
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Remaining time, in seconds, if further iterations take as long as the last ones. None if that is unknown."""
+        seconds = self._iteration_seconds
+        return None if seconds is None else seconds * (self._iterations - self._done)
+
+    @property
+    def _iteration_seconds(self) -> float | None:
+        if len(self._committed) < 2 or self._committed[-1] <= self._committed[0]:
+            return None
+        return (self._committed[-1] - self._committed[0]) / (len(self._committed) - 1)
+
+    def __str__(self) -> str:
+        if self._phase is None:
+            return ""
+        parts = [self.phase, f"{self._live} of {self._workers} workers"]
+        rate, seconds_left = self.throughput, self.seconds_left
+        unit = "samples/s" if self._tokens is None else "tokens/s"
+        parts += [] if rate is None else [f"{_format_count(rate)} {unit}"]
+        parts += [] if not seconds_left else [f"{run_time(seconds_left)} left"]
+        if self._fault_free and self._planned:
+            parts.append(f"planned {100 * self._fault_free / self._planned:.0f} % of fault-free")
+        return ", ".join(parts)
+
+
+def _format_count(number: float) -> str:
+    """Format a number with commas between thousands, rounded to an integer or, below 100, to three significant
+    digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressDisplay:
+    """Progress bar on stderr, with a line above it for each iteration and for each change of workers.
+
+    A thread prints everything, so that callers do not wait for the terminal.
+    """
+
+    bar: Progress
+    task: TaskID
+    progress: RunProgress
+    write: WriterThread
+
+    def show_commit(self, iteration: int, loss: float) -> None:
+        """Show a committed iteration. Without a progress bar, its line also has what the bar would show."""
+        self.write(partial(self._print_commit, iteration, loss))
+
+    def show_event(self, event: Event) -> None:
+        """Update the progress bar after an event of the run."""
+        self.write(partial(self._update_bar, event))
+
+    def show_message(self, news: object) -> None:
+        """Print a line about a change of workers or a problem (`news`, by its text)."""
+        self.write(lambda: self.bar.console.print(str(news), style="yellow", soft_wrap=True))
+
+    def _print_commit(self, iteration: int, loss: float) -> None:
+        self.progress.record_commit(iteration)
+        self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
+        state = f"  {self.progress}" if self.bar.disable else ""
+        self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", soft_wrap=True)
+
+    def _update_bar(self, event: Event) -> None:
+        self.progress.observe(event)
+        self.bar.update(self.task, description=str(self.progress) or None)
+
+
+@contextmanager
+def show_progress(iterations: int, tokens: int | None) -> Iterator[ProgressDisplay]:
+    """Show a progress bar on stderr within the context, and yield the display, to which the caller passes commits and
+    events of a run.
+
+    The run has `iterations` iterations, and a sample has `tokens` tokens (None: it does not consist of tokens).
+    """
+    what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), what)  # a narrow terminal cuts what comes last
+    with Progress(*columns, console=err, transient=True, expand=True, disable=not err.is_terminal) as bar, \
+            WriterThread() as write:
+        if bar.disable:  # a log: the first iteration may be a minute away
+            write(lambda: err.print("starting the workers"))
+        yield ProgressDisplay(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens), write)
+
+
+@contextmanager
+def call_in_thread(tell: Callable[..., object],
+                   complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
+    """Yield a function that calls `tell` with its arguments in a thread, so that callers do not wait for the terminal.
+
+    At the end of the context, `complain` receives the errors of the thread.
+    """
+    with WriterThread(complain) as write:
+        def call_later(*what: Any) -> None:
+            write(partial(tell, *what))
+
+        yield call_later
+
+
+def build_report(result: RunResult) -> dict[str, object]:
+    """Return the answer of `slipstream train --json`, with durations in seconds."""
+    return {
+        "iterations": len(result.losses),
+        "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
+        "parameter_digest": result.parameter_digest,
+        "first_iteration": result.first_iteration,
+        "recoveries": [{"iteration": one.iteration, "dead": list(map(str, one.dead)),
+                        "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
+                        "live": one.live, "nodes": list(one.nodes), "seconds": one.seconds, "broken": one.broken,
+                        "commit_gap_seconds": one.commit_gap_seconds, "went_back_to": one.went_back_to,
+                        "repeated": one.repeated} for one in result.recoveries],
+        "slow_workers": [{"worker": str(change.worker), "factor": change.factor, "since": change.since,
+                          "iteration": event.iteration, "left_out": change.worker in event.left_out,
+                          "rescheduled": event.changed, "planned_period_before": event.present_seconds,
+                          "planned_period": event.planned_seconds, "measured_period": seconds}
+                         for event, seconds in zip(result.speed_events, result.speed_periods_seconds, strict=True)
+                         for change in event.changes],
+        "measured_period": result.measured_period_seconds,
+        "planned_period": result.planned_period_seconds,
+    }
+
+
+def summary_text(result: RunResult) -> str:
+    """Return a few lines for a reader: the losses, the periods, and where the files are."""
+    lines = []
+    if result.losses and result.measured_period_seconds is not None:
+        count = len(result.losses)
+        lines.append(f"{count} iteration{'s' * (count > 1)}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
+        lines.append(f"period {duration(result.measured_period_seconds)} measured, "
+                     f"{duration(result.planned_period_seconds)} planned with the job file's times")
+    if result.recoveries:
+        worst = max(recovery.seconds for recovery in result.recoveries)
+        gap = max(recovery.commit_gap_seconds or 0.0 for recovery in result.recoveries)
+        times = "once" if len(result.recoveries) == 1 else f"{len(result.recoveries)} times"
+        lines.append(f"the workers changed {times}, the longest pause was {duration(worst)}"
+                     + (f"; at most {duration(gap)} from one committed iteration to the next" if gap else ""))
+    lines.append(f"parameters {result.parameter_digest[:16]}, everything in {result.out}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def exit_on_errors(goes_on: Callable[[], str] = str, folder: Path | None = None) -> Iterator[None]:
+    """Turn an error within the context into one line on stderr and an exit status: 2 if a run cannot begin, 1 if it
+    fails, 130 or 143 if it is interrupted.
+
+    For a run that had begun, the line says how many losses its `folder` has, if it is given, and ends with the result
+    of `goes_on`: a clause that says how to resume it.
+    """
+    try:
+        yield
+    except (JobError, ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError,
+            ScheduleError) as error:
+        refuse(error)
+    except OSError as error:
+        refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
+    except (RunError, NoPlanError) as error:
+        exit_negative(f"{error}{goes_on()}")
+    except RunStopped as stopped:
+        err.print(f"slipstream: {stopped}; all workers are gone{_describe_losses(folder)}{goes_on()}",
+                  style="yellow", soft_wrap=True)
+        raise typer.Exit(128 + stopped.number) from None
+    except KeyboardInterrupt:
+        err.print(f"slipstream: interrupted; all workers are gone{_describe_losses(folder)}", style="yellow",
+                  soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def _describe_losses(folder: Path | None) -> str:
+    """Return a clause on how many losses the file in a run's folder has: none if the disk was full. Empty for None."""
+    if folder is None:
+        return ""
+    count = 0
+    with suppress(OSError):
+        count = (folder / LOSSES).read_bytes().count(b"\n")
+    return f", and {folder / LOSSES} has the losses of {count or 'no'} iteration{'s' * (count != 1)}"
+
+
+INTENTIONAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
+"""Signals, besides those that a run handles, that end it intentionally, so that it is not restarted."""
+PASSED_ON = set(SIGNALS)
+
+
+def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
+    """Fork a child that leads the run in `folder`, restart it when it is killed, and report each restart by `say`.
+
+    This function returns only in the child, once for each start. The calling process never returns: it ends the way the
+    last child ended. On systems other than Linux, where no process ends with its parent, nothing is forked and the
+    function returns at once.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    restarts, parent = RestartLimit(), os.getpid()
+    name_process("node 0's watch", shlex.join(sys.argv[1:]))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
+    while True:
+        child = os.fork()
+        if not child:
+            request_parent_death_signal(signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if os.getppid() != parent:
+                os._exit(1)
+            return
+        status = _wait_for_child(child)
+        if status >= 0:
+            os._exit(status)
+        if -status in SIGNALS:  # told to end while it handled no signals, as at its very start or end
+            os._exit(128 - status)
+        pause = None if -status in INTENTIONAL_SIGNALS or read_takeover_record(folder) is None \
+            else restarts.count_failure()
+        if pause is None:
+            with suppress(OSError):  # signals that cannot be caught
+                signal.signal(-status, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.kill(parent, -status)
+            os._exit(128 - status)  # the first process of a container is not killed
+        say(f"node 0 was killed by {signal.Signals(-status).name}, and is restarted; its workers are alive")
+        if (received := signal.sigtimedwait(PASSED_ON, pause)) is not None:
+            os._exit(128 + received.si_signo)
+
+
+def exit_on_signals() -> None:
+    """Make signals that schedulers send end this process with status 128 plus the signal's number, until a run takes
+    over their handling."""
+    for number in SCHEDULER_SIGNALS:
+        signal.signal(number, lambda received, _: os._exit(128 + received))
+
+
+def _wait_for_child(child: int) -> int:
+    """Return the exit status of a child once it has ended, or minus the number of the signal that killed it.
+
+    Until then, signals to this process are passed on to the child, except those of a terminal, which reach both anyway.
+    """
+    while True:
+        received = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
+        if received.si_signo != signal.SIGCHLD:
+            if received.si_code <= 0:
+                os.kill(child, received.si_signo)
+        elif (ended := os.waitpid(child, os.WNOHANG)) != (0, 0):
+            return os.waitstatus_to_exitcode(ended[1])

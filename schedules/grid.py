@@ -1,0 +1,183 @@
+"""Define the shape of a job: workers, virtual stages and their layers.
+
+The ranges of numbers are those that reading a file checks.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, NamedTuple, Self
+
+import msgspec
+
+from slipstream.schedules.layers import LayerRange, merge_ranges
+
+MAX_WORKERS = 2**17
+MAX_MICROBATCHES = 2**16
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""Time, or amount of memory: an integer that a double represents exactly."""
+TickSeconds = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
+_Term = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+Ratio = tuple[_Term, _Term]
+"""Exact fraction, as (numerator, denominator)."""
+
+
+class Worker(NamedTuple):
+    """Worker, or role of a worker: the process that holds column `column` of pipeline `pipeline`.
+
+    Without virtual stages, the column is the stage. The text form is `pipeline.column`, e.g. `1.2`.
+    """
+
+    pipeline: Natural
+    column: Natural
+
+    def __str__(self) -> str:
+        return f"{self.pipeline}.{self.column}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse the name of a worker, `pipeline.column`.
+
+        Raises ValueError, which quotes the text, if it has another form.
+        """
+        pipeline, dot, column = text.partition(".")
+        are_numbers = pipeline.isdecimal() and column.isdecimal() and text.isascii()
+        if not (dot and are_numbers and len(text) <= 16):
+            raise ValueError(f"{text!r} is not a worker: write PIPELINE.STAGE, for example 1.2")
+        return cls(int(pipeline), int(column))
+
+
+Speeds = tuple[tuple[Worker, float], ...]
+"""Workers that do not run at the usual speed, sorted.
+
+Each has the factor by which its ops take longer.
+"""
+HeldLayers = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
+"""Layers of the schedule's model that each live worker holds, sorted by worker."""
+
+
+class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Virtual stage: the column of workers that holds it and, if known, its layers."""
+
+    column: Natural
+    layers: LayerRange | None = None
+
+
+class Grid(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    dict=True,
+):
+    """Shape of a job.
+
+    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains: `stages` then lists
+    them one after the other, with equally many stages each, and a micro-batch visits only one
+    chain. Stages at the same place of different chains are *copies*: they hold the same layers, and
+    their gradients are reduced together.
+    """
+
+    pipelines: Count
+    columns: Count
+    microbatches: tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)], ...]
+    """Number of micro-batches per iteration, one value per pipeline."""
+    stages: tuple[VirtualStage, ...]
+    """Virtual stages in the order in which a micro-batch visits them."""
+    chains: Count = 1
+    """Number of chains, of which a micro-batch passes one: 2 in bidirectional pipelines, else 1.
+
+    A chain is a run of virtual stages. Micro-batch m of a pipeline passes chain m modulo `chains`.
+    """
+
+    @property
+    def depth(self) -> int:
+        """Number of virtual stages that a micro-batch visits."""
+        return len(self.stages) // self.chains
+
+    def stages_of_microbatch(self, microbatch: int) -> range:
+        """Return the virtual stages that a micro-batch of a pipeline passes, in order."""
+        return self._stages_by_chain[microbatch % self.chains]
+
+    @cached_property
+    def _stages_by_chain(self) -> tuple[range, ...]:
+        starts = range(0, len(self.stages), self.depth)
+        return tuple(range(first, first + self.depth) for first in starts)
+
+    def is_last(self, stage: int) -> bool:
+        """Return whether a micro-batch passes this stage last."""
+        return (stage + 1) % self.depth == 0
+
+    def original_stage(self, stage: int) -> int:
+        """Return the stage of the first chain that has the same layers.
+
+        In pipelines of one direction, it is the stage itself.
+        """
+        return stage % self.depth
+
+    def workers(self) -> Iterator[Worker]:
+        """Iterate over all workers of the grid, failed ones included, in ascending order."""
+        for pipeline in range(self.pipelines):
+            for column in range(self.columns):
+                yield Worker(pipeline, column)
+
+    def stages_of_column(self, column: int) -> tuple[int, ...]:
+        """Return the virtual stages that a worker of this column holds, ascending."""
+        return self._stages_by_column[column]
+
+    @cached_property
+    def _stages_by_column(self) -> tuple[tuple[int, ...], ...]:
+        stages: list[list[int]] = [[] for _ in range(self.columns)]
+        for index, stage in enumerate(self.stages):
+            stages[stage.column].append(index)
+        return tuple(map(tuple, stages))
+
+    @cached_property
+    def held_layers_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
+        """Layers of the stages of each column, indexed by column.
+
+        They are ascending ranges that do not touch.
+        """
+        return tuple(
+            merge_ranges(map(self.layers_of, stages)) for stages in self._stages_by_column
+        )
+
+    @cached_property
+    def layers_by_stage(self) -> tuple[LayerRange, ...]:
+        """Range of layers of each virtual stage, indexed by the stage's number.
+
+        If every stage names its layers, and the stages of each chain cover consecutive ranges from
+        layer 0 on, with at least one layer each, these are the ranges. Otherwise every stage counts
+        as one layer, numbered by its place in its chain.
+        """
+        given = tuple(stage.layers for stage in self.stages)
+        named = tuple(layers for layers in given if layers is not None)
+        chains = [named[first:first + self.depth] for first in range(0, len(given), self.depth)]
+        if len(named) == len(given) and all(map(_is_tiling_from_zero, chains)):
+            return named
+        return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(len(given)))
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers of the model. A route covers layers 0 to `layer_count` - 1."""
+        return self.layers_by_stage[self.depth - 1][1]
+
+    def layers_of(self, stage: int) -> LayerRange:
+        """Return the range of layers of a virtual stage, by its number."""
+        return self.layers_by_stage[stage]
+
+    @property
+    def total_microbatches(self) -> int:
+        """Number of micro-batches of all pipelines in one iteration."""
+        return sum(self.microbatches)
+
+
+def _is_tiling_from_zero(ranges: Sequence[LayerRange]) -> bool:
+    """Return whether the ranges are not empty, begin at 0, and follow one another."""
+    have_layers = all(first < end for first, end in ranges)
+    return have_layers and ranges[0][0] == 0 and all(
+        before[1] == after[0] for before, after in pairwise(ranges)
+    )
