@@ -65,7 +65,7 @@ def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED,
 
     wanted = read_job_or_refuse(job)
     if tensor_parallel is not None:
-        wanted = msgspec.structs.replace(wanted, training={**wanted.training, "tensor_parallel": tensor_parallel})
+        wanted = wanted.with_ranks(tensor_parallel)
     try:
         config = parse_run_config(wanted.model, wanted.training)
         with simulating_rank(config.training.tensor_parallel):

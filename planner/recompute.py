@@ -64,7 +64,7 @@ class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
 
 def chooses_recomputation(job: Job) -> bool:
     """Return whether the job leaves the choice to the planner: `[training] recompute = "auto"`."""
-    return job.training.get("recompute") == AUTO
+    return job.run_keys.recompute == AUTO
 
 
 def choose_recomputation(

@@ -199,7 +199,7 @@ def require_possible_rehearsals(arguments: Sequence[str]) -> None:
     if job is None:
         return
     rehearsals = read_rehearsals(job, *(_values_of(option, arguments) for option in REHEARSED))
-    iterations = [job.training.get("iterations"), *_values_of("--iterations", arguments)][-1]
+    iterations = [job.run_keys.iterations, *_values_of("--iterations", arguments)][-1]
     given = {argument.partition("=")[0] for argument in arguments}
     if str(iterations).isdecimal() and not {"--failed", "--failed-node", "--schedule"} & given:
         for line in rehearsals.find_conflicts(int(str(iterations))):
