@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.shared.console import duration, out, print_error, print_json
-from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal_text
-from slipstream.cli.shared.options import Json, ScheduleFiles
-from slipstream.cli.shared.schedule_summary import gap_text
+from slipstream.cli.shared.options import Json, ScheduleFiles, ScheduleInFile, read_schedules, refusal_text
+from slipstream.cli.shared.summaries import gap_text
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.stated_question import ContradictionError

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from slipstream.cli.drawing.text_timeline import draw_timeline
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import require_writable
-from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.options import Json, require_writable
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.job.file import Job, StageMemory, read_job
 from slipstream.planner.plan import Plan, plan_job

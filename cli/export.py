@@ -11,8 +11,14 @@ import typer
 from slipstream.cli.exporters import EXPORTERS, Exporter, ExportError
 from slipstream.cli.exporters.torchtitan import NEWEST, VERSIONS
 from slipstream.cli.shared.console import complete_from, delay_interrupts, err, exit_negative, print_json, refuse
-from slipstream.cli.shared.inputs import read_job_or_refuse, read_schedule_or_refuse, require_choice, require_writable
-from slipstream.cli.shared.options import Force, Json
+from slipstream.cli.shared.options import (
+    Force,
+    Json,
+    read_job_or_refuse,
+    read_schedule_or_refuse,
+    require_choice,
+    require_writable,
+)
 from slipstream.schedules.check import check
 
 _FOR_CHECKPOINTS = " or ".join(name for name, exporter in EXPORTERS.items() if "schedule" not in exporter.modules)

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import typer
 
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import parse_workers, read_schedule_or_refuse
-from slipstream.cli.shared.options import Json, ScheduleFile, Seed
+from slipstream.cli.shared.options import Json, ScheduleFile, Seed, parse_workers, read_schedule_or_refuse
 from slipstream.planner.job.profiler_trace import ProfilerTraceError
 from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
 from slipstream.schedules.dealing import CostError, Dealer, costs_of, read_lengths, require_costs

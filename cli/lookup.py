@@ -9,7 +9,12 @@ import msgspec
 import typer
 
 from slipstream.cli.shared.console import complete_from, duration, err, exit_negative, out, print_json, refuse
-from slipstream.cli.shared.inputs import (
+from slipstream.cli.shared.options import (
+    Failed,
+    FailedNode,
+    Force,
+    Json,
+    OutFile,
     encode_or_refuse,
     failed_workers,
     load_table_or_refuse,
@@ -17,9 +22,8 @@ from slipstream.cli.shared.inputs import (
     require_writable,
     write_or_refuse,
 )
-from slipstream.cli.shared.options import Failed, FailedNode, Force, Json, OutFile
 from slipstream.cli.shared.planning import compile_planner, find_recomputation
-from slipstream.cli.shared.schedule_summary import role_change_lines
+from slipstream.cli.shared.summaries import role_change_lines
 from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised

@@ -10,8 +10,19 @@ import typer
 from typer import Option
 
 from slipstream.cli.shared.console import complete_from, duration, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.options import ANSWER, PLACEMENTS, SEARCH, Force, Json, Placement, Steps, take_request
+from slipstream.cli.shared.options import (
+    ANSWER,
+    PLACEMENTS,
+    SEARCH,
+    Force,
+    Json,
+    Placement,
+    Steps,
+    require_choice,
+    require_writable,
+    take_request,
+    write_or_refuse,
+)
 from slipstream.cli.shared.plan_summary import placement_lines
 from slipstream.cli.shared.planning import find_pipeline
 from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, estimate_job

@@ -10,7 +10,7 @@ from typer import Option
 from slipstream.cli.drawing.text_timeline import draw_timeline
 from slipstream.cli.shared import options
 from slipstream.cli.shared.console import complete_from, count_free_lines, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import (
+from slipstream.cli.shared.options import (
     encode_or_refuse,
     failed_workers,
     read_job_or_refuse,

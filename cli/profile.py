@@ -10,8 +10,7 @@ import msgspec
 import typer
 
 from slipstream.cli.shared.console import delay_interrupts, duration, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
-from slipstream.cli.shared.options import ANSWER, Force, Json
+from slipstream.cli.shared.options import ANSWER, Force, Json, read_job_or_refuse, require_writable, write_or_refuse
 from slipstream.planner.job.file import Job, placement_table, topology_table
 from slipstream.planner.job.network import network_table
 from slipstream.planner.job.toml import job_text, round_times
@@ -66,7 +65,7 @@ def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED,
 
     wanted = read_job_or_refuse(job)
     if tensor_parallel is not None:
-        wanted = msgspec.structs.replace(wanted, training={**wanted.training, "tensor_parallel": tensor_parallel})
+        wanted = wanted.with_ranks(tensor_parallel)
     try:
         config = parse_run_config(wanted.model, wanted.training)
         with simulating_rank(config.training.tensor_parallel):

@@ -16,8 +16,7 @@ from slipstream.cli.figures.figure import Figure
 from slipstream.cli.figures.memory_curves import reproduce_curves
 from slipstream.cli.figures.unlike_layers import reproduce_unlike_layers
 from slipstream.cli.shared.console import LogProgress, err, out, print_json, refuse, watch_interrupts
-from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.options import Json, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.published.unlike_layers import LARGER

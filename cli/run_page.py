@@ -25,7 +25,7 @@ from slipstream.cli.drawing.run_charts import (
     find_starting,
 )
 from slipstream.cli.shared.console import duration
-from slipstream.cli.shared.run_summary import (
+from slipstream.cli.shared.summaries import (
     EventGroup,
     as_percent,
     describe_event,

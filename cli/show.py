@@ -13,10 +13,22 @@ from slipstream.cli.drawing.text_timeline import draw_measured_timeline, draw_ti
 from slipstream.cli.exporters.perfetto import perfetto_trace
 from slipstream.cli.run_page import run_page
 from slipstream.cli.shared.console import console_of_width, duration, err, print_json, refuse
-from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal_text, require_writable, write_or_refuse
-from slipstream.cli.shared.options import Force, Json
-from slipstream.cli.shared.run_summary import build_run_summary, print_run
-from slipstream.cli.shared.schedule_summary import measured_period, summarize_schedule, summary_line
+from slipstream.cli.shared.options import (
+    Force,
+    Json,
+    ScheduleInFile,
+    read_schedules,
+    refusal_text,
+    require_writable,
+    write_or_refuse,
+)
+from slipstream.cli.shared.summaries import (
+    build_run_summary,
+    measured_period,
+    print_run,
+    summarize_schedule,
+    summary_line,
+)
 from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.runtime.run_record import RunRecord, RunRecordError, read_run
 from slipstream.schedules.check import check

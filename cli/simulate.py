@@ -23,16 +23,22 @@ from slipstream.cli.drawing.simulation_report import (
     worker_hours,
 )
 from slipstream.cli.shared.console import LogProgress, err, exit_negative, out, print_json, refuse, watch_interrupts
-from slipstream.cli.shared.inputs import (
+from slipstream.cli.shared.options import (
+    ANSWER,
+    ExecutorName,
+    Force,
+    JobFile,
+    Json,
+    Settings,
     failed_workers,
     load_table_or_refuse,
     read_job_or_refuse,
     require_choice,
     require_trainable_tables,
     require_writable,
+    take_request,
     write_or_refuse,
 )
-from slipstream.cli.shared.options import ANSWER, ExecutorName, Force, JobFile, Json, Settings, take_request
 from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
 from slipstream.planner.budget import STEP_SECONDS, CountCallback
 from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
@@ -170,7 +176,7 @@ def simulate(request: SimulateRequest) -> None:
     costs = costs_for(_estimate_parameters(job) if request.parameters is None else request.parameters, job.stages)
     if request.switch is not None:
         costs = msgspec.structs.replace(costs, switch_seconds=request.switch)
-    samples = request.batch if request.batch is not None else _samples_per_microbatch(job)
+    samples = request.batch if request.batch is not None else float(job.run_keys.batch)
     planning = functools.partial(_make_throughputs, job, samples, table, request.steps, dead)
     try:
         with open_executor_or_refuse(request.executor) as pool, _show_progress() as (tell, describe):
@@ -189,7 +195,7 @@ def simulate(request: SimulateRequest) -> None:
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
-    tokens, searched = request.tokens or _tokens_per_sample(job), _describe_search(request.steps)
+    tokens, searched = request.tokens or job.run_keys.context, _describe_search(request.steps)
     if request.html is not None:
         notes = _report_notes(costs, samples, request.table, searched)
         write_or_refuse(request.html, build_report(result, job=job.name, shape=_describe_grid(job), notes=notes,
@@ -309,17 +315,6 @@ def _estimate_parameters(job: Job) -> float:
         return DEFAULT_PARAMETERS
     held = sum(memory.weights) + sum(memory.state) * float(1 - held_state_share(job.pipelines))
     return min(MOST_PARAMETERS, max(FEWEST_PARAMETERS, held * memory.unit_bytes / BYTES_PER_PARAMETER))
-
-
-def _samples_per_microbatch(job: Job) -> float:
-    given = job.training.get("batch", 1)
-    return float(given) if isinstance(given, int | float) and not isinstance(given, bool) and given > 0 else 1.0
-
-
-def _tokens_per_sample(job: Job) -> int | None:
-    """Return the number of tokens in a sample, or None if the job does not tell it."""
-    given = job.model.get("context")
-    return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
 
 def _simulate_in_processes(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,

@@ -13,7 +13,7 @@ from typer import Option
 
 from slipstream.cli.shared import options
 from slipstream.cli.shared.console import LogProgress, duration, err, exit_negative, out, print_json, refuse
-from slipstream.cli.shared.inputs import (
+from slipstream.cli.shared.options import (
     may_exist,
     read_job_or_refuse,
     require_choice,

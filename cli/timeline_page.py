@@ -13,7 +13,7 @@ import msgspec
 
 from slipstream.cli.drawing.op_colours import COLOURS, NAMES
 from slipstream.cli.drawing.page_file import fill_page, to_json
-from slipstream.cli.shared.schedule_summary import measured_period, summarize_schedule
+from slipstream.cli.shared.summaries import measured_period, summarize_schedule
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from slipstream.schedules.memory import CHANGING_AT_START, activation_room, memory_change
 from slipstream.schedules.precedence import RULES

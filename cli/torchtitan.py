@@ -51,6 +51,7 @@ from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_l
 from slipstream.runtime.processes.process_attributes import request_parent_death_signal
 from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
 from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
+from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from slipstream.runtime.run_folder import CHECKPOINTS, read_takeover_record
 from slipstream.schedules.codec import read
@@ -274,10 +275,11 @@ def _join_run(own: RunSetup) -> None:
     secret = read_secret_or_refuse(own.here)
     assert secret is not None
     workers = [Worker(pipeline, column) for pipeline in range(own.job.pipelines) for column in range(own.job.stages)]
+    settings = NodeSettings(config=own.config, secret=secret, out=str(own.folder), resume=str(own.folder))
     with call_in_thread(logger.info) as say:
         join_run(find_node_0(own.here, JOIN_TIMEOUT_SECONDS, say),
-                 NodeJob(config=own.config, workers=workers, secret=secret, resume=own.folder), node=own.here.node,
-                 nodes=own.here.nodes, out=own.folder, local=own.here.local, notify=say)
+                 NodeJob(settings=settings, workers=workers), node=own.here.node, nodes=own.here.nodes,
+                 local=own.here.local, notify=say)
 
 
 def main() -> None:

@@ -12,13 +12,6 @@ import typer
 from msgspec.structs import replace
 
 from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
-from slipstream.cli.shared.inputs import (
-    failed_workers,
-    read_job_or_refuse,
-    read_schedule_or_refuse,
-    require_choice,
-    require_writable,
-)
 from slipstream.cli.shared.launch_options import (
     Rehearsals,
     find_own_node,
@@ -26,7 +19,14 @@ from slipstream.cli.shared.launch_options import (
     read_secret_or_refuse,
     with_machines,
 )
-from slipstream.cli.shared.options import take_request
+from slipstream.cli.shared.options import (
+    failed_workers,
+    read_job_or_refuse,
+    read_schedule_or_refuse,
+    require_choice,
+    require_writable,
+    take_request,
+)
 from slipstream.cli.shared.plan_summary import recomputation_lines
 from slipstream.cli.shared.planning import build_plan_options, find_recomputation, make_plan, read_search_params
 from slipstream.cli.shared.run_process import (
@@ -66,6 +66,7 @@ from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
 from slipstream.runtime.processes.launch_environment import LaunchInfo, choose_listen_address
 from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
 from slipstream.runtime.processes.torchrun_store import announce_node_0, find_node_0
+from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.run_folder import read_takeover_record
 from slipstream.schedules.check import check
@@ -102,8 +103,11 @@ def train(ctx: typer.Context, request: TrainRequest) -> None:
         _lead_run(ctx, request, job, config, here, secret)
         return
     assert secret is not None
+    own = NodeSettings(config=config, secret=secret, out=str(request.folder),
+                       resume=None if request.resume is None else str(request.resume),
+                       coordinator_timeout_seconds=request.coordinator_timeout)
     _join_run(request, here, NodeJob(
-        config=config, secret=secret, resume=request.resume, coordinator_timeout_seconds=request.coordinator_timeout,
+        settings=own,
         workers=[Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]))
     if request.json:
         print_json({"node": here.node})
@@ -157,7 +161,7 @@ def _find_tokens_per_sample(job: Job, config: RunConfig) -> int | None:
     """Return the number of tokens in a sample; None for a model of the user's own whose job says nothing of tokens."""
     model, training = config.model, config.training
     is_own = ":" in model.name and model.hugging_face is None and model.torchtitan is None
-    reads_tokens = "context" in job.model or training.tokens or training.tokenizer
+    reads_tokens = job.run_keys.context is not None or training.tokens or training.tokenizer
     return None if is_own and not reads_tokens else model.context
 
 
@@ -203,14 +207,14 @@ def _build_resilience(request: TrainRequest, planner: FailurePlanner, rehearsals
 
 def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
     """Train as a node other than node 0, on its instructions, unless all iterations are done."""
-    is_done = partial(is_done_without_node, request, own.config.training.iterations)
+    is_done = partial(is_done_without_node, request, own.settings.config.training.iterations)
     try:
         if is_done():
             raise RunDoneError
         with exit_on_errors(), call_in_thread(_say) as say:
             join_run(find_node_0(here, request.join_timeout, say), own, node=here.node, nodes=here.nodes,
-                     out=request.folder, local=here.local, join_timeout_seconds=request.join_timeout,
-                     grace_seconds=request.grace, notify=say, is_done=is_done)
+                     local=here.local, join_timeout_seconds=request.join_timeout, grace_seconds=request.grace,
+                     notify=say, is_done=is_done)
     except RunDoneError:
         _say(f"{request.folder}: all iterations are done; node {here.node} has nothing to do")
 

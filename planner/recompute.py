@@ -1,10 +1,13 @@
-"""Choose the stages that recompute their activations: they hold less memory from F to I, and run F again before I.
+"""Choose the stages that recompute their activations.
 
-If memory is tight, a stage that holds less lets more micro-batches wait, and the pipeline idles less; otherwise the
-second forward is lost time. A run always recomputes the same layers, whichever workers fail. So the choice is made
-once, for a pipeline with all workers alive. List schedules decide: first among the choices of the first 0, 1, 2 ...
-stages, since the first stages hold the most micro-batches; then the best of these with each stage changed. The best
-choice and none are then planned by the whole search, as list schedules may be far from the best of either.
+They hold less memory from F to I, and run F again before I.
+
+If memory is tight, a stage that holds less lets more micro-batches wait, and the pipeline idles
+less; otherwise the second forward is lost time. A run always recomputes the same layers, whichever
+workers fail. So the choice is made once, for a pipeline with all workers alive. List schedules
+decide: first among the choices of the first 0, 1, 2 ... stages, since the first stages hold the
+most micro-batches; then the best of these with each stage changed. The best choice and none are
+then planned by the whole search, as list schedules may be far from the best of either.
 
 A bound on the period is proven for every choice (lemma 14 of docs/bounds.md).
 """
@@ -39,9 +42,12 @@ class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     """Job with the times and the memory of the choice."""
     stages: tuple[int, ...]
-    """Numbers of the stages, in the order of a micro-batch, that recompute the activations of their layers."""
+    """Numbers of the stages that recompute, in the order of a micro-batch."""
     period: float
-    """Period in seconds of the best plan found of one pipeline with the choice, all workers alive."""
+    """Period in seconds of the best plan of one pipeline with the choice.
+
+    All workers are alive.
+    """
     without: float | None
     """Period in seconds of the best such plan without recomputation; None if memory allows none."""
 
@@ -49,61 +55,98 @@ class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
     def layers(self) -> tuple[int, ...]:
         """Numbers of the layers whose activations are recomputed."""
         counts = layer_counts(self.job)
-        return tuple(layer for stage in self.stages for layer in range(sum(counts[:stage]), sum(counts[:stage + 1])))
+        return tuple(
+            layer
+            for stage in self.stages
+            for layer in range(sum(counts[:stage]), sum(counts[: stage + 1]))
+        )
 
 
 def chooses_recomputation(job: Job) -> bool:
     """Return whether the job leaves the choice to the planner: `[training] recompute = "auto"`."""
-    return job.training.get("recompute") == AUTO
+    return job.run_keys.recompute == AUTO
 
 
-def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = None) -> Recomputation:
+def choose_recomputation(
+    job: Job, options: PlanOptions, clock: Clock | None = None
+) -> Recomputation:
     """Choose the stages whose activations are recomputed, for the shortest period.
 
-    The `clock` is that of a search that this choice is part of. Raises JobError if the job does not state what a
-    recomputed micro-batch holds, NoPlanError if no choice fits.
+    The `clock` is that of a search that this choice is part of. Raises JobError if the job does not
+    state what a recomputed micro-batch holds, NoPlanError if no choice fits.
     """
     if job.memory is None or not job.memory.recomputed:
-        raise JobError("training.recompute is 'auto', but memory.recomputed is missing (memory of a micro-batch then); "
-                       "`slipstream profile` measures it")
+        raise JobError(
+            "training.recompute is 'auto', but memory.recomputed is missing (memory of a "
+            "micro-batch then); `slipstream profile` measures it"
+        )
     clock = clock or options.make_clock()
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False,
                                     holds=()).with_limit(
         options.params.blocks.recomputed_share * options.limit_seconds / (2 * job.depth + 1))
-    pipeline_job = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()),
-                           memory=replace(job.memory, capacity_of=()))
+    pipeline_job = replace(
+        job,
+        pipelines=1,
+        microbatches=(max(job.microbatches),),
+        time=replace(job.time, slow=()),
+        memory=replace(job.memory, capacity_of=()),
+    )
+    # The first stages hold the most micro-batches: try the first 0, 1, 2 ... of them.
     periods: dict[tuple[int, ...], float | None] = {}
     best: tuple[int, ...] = ()
     for stages in (tuple(range(count)) for count in range(job.depth + 1)):
         best = _better_choice(best, stages, periods, pipeline_job, quick, clock)
+    # Then change the choice of each stage by itself.
     for stage in range(job.depth):
-        best = _better_choice(best, tuple(sorted({*best} ^ {stage})), periods, pipeline_job, quick, clock)
+        best = _better_choice(
+            best, tuple(sorted({*best} ^ {stage})), periods, pipeline_job, quick, clock
+        )
     if periods[best] is None:
         plan_only(quick.with_limit(options.limit_seconds), job, (), clock)  # says what does not fit
-        raise NoPlanError("no schedule fits into memory, whichever stages recompute their activations")
+        raise NoPlanError(
+            "no schedule fits into memory, whichever stages recompute their activations"
+        )
+    # List schedules may be far from the best of either: the whole search compares the two.
     if best and periods[()] is not None:
         whole = quick.with_limit(options.params.blocks.recomputed_share * options.limit_seconds / 2)
-        best = _compare_with_none(best, periods, pipeline_job, replace(whole, method="cp-sat"), clock)
+        best = _compare_with_none(
+            best, periods, pipeline_job, replace(whole, method="cp-sat"), clock
+        )
     period = periods[best]
     assert period is not None
-    return Recomputation(job=with_recomputation(job, best), stages=best, period=period, without=periods[()])
+    return Recomputation(
+        job=with_recomputation(job, best), stages=best, period=period, without=periods[()]
+    )
 
 
-def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None],
-                   job: Job, options: PlanOptions, clock: Clock) -> tuple[int, ...]:
-    """Return the better of two choices of recomputed stages, `best` and `stages`, by the period of a list schedule.
+def _better_choice(
+    best: tuple[int, ...],
+    stages: tuple[int, ...],
+    periods: dict[tuple[int, ...], float | None],
+    job: Job,
+    options: PlanOptions,
+    clock: Clock,
+) -> tuple[int, ...]:
+    """Return the better of two choices of stages by the period of a list schedule.
 
     It is `best` if they are equal. Periods in seconds are kept in `periods`, by choice.
     """
     if stages not in periods:
-        periods[stages] = _list_period(with_recomputation(job, stages), options, periods.get(best), clock)
+        periods[stages] = _list_period(
+            with_recomputation(job, stages), options, periods.get(best), clock
+        )
     period, shortest = periods[stages], periods[best]
     return stages if period is not None and (shortest is None or period < shortest) else best
 
 
-def _compare_with_none(best: tuple[int, ...], periods: dict[tuple[int, ...], float | None], job: Job,
-                       options: PlanOptions, clock: Clock) -> tuple[int, ...]:
-    """Return `best`, or no stage if that is no worse by the whole search with these options.
+def _compare_with_none(
+    best: tuple[int, ...],
+    periods: dict[tuple[int, ...], float | None],
+    job: Job,
+    options: PlanOptions,
+    clock: Clock,
+) -> tuple[int, ...]:
+    """Return `best`, or no stage if that is no worse by the whole search.
 
     Periods in seconds in `periods`, by choice, are replaced by shorter ones.
     """
@@ -115,11 +158,13 @@ def _compare_with_none(best: tuple[int, ...], periods: dict[tuple[int, ...], flo
     return best if with_stages < without else ()
 
 
-def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: Clock) -> float | None:
-    """Return the period, in seconds, of the plan of a job with these options, which are for list schedules.
+def _list_period(
+    job: Job, options: PlanOptions, shortest: float | None, clock: Clock
+) -> float | None:
+    """Return the period, in seconds, of a job's list schedule with these options.
 
-    Return None if no plan fits or is found in time, or if the lower bound is not less than `shortest` seconds (None: no
-    limit).
+    Return None if no plan fits or is found in time, or if the lower bound is not less than
+    `shortest` seconds (None: no limit).
     """
     try:
         problem = options.make_problem(job)
@@ -131,12 +176,12 @@ def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: 
 
 
 def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
-    """Return the job in which the stages with these numbers recompute their activations, in both directions if it has
-    two.
+    """Return the job in which these stages recompute their activations.
 
-    F is run again in I, or in W at a first stage that has no I; until then, only what a recomputed micro-batch holds is
-    kept. While a layer is recomputed, its activation exists once more, in addition to what W will need: the room of a
-    worker is reduced by the largest such amount.
+    With two directions, they do so in both. F is run again in I, or in W at a first stage that has
+    no I; until then, only what a recomputed micro-batch holds is kept. While a layer is recomputed,
+    its activation exists once more, in addition to what W will need: the room of a worker is
+    reduced by the largest such amount.
     """
     again, memory, time = frozenset(stages), job.memory, job.time
     if not again:
@@ -144,41 +189,68 @@ def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
     assert memory is not None
     places = range(len(job.columns))
     chosen = [place % job.depth in again for place in places]
-    late = [chosen[place] and place % job.depth == 0 and not time.backward_input[place] for place in places]
-    held = [min(memory.recomputed[place], memory.activation[place]) if chosen[place] else memory.activation[place]
-            for place in places]
-    stash = [min(memory.weight_stash[place], held[place]) if late[place] else memory.weight_stash[place]
-             for place in places]
+    late = [
+        chosen[place] and place % job.depth == 0 and not time.backward_input[place]
+        for place in places
+    ]
+    backward_input, backward_weight = list(time.backward_input), list(time.backward_weight)
+    activation, stash = list(memory.activation), list(memory.weight_stash)
     reserve = [0.0] * job.stages
     for place, column in enumerate(job.columns):
-        if chosen[place]:
-            once_more = _largest_layer(job, place % job.depth) + max(0.0, stash[place] - held[place])
-            reserve[column] = max(reserve[column], once_more)
+        if not chosen[place]:
+            continue
+        activation[place] = min(memory.recomputed[place], activation[place])
+        # F runs again in I, or in W where there is no I.
+        if late[place]:
+            backward_weight[place] = add_exactly(backward_weight[place], time.forward[place])
+            stash[place] = min(stash[place], activation[place])
+        else:
+            backward_input[place] = add_exactly(backward_input[place], time.forward[place])
+        # While a layer is recomputed, its activation exists once more.
+        kept_for_weight = max(0.0, stash[place] - activation[place])
+        once_more = _largest_layer(job, place % job.depth) + kept_for_weight
+        reserve[column] = max(reserve[column], once_more)
+    capacity = tuple(
+        max(0.0, add_exactly(room, -less))
+        for room, less in zip(memory.capacity, reserve, strict=True)
+    )
+    capacity_of = tuple(
+        (worker, max(0.0, add_exactly(room, -reserve[worker.column])))
+        for worker, room in memory.capacity_of
+    )
     return replace(
         job,
-        time=replace(time, backward_input=tuple(
-                         add_exactly(value, time.forward[place]) if chosen[place] and not late[place] else value
-                         for place, value in enumerate(time.backward_input)),
-                     backward_weight=tuple(add_exactly(value, time.forward[place]) if late[place] else value
-                                           for place, value in enumerate(time.backward_weight))),
+        time=replace(
+            time, backward_input=tuple(backward_input), backward_weight=tuple(backward_weight)
+        ),
         memory=replace(
-            memory, activation=tuple(held), weight_stash=tuple(stash), reserve=tuple(reserve),
-            capacity=tuple(max(0.0, add_exactly(room, -less)) for room,
-                           less in zip(memory.capacity, reserve, strict=True)),
-            capacity_of=tuple((worker, max(0.0, add_exactly(room, -reserve[worker.column])))
-                              for worker, room in memory.capacity_of)),
-        layer_values=_recomputed_layer_values(job, chosen, late))
+            memory,
+            activation=tuple(activation),
+            weight_stash=tuple(stash),
+            reserve=tuple(reserve),
+            capacity=capacity,
+            capacity_of=capacity_of,
+        ),
+        layer_values=_recomputed_layer_values(job, chosen, late),
+    )
 
 
-def with_bound_of_choices(schedule: Schedule, job: Job, options: PlanOptions, failed: Sequence[Worker]) -> Schedule:
-    """Return a copy of the schedule whose bound holds whichever stages of the job recompute; it is never raised.
+def with_bound_of_choices(
+    schedule: Schedule, job: Job, options: PlanOptions, failed: Sequence[Worker]
+) -> Schedule:
+    """Return a copy of the schedule whose bound holds whichever stages recompute.
 
-    The `job` recomputes nothing yet; the schedule is a plan of one of the choices.
+    The bound is never raised. The `job` recomputes nothing yet; the schedule is a plan of one of
+    the choices.
     """
-    bounds = [_choices_bound(job, stage, schedule.scope, options, failed) for stage in range(job.depth)]
-    most = max(bounds, key=lambda bound: bound.ticks * bound.tick_seconds)
-    ticks = math.floor(most.ticks * limited_ratio(most.tick_seconds, schedule.tick_seconds))
-    return schedule if ticks >= schedule.lower_bound_ticks else schedule.with_bound(ticks, schedule.scope)
+    bounds = [
+        _choices_bound(job, stage, schedule.scope, options, failed) for stage in range(job.depth)
+    ]
+    largest = max(bounds, key=lambda bound: bound.ticks * bound.tick_seconds)
+    ticks = math.floor(largest.ticks * limited_ratio(largest.tick_seconds, schedule.tick_seconds))
+    if ticks >= schedule.lower_bound_ticks:
+        return schedule
+    return schedule.with_bound(ticks, schedule.scope)
 
 
 class _BoundInTicks(NamedTuple):
@@ -188,10 +260,13 @@ class _BoundInTicks(NamedTuple):
     tick_seconds: float
 
 
-def _choices_bound(job: Job, stage: int, scope: Scope, options: PlanOptions, failed: Sequence[Worker]) -> _BoundInTicks:
-    """Return a bound for all choices of recomputed stages: the smaller of two, in which `stage` is one and is none.
+def _choices_bound(
+    job: Job, stage: int, scope: Scope, options: PlanOptions, failed: Sequence[Worker]
+) -> _BoundInTicks:
+    """Return a bound for all choices of recomputed stages.
 
-    All other stages take the time of one that does not recompute, and the memory of one that does.
+    It is the smaller of two, in which `stage` is one and is none. All other stages take the time of
+    one that does not recompute, and the memory of one that does.
     """
     found = []
     for stages in ((), (stage,)):
@@ -200,29 +275,36 @@ def _choices_bound(job: Job, stage: int, scope: Scope, options: PlanOptions, fai
             found.append(_bound_in_scope(relaxed, scope, options, failed))
         except NoPlanError:
             continue  # no plan makes this choice
-    return min(found, key=lambda bound: bound.ticks * bound.tick_seconds, default=_BoundInTicks(0, 1.0))
+    return min(
+        found, key=lambda bound: bound.ticks * bound.tick_seconds, default=_BoundInTicks(0, 1.0)
+    )
 
 
 def _with_least_memory(chosen: Job, job: Job, stage: int) -> Job:
-    """Return `chosen`, in which all stages but one hold as little as with any choice for them.
+    """Return `chosen` with the least memory that any choice gives the other stages.
 
     The room that the recomputation of `stage` reserves is taken from its column alone.
     """
-    most = with_recomputation(job, range(job.depth))
-    assert chosen.memory is not None and most.memory is not None
+    recomputed = with_recomputation(job, range(job.depth))
+    assert chosen.memory is not None and recomputed.memory is not None
     places = range(len(job.columns))
 
     def least(values: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(values[place] if place % job.depth == stage else min(values[place], others[place])
-                     for place in places)
+        smallest = list(map(min, values, others))
+        for place in places:
+            if place % job.depth == stage:
+                smallest[place] = values[place]
+        return tuple(smallest)
 
     return replace(chosen, memory=replace(
-        chosen.memory, activation=least(chosen.memory.activation, most.memory.activation),
-        weight_stash=least(chosen.memory.weight_stash, most.memory.weight_stash)))
+        chosen.memory, activation=least(chosen.memory.activation, recomputed.memory.activation),
+        weight_stash=least(chosen.memory.weight_stash, recomputed.memory.weight_stash)))
 
 
-def _bound_in_scope(job: Job, scope: Scope, options: PlanOptions, failed: Sequence[Worker]) -> _BoundInTicks:
-    """Return a bound on the period of a job for the schedules of this scope or a wider one."""
+def _bound_in_scope(
+    job: Job, scope: Scope, options: PlanOptions, failed: Sequence[Worker]
+) -> _BoundInTicks:
+    """Return a bound on a job's period for the schedules of this scope or wider."""
     if scope is Scope.LAYERS:
         below = build_layered_problem(job, failed, LayoutScope(layers="move"), down=True)
         return _BoundInTicks(work_bound(below), below.tick_seconds)
@@ -230,37 +312,47 @@ def _bound_in_scope(job: Job, scope: Scope, options: PlanOptions, failed: Sequen
         whole = bounding_problem(options, job, (), down=True)
         return _BoundInTicks(any_roles_bound(job, failed, options).ticks, whole.tick_seconds)
     problem = bounding_problem_in(scope, options, job, failed)
-    if job.layer_values is not None and problem.can_cut_stages:  # layers may be equal with one choice only
+    # layers may be equal with one choice only
+    if job.layer_values is not None and problem.can_cut_stages:
         problem = replace(problem, parts=(0,) * len(problem.parts))
     return _BoundInTicks(strongest_bound(problem).ticks, problem.tick_seconds)
 
 
 def _largest_layer(job: Job, stage: int) -> float:
-    """Return the most memory, in the job's unit, that a layer of a stage holds from its F to its I."""
+    """Return the most memory that a layer of a stage holds from F to I.
+
+    It is in the job's unit.
+    """
     counts = layer_counts(job)
     first = sum(counts[:stage])
     return float(max(layer_costs(job).activation[first:first + counts[stage]]))
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return the values by which each stage's times and memory are divided over its layers (one tuple, by layer, for
-    each kind of value), changed for recomputation.
+    """Return the values of each layer, changed for recomputation.
 
-    By stage, `chosen` is true if it recomputes, `late` if it does so in W. None if the job divides stages evenly.
+    By stage, `chosen` is true if it recomputes, `late` if it does so in W. None if the job divides
+    stages evenly.
     """
     if job.layer_values is None:
         return None
     costs = layer_costs(job)
     stage_of = [stage for stage, count in enumerate(layer_counts(job)) for _ in range(count)]
-    again, at_w = ([flags[stage] for stage in stage_of] for flags in (chosen, late))
-    layers = range(len(stage_of))
+    backward_input, backward_weight = list(costs.backward_input), list(costs.backward_weight)
+    activation, stash = list(costs.activation), list(costs.weight_stash)
+    for layer, stage in enumerate(stage_of):
+        if not chosen[stage]:
+            continue
+        activation[layer] = costs.recomputed[layer]
+        if late[stage]:
+            backward_weight[layer] += costs.forward[layer]
+            stash[layer] = costs.recomputed[layer]
+        else:
+            backward_input[layer] += costs.forward[layer]
     return replace(
         job.layer_values,
-        backward_input=tuple(float(costs.backward_input[layer] + (costs.forward[layer] if again[layer] and not
-                                                                  at_w[layer] else 0)) for layer in layers),
-        backward_weight=tuple(float(costs.backward_weight[layer] + (costs.forward[layer] if at_w[layer] else 0))
-                              for layer in layers),
-        activation=tuple(float(costs.recomputed[layer] if again[layer] else costs.activation[layer])
-                         for layer in layers),
-        weight_stash=tuple(float(costs.recomputed[layer] if at_w[layer] else costs.weight_stash[layer])
-                           for layer in layers))
+        backward_input=tuple(map(float, backward_input)),
+        backward_weight=tuple(map(float, backward_weight)),
+        activation=tuple(map(float, activation)),
+        weight_stash=tuple(map(float, stash)),
+    )

@@ -190,7 +190,7 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock
         roomier = tuple(room * MORE_MEMORY_FACTOR for room in job.memory.capacity)
         more = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity=roomier))
         yield MORE_MEMORY, None, planner_of(more, quick)
-        if job.memory.recomputed and job.training.get("recompute", "none") == "none":
+        if job.memory.recomputed and job.run_keys.recompute == "none":
             yield RECOMPUTED, 'training.recompute = "auto"', lambda left: _plan_recomputed(
                 job, failed, quick.with_limit(left), clock)
     if options.layers == "fixed" and (failed or max(job.layers or (1,)) > 1):

@@ -3,7 +3,7 @@
 The job file may name them (`[topology]`), for several machines or to rehearse their failures on one. Otherwise they
 follow from the launchers: nodes with neighboring numbers share a machine, and each node has its share of the workers.
 Workers that own parts of each other's optimizer state are sent the same domains
-(`runtime.protocol.setup.WorkerSetup.failure_domains`).
+(`runtime.protocol.setup.CommonSettings.failure_domains`).
 """
 
 from collections.abc import Collection, Iterable, Sequence

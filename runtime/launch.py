@@ -36,13 +36,13 @@ from slipstream.runtime.coordinator.records.run_log import ProgressCallback, Run
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.coordinator.run_fit import (
     RunFit,
-    build_setup,
     check_fit,
     compare_with_checkpoint,
     count_samples_read,
 )
 from slipstream.runtime.coordinator.run_options import Resilience as Resilience
 from slipstream.runtime.coordinator.run_options import RunOptions as RunOptions
+from slipstream.runtime.coordinator.run_options import RunRequest
 from slipstream.runtime.coordinator.run_result import RunResult as RunResult
 from slipstream.runtime.coordinator.run_result import build_result
 from slipstream.runtime.coordinator.run_spec import RunSpec
@@ -61,6 +61,7 @@ from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, h
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, create_secret
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.store import connect_store, host_store
 from slipstream.runtime.replay.group_store import delete_old_orders
 from slipstream.runtime.run_folder import (
@@ -123,9 +124,10 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if resilience.resume is not None:
         resilience = dataclasses.replace(resilience, resume=reopen_or_latest(resilience.resume))
     read = count_samples_read(resilience.resume, config, schedule.grid.microbatches)
-    fit = check_fit(schedule, config, options, read)
+    fit = check_fit(schedule, config, options, read, resilience)
+    request = RunRequest(schedule=schedule, config=config, out=out, options=options, resilience=resilience)
     ranks = config.training.tensor_parallel
-    ends = count_communicator_ends(schedule, fit.placement, ranks) if fit.transport == "nccl" else 0
+    ends = count_communicator_ends(schedule, fit.placement, ranks) if fit.common.transport == "nccl" else 0
     raise_descriptor_limit(count_node_0_descriptors(len(schedule.seats) * ranks, options.nodes, ends))
     if resilience.resume is not None:
         require_job(resilience.resume, identity_of(config, fit.model.layers))
@@ -140,7 +142,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         predecessor, server_holder = read_takeover_record(out), _ForkServerHolder(fork_server, stack)
         restarts = RestartLimit()
         while True:
-            leader = _RunLeader(schedule, config, fit, out, options, resilience, progress, stop, predecessor)
+            leader = _RunLeader(request, fit, progress, stop, predecessor)
             try:
                 return leader.lead_run(server_holder)
             except NoLiveWorkerError as error:
@@ -211,12 +213,8 @@ class _ForkServerHolder:
 class _RunLeader:
     """Leader of one run: it starts or adopts workers, and runs the coordinator. The run's folder is locked."""
 
-    schedule: Schedule
-    config: RunConfig
+    request: RunRequest
     fit: RunFit
-    out: Path
-    options: RunOptions
-    resilience: Resilience
     progress: ProgressCallback | None
     stop: StopSignals
     behind: TakeoverRecord | None
@@ -230,14 +228,15 @@ class _RunLeader:
         NoLiveWorkerError if none of them is alive, and CoordinatorFailedError if the coordinator fails in a way that
         another one could take over from.
         """
-        config, options, out, behind, resume = self.config, self.options, self.out, self.behind, self.resilience.resume
+        request, behind = self.request, self.behind
+        config, options, out, resume = request.config, request.options, request.out, request.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
         with ExitStack() as stack:
             adopted = held.server if held.adopted else self._adopt_workers(stack)
             listener, address = self._listen_for_workers()
             stack.callback(listener.close)
             if behind is None:
-                encoded = codec.encode(self.schedule)
+                encoded = codec.encode(request.schedule)
                 claim_folder(out, resume, config, force=options.force, again=options.again)
                 write_atomically(out / "schedule.json", encoded)
             stack.push(partial(_call_unless_coordinator_failed, clean_up_folder, out))
@@ -248,13 +247,13 @@ class _RunLeader:
             losses = None if behind is None else read_losses(out, first)
             writer = stack.enter_context(WriterThread(options.notify))
             log = stack.enter_context(self._build_log(first + len(losses or ()), writer))
-            log.write(_build_started_event(self.schedule, config, options))
+            log.write(_build_started_event(request))
             settings = self._build_settings(adopted)
             record = self._build_takeover_record(address, first, settings, fork_server)
             alive = [] if adopted is None else find_complete_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
                 self._build_run(record, settings, store_address, losses, alive),
-                CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
+                CommitLog(job=request.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                           validates=needs_gradient_norm(config.training)),
                 self._build_process_manager(record, settings, fork_server, alive, writer), log, writer)
             write_takeover_record(out, record)
@@ -265,12 +264,12 @@ class _RunLeader:
             finally:
                 del store  # closes it, whatever an error keeps
             self._write_results(events)
-        return build_result(self.schedule, events, out)
+        return build_result(request.schedule, events, out)
 
     def _build_log(self, begins: int, writer: WriterThread) -> RunLog:
-        options = self.options
-        return RunLog(self.out, begins, writer,
-                      metrics=MetricsBuilder(self.config.training, self.fit.work, read_recovery_count(self.out)),
+        options, out = self.request.options, self.request.out
+        return RunLog(out, begins, writer,
+                      metrics=MetricsBuilder(self.request.config.training, self.fit.work, read_recovery_count(out)),
                       tensorboard=options.tensorboard, prometheus=options.prometheus, observer=options.observe,
                       iteration_observer=options.observe_iteration or (lambda _: None),
                       progress=self.progress or (lambda *_: None))
@@ -283,9 +282,9 @@ class _RunLeader:
         if events.has_stopped_early:
             signal_received = self.stop.received or signal.SIGTERM
             raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (
-                f", and not ended within {self.options.grace_seconds:g} s" if events.out_of_time else ""))
-        write_measured_trace(events.state.log.build_trace(), self.out / "trace.json")
-        if self.config.model.hugging_face is not None:
+                f", and not ended within {self.request.options.grace_seconds:g} s" if events.out_of_time else ""))
+        write_measured_trace(events.state.log.build_trace(), self.request.out / "trace.json")
+        if self.request.config.model.hugging_face is not None:
             self._export_hugging_face()
 
     def _export_hugging_face(self) -> None:
@@ -294,13 +293,13 @@ class _RunLeader:
         from slipstream.runtime.checkpoints.hugging_face_export import export_model
         from slipstream.runtime.models.hugging_face.configuration import read_config, weights_folder
 
-        model = self.config.model
+        model, folder = self.request.config.model, self.request.out / HUGGING_FACE_FOLDER
         assert model.hugging_face is not None
         try:
-            export_model(read_config(model), partial(load_layer, self.out), self.out / HUGGING_FACE_FOLDER,
+            export_model(read_config(model), partial(load_layer, self.request.out), folder,
                          weights_folder(model.hugging_face))
         except (ConfigError, TensorError, OSError) as error:
-            self.options.notify(f"{self.out / HUGGING_FACE_FOLDER} cannot be written: {first_line(error)}")
+            self.request.options.notify(f"{folder} cannot be written: {first_line(error)}")
 
     def _adopt_workers(self, stack: ExitStack) -> ForkServer | None:
         """Adopt the live workers that an earlier node 0 left on this machine, and return their fork server, which
@@ -315,18 +314,19 @@ class _RunLeader:
         if adopted is not None:
             self._require_same_run(adopted, self.behind)
             stack.push(partial(_call_unless_coordinator_failed, adopted.close))
-        elif self.options.nodes == 1:
+        elif self.request.options.nodes == 1:
             raise NoLiveWorkerError("no worker of the previous run in this folder is alive")
         return adopted
 
     def _require_same_run(self, adopted: ForkServer, behind: TakeoverRecord) -> None:
         """Raise OtherRunError if this job does not continue the run whose live workers `adopted`
         has. They are left to another node 0."""
-        difference = None if behind.identity is None else describe_difference(self.fit.identity, behind.identity)
+        difference = None if behind.identity is None else describe_difference(self.fit.facts.identity, behind.identity)
         if difference is not None:
             adopted.detach()
-            raise OtherRunError(f"{self.out}: the workers of a run wait there for node 0, and {difference}; start it "
-                                "with the job file, code and data of the run, or wait until its workers have ended")
+            raise OtherRunError(f"{self.request.out}: the workers of a run wait there for node 0, and {difference}; "
+                                "start it with the job file, code and data of the run, or wait until its workers have "
+                                "ended")
 
     def _listen_for_workers(self) -> tuple[socket.socket, Rendezvous]:
         """Return a socket that listens for workers, and its address: that of the earlier coordinator, if there is one
@@ -335,7 +335,7 @@ class _RunLeader:
         Raises NoLiveWorkerError if the earlier coordinator's address cannot be used, because workers look for a
         coordinator only there, and RendezvousError if another one cannot.
         """
-        wanted = self.options.rendezvous
+        wanted = self.request.options.rendezvous
         if self.behind is not None and (wanted is None or wanted.port == 0):
             deadline = time.monotonic() + LISTEN_SECONDS
             while True:
@@ -349,12 +349,13 @@ class _RunLeader:
         return open_listener(wanted)
 
     def _build_settings(self, adopted: ForkServer | None) -> NodeSettings:
-        resume, shared_secret = self.resilience.resume, self.options.secret
+        request = self.request
+        resume, shared_secret = request.resilience.resume, request.options.secret
         own_secret = create_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
         path = None if resume is None else str(resume.path.resolve())
-        return NodeSettings(config=self.config, secret=shared_secret or own_secret, out=str(self.out.resolve()),
+        return NodeSettings(config=request.config, secret=shared_secret or own_secret, out=str(request.out.resolve()),
                             resume=path if self.behind is None else self.behind.resume,
-                            coordinator_timeout_seconds=self.resilience.coordinator_timeout_seconds)
+                            coordinator_timeout_seconds=request.resilience.coordinator_timeout_seconds)
 
     def _build_takeover_record(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer
                                ) -> TakeoverRecord:
@@ -363,43 +364,43 @@ class _RunLeader:
         Workers reach this node 0 at the address `opened`; the run began with the iteration `first`. If `settings` let
         workers wait for a coordinator, `fork_server` is asked to keep them alive.
         """
-        behind = self.behind
+        request, behind = self.request, self.behind
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds
-        read = count_samples_read(self.resilience.resume, self.config, self.schedule.grid.microbatches)
+        read = count_samples_read(request.resilience.resume, request.config, request.schedule.grid.microbatches)
         return TakeoverRecord(
             epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
             read=read if behind is None else behind.read, crashes=() if behind is None else behind.crashes,
             fork_server=fork_server.hold_for_adoption(seconds, settings.secret.hex()) if seconds else None,
-            identity=self.fit.identity if behind is None else behind.identity)
+            identity=self.fit.facts.identity if behind is None else behind.identity)
 
     def _build_run(self, record: TakeoverRecord, settings: NodeSettings, store: Rendezvous,
                    losses: Sequence[float] | None, alive: Sequence[Worker]) -> RunSpec:
-        fit, resilience = self.fit, self.resilience
-        setup = replace(build_setup(self.schedule, self.config, fit, store, self.options, resilience),
-                        first_iteration=record.first_iteration, read=record.read, epoch=record.epoch)
-        return RunSpec(schedule=self.schedule, setup=setup, shares=fit.shares, out=self.out, config=self.config,
-                       secret=settings.secret, resilience=resilience, options=self.options,
-                       forget_orders=lambda before: delete_old_orders(connect_store(setup.store), before),
-                       layer_bytes=() if resilience.settling is None else estimate_layer_bytes(
-                           fit.model, self.config.training, self.schedule.grid.pipelines),
-                       shared_layers=fit.shared_layers, whole_schedules=fit.whole_schedules,
-                       elements=fit.elements, behind=self.behind, losses=losses,
-                       journal=EMPTY_JOURNAL if self.behind is None else read_journal(self.out),
-                       gone=[worker for worker in fit.shares[0] if worker not in alive], identity=fit.identity)
+        request, fit = self.request, self.fit
+        setup = WorkerSetup(common=fit.common, epoch=record.epoch, first_iteration=record.first_iteration,
+                            read=record.read, store=store)
+        options = dataclasses.replace(request.options, secret=settings.secret)
+        return RunSpec(request=dataclasses.replace(request, options=options), setup=setup, facts=fit.facts,
+                       forget_orders=lambda before: delete_old_orders(connect_store(store), before),
+                       layer_bytes=() if request.resilience.settling is None else estimate_layer_bytes(
+                           fit.model, request.config.training, request.schedule.grid.pipelines),
+                       behind=self.behind, losses=losses,
+                       journal=EMPTY_JOURNAL if self.behind is None else read_journal(request.out),
+                       gone=[worker for worker in fit.facts.shares[0] if worker not in alive])
 
     def _build_process_manager(self, record: TakeoverRecord, settings: NodeSettings, fork_server: ForkServer,
                                alive: Sequence[Worker], writer: WriterThread) -> ProcessManager:
-        fit = self.fit
-        places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
-        local = NodeProcesses(fork_server, record.coordinator, fit.shares[0], gpu_count(fit.device), settings,
-                              fit.gpus.first)
+        request, shares = self.request, self.fit.facts.shares
+        places = {worker: node for node, share in enumerate(shares) for worker in share}
+        local = NodeProcesses(fork_server, record.coordinator, shares[0], gpu_count(self.fit.common.device), settings,
+                              self.fit.gpus.first)
         running = places if self.behind is None else alive
         return ProcessManager(
-            local, places, self.resilience.returns,
-            [worker for worker in self.schedule.grid.workers() if worker not in running],
-            self.resilience.node_failures, faults_per_hour=self.resilience.faults_per_hour, crashes=record.crashes,
-            keep=lambda crashes: writer(partial(write_takeover_record, self.out, replace(record, crashes=crashes))))
+            local, places, request.resilience.returns,
+            [worker for worker in request.schedule.grid.workers() if worker not in running],
+            request.resilience.node_failures, faults_per_hour=request.resilience.faults_per_hour,
+            crashes=record.crashes,
+            keep=lambda crashes: writer(partial(write_takeover_record, request.out, replace(record, crashes=crashes))))
 
 
 def _call_unless_coordinator_failed(work: Callable[..., object], *given: Any) -> None:
@@ -413,10 +414,10 @@ def _call_unless_coordinator_failed(work: Callable[..., object], *given: Any) ->
         work(*arguments)
 
 
-def _build_started_event(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:
+def _build_started_event(request: RunRequest) -> Started:
+    schedule, training = request.schedule, request.config.training
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     planned = schedule.seconds(schedule.period_ticks) if whole else None
     return Started(job=schedule.job, workers=schedule.grid.pipelines * schedule.grid.columns,
-                   iterations=config.training.iterations,
-                   samples=config.training.batch * schedule.grid.total_microbatches,
-                   fault_free_period=planned or options.fault_free_seconds)
+                   iterations=training.iterations, samples=training.batch * schedule.grid.total_microbatches,
+                   fault_free_period=planned or request.options.fault_free_seconds)

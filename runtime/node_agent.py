@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from slipstream.runtime.checkpoints.checkpoint import CheckpointError, open_checkpoint
-from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.config import ConfigError
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.processes.file_descriptors import LAUNCHER_DESCRIPTORS, raise_descriptor_limit
@@ -26,9 +26,8 @@ from slipstream.runtime.processes.launch_environment import ONLY_PROCESS, GpuSha
 from slipstream.runtime.processes.process_manager import NodeProcesses
 from slipstream.runtime.processes.restart_policy import StartLimit, StartLimitError
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, handle_stop_signals
-from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
+from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol import to_node_agent
-from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.channel import Channel
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.node_reports import ReportGatherer
@@ -56,47 +55,44 @@ JOIN_RETRY_SECONDS = 0.5
 class NodeJob:
     """Job of a node other than node 0, taken from its own job file and command line, never from the network."""
 
-    config: RunConfig
+    settings: NodeSettings
+    """Settings of the node's workers. `resume` is the folder of the checkpoint from which node 0 resumes the run, or of
+    a run that has it."""
     workers: Sequence[Worker]
     """All workers of the job; the node starts no others."""
-    secret: Secret
-    resume: Path | None = None
-    """Folder of the checkpoint from which node 0 resumes the run, or of a run that has it; None if it starts with
-    iteration 0."""
-    coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """Seconds to wait for another node 0 after that of the run is gone; 0: end at once."""
 
 
 class RunDoneError(Exception):
     """Error for a node that waits for a run which has done all iterations meanwhile."""
 
 
-def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
+def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
              fork_server: ForkServer | None = None, local: LocalProcess = ONLY_PROCESS,
              join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
              notify: Callable[[str], None] = lambda _: None, is_done: Callable[[], bool] = lambda: False) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    The workers' logs, and the parameters of layers that they write, go into `out`. The workers' GPUs follow from
-    `local`, this process's rank on its machine. The workers are started by `fork_server`; None: a new one. `notify` is
-    called with a line of text while node 0 is waited for, and `is_done` returns whether the run has done all
-    iterations, so that node 0 will not come. After SIGTERM or Ctrl-C the workers leave the run at the next
+    The workers' logs, and the parameters of layers that they write, go into `job.settings.out`. The workers' GPUs
+    follow from `local`, this process's rank on its machine. The workers are started by `fork_server`; None: a new one.
+    `notify` is called with a line of text while node 0 is waited for, and `is_done` returns whether the run has done
+    all iterations, so that node 0 will not come. After SIGTERM or Ctrl-C the workers leave the run at the next
     iteration, or are killed after `grace_seconds`; the other nodes continue.
 
     Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has another secret,
-    ConfigError if its job or this machine does not fit, FolderError if another process writes to `out` as this node,
-    RunError if the run fails, and RunStopped after a signal.
+    ConfigError if its job or this machine does not fit, FolderError if another process writes to that folder as this
+    node, RunError if the run fails, and RunStopped after a signal.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
+    out = Path(job.settings.out)
     joins_again = True
     while joins_again:
         channel, setup = _connect_to_coordinator(rendezvous, job, node, join_timeout_seconds,
                                                  partial(_notify_unless_done, notify, is_done))
         link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
-            rendezvous, job.secret, hello, to_node_agent.decode, seconds))
+            rendezvous, job.settings.secret, hello, to_node_agent.decode, seconds))
         with closing(link), ExitStack() as stack:
-            gpus = _find_own_gpus(setup, node, nodes, local, job.config.training.tensor_parallel)
-            settings = _build_own_settings(job, setup, out, notify)
+            gpus = _find_own_gpus(setup, node, nodes, local, job.settings.config.training.tensor_parallel)
+            settings = _build_own_settings(job, setup, notify)
             stop = stack.enter_context(handle_stop_signals())
             stack.enter_context(hold_folder_lock(out, node))
             if not setup.restarted:
@@ -109,11 +105,11 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
             if gatherer is not None:
                 server.register_cleanup("shutil:rmtree", gatherer.folder)
             processes = NodeProcesses(server, rendezvous, setup.workers,
-                                      gpu_count(setup.device), settings, gpus.first)
+                                      gpu_count(setup.common.device), settings, gpus.first)
             with processes.run_workers(restarted=setup.restarted):
                 agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, gatherer, notify=notify,
                                    grace_seconds=grace_seconds,
-                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds)
+                                   coordinator_timeout_seconds=settings.coordinator_timeout_seconds)
                 error = agent.serve()
         joins_again = agent.run_restarts and stop.received is None
         if joins_again:
@@ -140,19 +136,20 @@ def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess,
     """
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
-    cards, gpus = gpu_count(setup.device), compute_gpu_share([workers * ranks for workers in setup.shares], node, local)
-    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.processes
-                                                  and not setup.config.training.share_devices)):
-        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.processes} worker processes; {setup.transport} "
+    common, gpus = setup.common, compute_gpu_share([workers * ranks for workers in setup.shares], node, local)
+    cards = gpu_count(common.device)
+    if common.device == "cuda" and (cards == 0 or (common.transport == "nccl" and cards < gpus.processes
+                                                   and not setup.config.training.share_devices)):
+        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.processes} worker processes; {common.transport} "
                           "needs more")
     return gpus
 
 
-def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path, notify: Callable[[str], None]) -> NodeSettings:
+def _build_own_settings(job: NodeJob, setup: NodeSetup, notify: Callable[[str], None]) -> NodeSettings:
     """Return the settings that this node gives to its workers: those of node 0, except for paths.
     Tell users by `notify` if node 0 trains for another number of iterations. Raises ConfigError
     if node 0 runs another job."""
-    config = job.config
+    config, start = job.settings.config, job.settings.resume
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
         config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
     for table in ("model", "training"):
@@ -173,14 +170,13 @@ def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path, notify: Calla
                           "same job file")
     resume = None
     if setup.first_iteration and not setup.restarted:
-        if job.resume is None:
+        if start is None:
             raise ConfigError(f"node 0 resumes from iteration {setup.first_iteration}; start every node with --resume")
-        resume = str(_find_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    elif setup.first_iteration and job.resume is not None:  # layers come from other workers, while they have them
+        resume = str(_find_own_checkpoint(Path(start), setup.first_iteration).resolve())
+    elif setup.first_iteration and start is not None:  # layers come from other workers, while they have them
         with suppress(CheckpointError):
-            resume = str(_find_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    return NodeSettings(config=config, secret=job.secret, out=str(out.resolve()), resume=resume,
-                        coordinator_timeout_seconds=job.coordinator_timeout_seconds)
+            resume = str(_find_own_checkpoint(Path(start), setup.first_iteration).resolve())
+    return replace(job.settings, config=config, out=str(Path(job.settings.out).resolve()), resume=resume)
 
 
 def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
@@ -204,15 +200,15 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
 
     Waits up to `timeout_seconds` for node 0. Asks again, after a line of text to `notify`, while the coordinator has
     not noticed that this node's last process is gone. If node 0 disappears before it answers, waits up to
-    `job.coordinator_timeout_seconds` for it, within the same limit. Raises RendezvousError.
+    `coordinator_timeout_seconds` of its settings for it, within the same limit. Raises RendezvousError.
     """
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
     notified = False
     while True:
         channel: Channel[ToNodeAgent] = Channel(
-            rendezvous, job.secret, JoinNode(node), to_node_agent.decode,
+            rendezvous, job.settings.secret, JoinNode(node), to_node_agent.decode,
             max(0.0, min(patience, deadline - time.monotonic())), notify)
-        patience = job.coordinator_timeout_seconds
+        patience = job.settings.coordinator_timeout_seconds
         try:
             answer = channel.read_first(NodeSetup, NodeTaken)
         except RendezvousError:  # node 0 died or ended before it could answer

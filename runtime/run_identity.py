@@ -24,7 +24,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     training: Values = {}
     """Keys of [training], likewise, except those that change no number."""
     code: Values = {}
-    """Digest of the source of each user module, by the module's name (`source_digests`)."""
+    """Digest of the source of each user module, by the module's name (`models.identity`)."""
     data: Values = {}
     """Digests of the training data, of the validation data, and of the costs by which samples are
     dealt."""

@@ -256,10 +256,9 @@ def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
             ticks_of[key] = times.optimizer_ticks(seat) if op.slice is None else \
                 times.duration_ticks(op.kind, op.slice, worker)
         pipeline = own_pipeline if op.pipeline is None else op.pipeline
-        if op.microbatch is None:
-            pipeline = None
+        owner = None if op.microbatch is None else pipeline
         end_ticks = op.start_ticks + ticks_of[key]
-        yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, end_ticks)
+        yield Op(op.kind, op.slice, owner, op.microbatch, worker, op.start_ticks, end_ticks)
 
 
 def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:

@@ -80,9 +80,23 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
                       seed: int = 0) -> Floats:
     """Return the mean seconds from one iteration to the next in each of several replays.
 
-    Durations are random. The first of `iterations` in a row is a warm-up. Without noise, the result
-    is at most the planned period. Raises ValueError for values out of range, unknown workers, and
-    schedules whose ops wait for each other in a circle.
+    Durations are random. Without noise, the result is at most the planned period.
+
+    Parameters
+    ----------
+    schedule
+        Schedule to replay.
+    noise
+        Spread of durations, and workers that are slow.
+    replays
+        Number of replays, whose mean seconds are returned.
+    iterations
+        Number of iterations in a row, of which the first is a warm-up.
+    seed
+        Seed of the random durations.
+
+    Raises ValueError for values out of range, unknown workers, and schedules whose ops wait for
+    each other in a circle.
     """
     _require_valid(schedule, noise, replays, iterations)
     steps, workers = replay_steps(schedule)

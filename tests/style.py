@@ -1,6 +1,7 @@
-"""Rules of style that a machine can keep, over the syntax tree of a file, and figures of a folder.
+"""Find what breaks a rule of style in a file, and measure folders.
 
-`python -m tests.style FOLDER ...` prints the figures of each folder, and each place that breaks a rule.
+`python -m tests.style FOLDER ...` prints the figures of each folder, and each place that breaks a
+rule.
 """
 
 import ast
@@ -11,7 +12,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,8 +40,9 @@ GLOSSES = (
     "limits to compare policies with",
     "one of p equal",
 )
-"""Explanations of terms that stood often in parentheses; a term is explained in the glossary, or once
-at the head of its module.
+"""Explanations of terms that stood often in parentheses.
+
+A term is explained in the glossary, or once at the head of its module.
 """
 
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -93,8 +95,9 @@ class Figures(NamedTuple):
     def describe(self) -> str:
         """Write the figures as a row of a table."""
         code, names = max(1, self.code_lines), max(1, self.names)
+        sentences = max(1, self.sentences)
         cells = (
-            f"{self.words / max(1, self.sentences):.1f}; {self.long_sentences / max(1, self.sentences):.1%}",
+            f"{self.words / sentences:.1f}; {self.long_sentences / sentences:.1%}",
             f"{self.code_characters / code:.0f}; {self.long_lines / max(1, self.lines):.1%}",
             f"{1000 * self.comments / max(1, self.lines):.1f}",
             f"{1000 * self.conditionals / code:.0f}; {1000 * self.nested / code:.1f}",
@@ -127,11 +130,13 @@ def find_docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str)
+    return isinstance(statement, ast.Expr) and isinstance(
+        getattr(statement.value, "value", None), str
+    )
 
 
 def find_breaches(source: str) -> list[Breach]:
-    """Return the places of a file that break a rule, from its first line to its last."""
+    """Return the places of a file that break a rule, in order of lines."""
     tree = ast.parse(source)
     return sorted(
         [
@@ -180,9 +185,19 @@ def _find_in_names(tree: ast.Module) -> Iterator[Breach]:
 
 
 def find_local_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and name of each place that binds a variable: assignments, loops, parameters."""
+    """Yield the line and name of each place that binds a variable or parameter.
+
+    Fields of a class are none.
+    """
+    fields = {
+        statement.target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
@@ -211,13 +226,28 @@ def _pairs_tuples(statement: ast.Assign) -> bool:
 def _divide_statement(statement: ast.stmt) -> Iterator[list[ast.AST]]:
     """Yield the expressions of a statement, without those of statements in it.
 
-    The keyword arguments of its outermost call count each by itself, as lines of a table do.
+    The keyword arguments of its outermost call count each by itself, as lines of a table do, and so
+    do the entries of an outermost dict.
     """
     value = getattr(statement, "value", None)
-    keywords = value.keywords if isinstance(value, ast.Call) else []
-    yield list(_walk_expressions(statement, keywords))
-    for keyword in keywords:
-        yield list(_walk_expressions(keyword, []))
+    # As in `yield Point(...)` and `points.append(Point(...))`.
+    while isinstance(value, ast.Yield) or _passes_a_call(value):
+        value = value.value if isinstance(value, ast.Yield) else value.args[0]
+    entries: Sequence[ast.AST] = ()
+    if isinstance(value, ast.Call):
+        entries = value.keywords
+    elif isinstance(value, ast.Dict):
+        entries = value.values
+    yield list(_walk_expressions(statement, entries))
+    for entry in entries:
+        yield list(_walk_expressions(entry, []))
+
+
+def _passes_a_call(value: ast.AST | None) -> TypeGuard[ast.Call]:
+    """Return whether a call's only argument is another call."""
+    if not isinstance(value, ast.Call) or value.keywords or len(value.args) != 1:
+        return False
+    return isinstance(value.args[0], ast.Call)
 
 
 def _walk_expressions(root: ast.AST, without: Sequence[ast.AST]) -> Iterator[ast.AST]:
@@ -236,7 +266,10 @@ def measure(source: str) -> Figures:
     docstrings = list(find_docstrings(tree))
     sentences = [len(first_sentence(docstring.value).split()) for docstring in docstrings]
     in_docstrings = {
-        number for docstring in docstrings for number in range(docstring.lineno, docstring.end_lineno + 1)}
+        number
+        for docstring in docstrings
+        for number in range(docstring.lineno, docstring.end_lineno + 1)
+    }
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     comments = [token for token in tokens if token.type == tokenize.COMMENT]
     lines = source.splitlines()
@@ -276,7 +309,9 @@ def main(folders: list[str]) -> None:
     """Print the figures of each folder, then each breach in it."""
     for folder in folders:
         files = find_files(ROOT / folder)
-        print(f"{folder} | {Figures.total([measure(path.read_text()) for path in files]).describe()}")
+        print(
+            f"{folder} | {Figures.total([measure(path.read_text()) for path in files]).describe()}"
+        )
         for path in files:
             for breach in find_breaches(path.read_text()):
                 print(f"  {path.relative_to(ROOT)}:{breach.line}: {breach.rule}: {breach.text}")

@@ -6,10 +6,31 @@ import pytest
 
 from tests.style import ROOT, find_breaches, find_files, first_sentence
 
-KEPT = ("schedules",)
+KEPT = (
+    "cli/drawing",
+    "cli/figures",
+    "planner/job",
+    "planner/layout",
+    "planner/model",
+    "planner/published",
+    "planner/recompute.py",
+    "planner/simulation",
+    "schedules",
+    "tests/style.py",
+    "tests/test_style.py",
+)
 """Folders and files whose code keeps all rules."""
 
-LATER = {"schedules/schedule.py", "schedules/program.py"}
+LATER = {
+    "planner/job/__init__.py",
+    "planner/job/arrangement.py",
+    "planner/job/file.py",
+    "planner/model/from_job.py",
+    "planner/model/memory.py",
+    "planner/model/problem.py",
+    "schedules/program.py",
+    "schedules/schedule.py",
+}
 """Files in them that follow."""
 
 FILES = [
@@ -49,4 +70,6 @@ def test_keyword_arguments_of_a_call_count_each_by_itself():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_keeps_the_rules(path: Path):
     breaches = find_breaches(path.read_text())
-    assert not breaches, "\n".join(f"{breach.line}: {breach.rule}: {breach.text}" for breach in breaches)
+    assert not breaches, "\n".join(
+        f"{breach.line}: {breach.rule}: {breach.text}" for breach in breaches
+    )

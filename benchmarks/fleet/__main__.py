@@ -15,8 +15,7 @@ from benchmarks.fleet.cases import CASES, Report, read_report, run_case
 from benchmarks.fleet.page import HEAD, benchmark_page, shown, summary, table_rows
 from benchmarks.fleet.text import COLUMNS, benchmark_markdown
 from slipstream.cli.shared.console import err, out, print_json, refuse, suggest
-from slipstream.cli.shared.inputs import may_exist, require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.options import ANSWER, Json
+from slipstream.cli.shared.options import ANSWER, Json, may_exist, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.simulation import (
     ENTRY_POINT_GROUP,

@@ -25,11 +25,12 @@ from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import ModelConfig, RunConfig
 from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.run_state import RunFacts
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler, SchedulerAtSpeeds
 from slipstream.runtime.coordinator.records.metrics import IterationWork, MetricsBuilder
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
-from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions, RunRequest
 from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.events import Event
 from slipstream.runtime.failure_domains import find_domains
@@ -37,7 +38,7 @@ from slipstream.runtime.placement import Placement
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, open_listener
-from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
+from slipstream.runtime.protocol.setup import CommonSettings, FormSpec, WorkerResilience, WorkerSetup
 from slipstream.runtime.run_folder import TakeoverRecord
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
@@ -85,13 +86,13 @@ class NoProcesses:
 def setup_of(schedule: Schedule, nodes: int, domains: tuple, timeout: float) -> WorkerSetup:
     """Return the setup message of workers."""
     grid, placement = schedule.grid, Placement(range(schedule.grid.layer_count + 1))
-    return WorkerSetup(
-        first_iteration=0, iterations=10**7, traced=0, nodes=nodes, transport="gloo", device="cpu",
-        store=Rendezvous(LOOPBACK, 1), cuts=placement.cuts,
+    common = CommonSettings(
+        iterations=10**7, traced=0, nodes=nodes, transport="gloo", device="cpu", cuts=placement.cuts,
         columns=tuple(tuple(sorted(placement.layers_in_column(grid, column))) for column in range(grid.columns)),
         forms=tuple(FormSpec((((1, 4096, 4096), "torch.bfloat16"),)) for _ in placement.cuts),
-        failure_domains=domains, loss_scale=1 / grid.total_microbatches, microbatches=grid.microbatches,
-        heartbeat_timeout_seconds=timeout, epoch=time.time_ns())
+        failure_domains=domains, microbatches=grid.microbatches, resilience=WorkerResilience(
+            heartbeat_timeout_seconds=timeout, checkpoint_every=None, verify_every=0))
+    return WorkerSetup(common=common, first_iteration=0, store=Rendezvous(LOOPBACK, 1), epoch=time.time_ns())
 
 
 @contextlib.contextmanager
@@ -126,11 +127,13 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
                                                       fork_server=None)
     losses = None if behind is None else read_losses(folder, 0)
     config = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2))
-    run = RunSpec(schedule=first, setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares,
-                  config=config, secret=SECRET, out=folder, behind=left, losses=losses,
-                  elements=[ELEMENTS] * first.grid.layer_count,
-                  resilience=Resilience(scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer),
-                  options=RunOptions(notify=lambda news: mark("told", text=str(news)[:300])))
+    request = RunRequest(
+        schedule=first, config=config, out=folder,
+        options=RunOptions(secret=SECRET, notify=lambda news: mark("told", text=str(news)[:300])),
+        resilience=Resilience(scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer))
+    run = RunSpec(request=request, setup=setup_of(first, len(shares), domains.domains, timeout),
+                  facts=RunFacts(shares=shares, elements=[ELEMENTS] * first.grid.layer_count, whole_schedules=False),
+                  behind=left, losses=losses)
     places = {worker: node for node, share in enumerate(shares) for worker in share}
     with contextlib.ExitStack() as stack:
         metrics = MetricsBuilder(config.training, IterationWork(tokens=1, flops=1.0, peak_flops=None))

@@ -4,17 +4,28 @@ import math
 
 
 def nice_step(span: float, count: int) -> float:
-    """Return the smallest step of 1, 2 or 5 times a power of ten that divides `span` into at most `count` parts."""
+    """Return the smallest round step that divides `span` into at most `count` parts.
+
+    It is 1, 2 or 5 times a power of ten.
+    """
     rough = max(span, 1e-12) / count
     power = 10 ** math.floor(math.log10(rough))
-    return next(float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return next(
+        float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9)
+    )
 
 
 def label_times(seconds: float, step: float) -> list[tuple[float, str]]:
-    """Return pairs (time in seconds, label) for an axis, from 0 to before `seconds`, `step` apart.
+    """Return pairs (time in seconds, label) for an axis, `step` apart.
 
-    The first label has the unit: `0 ms`, `20`, `40`.
+    They reach from 0 to before `seconds`. The first label has the unit: `0 ms`, `20`, `40`.
     """
-    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step * 2 >= unit), (1e-6, "us"))
-    return [(index * step, f"{index * step / unit:g}" + (f" {name}" if not index else ""))
-            for index in range(math.ceil(seconds / step))]
+    unit, name = next(
+        ((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step * 2 >= unit),
+        (1e-6, "us"),
+    )
+    labels = []
+    for index in range(math.ceil(seconds / step)):
+        suffix = f" {name}" if not index else ""
+        labels.append((index * step, f"{index * step / unit:g}{suffix}"))
+    return labels

@@ -12,10 +12,23 @@ from matplotlib.ticker import ScalarFormatter
 
 from slipstream.cli.figures.figure import Figure, Series
 
-COLOURS = ("#0b6e4f", "#e69f00", "#0072b2", "#cc79a7", "#555555", "#aaaaaa", "#d55e00", "#7a5195", "#56b4e9")
+COLOURS = (
+    "#0b6e4f",
+    "#e69f00",
+    "#0072b2",
+    "#cc79a7",
+    "#555555",
+    "#aaaaaa",
+    "#d55e00",
+    "#7a5195",
+    "#56b4e9",
+)
 MARKERS = "osD^vP"
 MAX_HORIZONTAL_NAMES = 8
-"""Maximum number of groups of bars with horizontal names. Names of more groups are rotated, to avoid overlap."""
+"""Maximum number of groups of bars with horizontal names.
+
+Names of more groups are rotated, to avoid overlap.
+"""
 
 
 def draw_figure(figure: Figure) -> bytes:
@@ -40,7 +53,7 @@ def draw_figure(figure: Figure) -> bytes:
 
 
 def _floats(values: tuple[float | None, ...]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    return np.array([np.nan if value is None else value for value in values])
+    return np.array(values, dtype=float)  # None becomes not-a-number
 
 
 def _plot_lines(axes: Axes, figure: Figure) -> None:
@@ -49,14 +62,29 @@ def _plot_lines(axes: Axes, figure: Figure) -> None:
     markers = iter(MARKERS)
     for number, line in enumerate(figure.series):
         if line.published:
-            axes.plot(x, _floats(line.values), linestyle="none", marker=next(markers), color="black", fillstyle="none",
-                      label=line.name)
+            axes.plot(
+                x,
+                _floats(line.values),
+                linestyle="none",
+                marker=next(markers),
+                color="black",
+                fillstyle="none",
+                label=line.name,
+            )
             continue
         colour = next(colours)
-        axes.plot(x, _floats(line.values), linestyle="--" if line.is_reference else "-", color=colour, label=line.name,
-                  linewidth=1.5 if number else 4)  # the first is seen where others lie on it
+        axes.plot(
+            x,
+            _floats(line.values),
+            linestyle="--" if line.is_reference else "-",
+            color=colour,
+            label=line.name,
+            linewidth=1.5 if number else 4,
+        )  # the first is seen where others lie on it
         if line.low:
-            axes.fill_between(x, _floats(line.low), _floats(line.high), color=colour, alpha=0.13, linewidth=0)
+            axes.fill_between(
+                x, _floats(line.low), _floats(line.high), color=colour, alpha=0.13, linewidth=0
+            )
     if figure.logarithmic_x:
         axes.set_xscale("log", base=2)
         axes.set_xticks(x)
@@ -71,18 +99,34 @@ def _plot_bars(axes: Axes, figure: Figure) -> None:
     for number, series in enumerate(drawn):
         at = places + (number - (len(drawn) - 1) / 2) * width
         values = _floats(series.values)
-        axes.bar(at, values, width * 0.92, color=COLOURS[number], label=series.name, yerr=_y_errors(series), capsize=2,
-                 error_kw={"linewidth": 0.9})
+        axes.bar(
+            at,
+            values,
+            width * 0.92,
+            color=COLOURS[number],
+            label=series.name,
+            yerr=_y_errors(series),
+            capsize=2,
+            error_kw={"linewidth": 0.9},
+        )
         if number < len(points) and len(points) == len(drawn):
-            axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
-                      markerfacecolor="white", label=points[number].name, zorder=5)
+            axes.plot(
+                at,
+                _floats(points[number].values),
+                linestyle="none",
+                marker=MARKERS[number],
+                color="black",
+                markerfacecolor="white",
+                label=points[number].name,
+                zorder=5,
+            )
     slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8,
                     **(slanted if len(figure.x) > MAX_HORIZONTAL_NAMES else {}))
 
 
-def _y_errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
-    if not one.low:
+def _y_errors(series: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
+    if not series.low:
         return None
-    values = _floats(one.values)
-    return np.array([values - _floats(one.low), _floats(one.high) - values])
+    values = _floats(series.values)
+    return np.array([values - _floats(series.low), _floats(series.high) - values])

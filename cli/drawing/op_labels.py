@@ -10,13 +10,18 @@ MAX_HELD = 12
 def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
     """Return candidate labels of an op, most informative first.
 
-    Examples are `F3` for micro-batch 3, `f1.3` for a re-routed one of pipeline 1, `F1.3` for one offloaded from there,
-    and `F3:4-6` if the slice is no whole stage, but layers 4 to 6. `prime` is appended to the number of the
-    micro-batch, as a mark of stages after the first if a worker holds several.
+    Examples are `F3` for micro-batch 3, `f1.3` for a re-routed one of pipeline 1, `F1.3` for one
+    offloaded from there, and `F3:4-6` if the slice is no whole stage, but layers 4 to 6. `prime` is
+    appended to the number of the micro-batch, as a mark of stages after the first if a worker holds
+    several.
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]
-    layers = "" if op.slice < len(schedule.grid.stages) else f":{compact_layers_text([schedule.layers_of(op.slice)])}"
+    layers = (
+        ""
+        if op.slice < len(schedule.grid.stages)
+        else f":{compact_layers_text([schedule.layers_of(op.slice)])}"
+    )
     number, place = f"{op.microbatch}{prime}", f"{op.pipeline}.{op.microbatch}{prime}"
     origin, letter = schedule.origin(op), str(op.kind)
     if origin == "own":
@@ -29,9 +34,10 @@ def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
 
 
 def worker_label(worker: Worker, schedule: Schedule) -> str:
-    """Return the label of a worker: `1.2`, or `1.2 as 0.1` in the role of another worker.
+    """Return the label of a worker.
 
-    The label also has the held layers if they are not those of the role.
+    `1.2`, or `1.2 as 0.1` in the role of another worker. The label also has the held layers if they
+    are not those of the role.
     """
     seat = schedule.seat_of.get(worker)
     if seat is None:
@@ -39,5 +45,7 @@ def worker_label(worker: Worker, schedule: Schedule) -> str:
     name = str(worker) if seat.role == worker else f"{worker} as {seat.role}"
     if not schedule.has_moved_layers(seat):
         return name
-    held = compact_layers_text(schedule.held_layers_of_seat(seat))
-    return f"{name} [{held if len(held) <= MAX_HELD else held[:MAX_HELD - 1] + '…'}]"
+    layers = compact_layers_text(schedule.held_layers_of_seat(seat))
+    if len(layers) > MAX_HELD:
+        layers = layers[: MAX_HELD - 1] + "…"
+    return f"{name} [{layers}]"

@@ -11,30 +11,51 @@ _FOLDER = files("slipstream.cli") / "page"
 
 
 def read_texts(*names: str) -> str:
-    """Return the concatenated text of the files of `cli/page/` with these names, such as styles or scripts."""
+    """Return the concatenated text of these files of `cli/page/`.
+
+    They are such as styles or scripts.
+    """
     return "\n".join((_FOLDER / name).read_text("utf-8") for name in names)
 
 
 def to_json(value: object) -> str:
-    """Encode a value as JSON for a script element of HTML, with `<` escaped, because it must not begin a tag."""
+    """Encode a value as JSON for a script element of HTML.
+
+    `<` is escaped, because it must not begin a tag.
+    """
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def pack_json(value: object) -> str:
-    """Encode a value as JSON, compressed with zlib and in base64, for data that the page decompresses on demand."""
+    """Encode a value as JSON, compressed with zlib and in base64.
+
+    The page decompresses it on demand.
+    """
     return base64.b64encode(zlib.compress(to_json(value).encode(), 9)).decode()
 
 
-def fill_page(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: str,
-              parts: Mapping[str, str] | None = None) -> str:
-    """Return the HTML of `head.html` and the file `template`, both from `cli/page/`, with each placeholder `{{NAME}}`
-    replaced.
+def fill_page(
+    template: str,
+    *,
+    title: str,
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    data: str,
+    parts: Mapping[str, str] | None = None,
+) -> str:
+    """Return the HTML of `head.html` and the file `template`, with placeholders replaced.
 
-    TITLE is replaced by the escaped title, STYLE and SCRIPT by the contents of the named files of `cli/page/`, DATA by
-    `data`, and further names by their HTML in `parts`; the last two are inserted unchanged.
+    Both are from `cli/page/`; a placeholder is `{{NAME}}`. TITLE is replaced by the escaped title,
+    STYLE and SCRIPT by the contents of the named files of `cli/page/`, DATA by `data`, and further
+    names by their HTML in `parts`; the last two are inserted unchanged.
     """
-    whole = {"TITLE": escape(title), "STYLE": read_texts(*styles), "SCRIPT": read_texts(*scripts), "DATA": data,
-             **(parts or {})}
+    whole = {
+        "TITLE": escape(title),
+        "STYLE": read_texts(*styles),
+        "SCRIPT": read_texts(*scripts),
+        "DATA": data,
+        **(parts or {}),
+    }
     head, *rest = read_texts("head.html", template).split("{{")
     text = head
     for piece in rest:

@@ -1,4 +1,7 @@
-"""Define what the reports of simulations and of the benchmark share: tables, and a style in light, dark and print."""
+"""Define what the reports of simulations and of the benchmark share.
+
+They share tables, and a style in light, dark and print.
+"""
 
 from collections.abc import Sequence
 from html import escape
@@ -35,8 +38,10 @@ dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); 
        svg, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
        * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
-THEME_SWITCH = ('<label class="theme">Theme <select id="theme"><option value="">system</option>'
-                '<option value="light">light</option><option value="dark">dark</option></select></label>')
+THEME_SWITCH = (
+    '<label class="theme">Theme <select id="theme"><option value="">system</option>'
+    '<option value="light">light</option><option value="dark">dark</option></select></label>'
+)
 THEME_SCRIPT = """
 document.getElementById('theme').addEventListener('change', event => {
   if (event.target.value) document.documentElement.dataset.theme = event.target.value;
@@ -47,20 +52,31 @@ document.getElementById('theme').addEventListener('change', event => {
 
 
 def build_document(title: str, body: str, script: str = "") -> bytes:
-    """Return an HTML file that needs no network and no fonts. `body` and `script` are inserted unchanged."""
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)} · Slipstream</title><style>{STYLE}</style></head>\n"
-            f"<body>\n{THEME_SWITCH}\n{body}\n<script>{THEME_SCRIPT}{script}</script>\n</body></html>\n").encode()
+    """Return an HTML file that needs no network and no fonts.
+
+    `body` and `script` are inserted unchanged.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)} · Slipstream</title><style>{STYLE}</style></head>\n"
+        f"<body>\n{THEME_SWITCH}\n{body}\n<script>{THEME_SCRIPT}{script}</script>\n</body></html>\n"
+    ).encode()
 
 
 def build_table(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
-    """Return an HTML table with the column titles `head`. A row is a pair: whether it is marked as a reference (a limit
-    to compare policies with), and the texts of its cells."""
+    """Return an HTML table with the column titles `head`.
+
+    A row is a pair: whether it is marked as a reference (a limit to compare policies with), and the
+    texts of its cells.
+    """
     names = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(_html_cell(cell) for cell in cells) + "</tr>"
-                   for marked, cells in rows)
-    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = ""
+    for marked, cells in rows:
+        kind = " class=reference" if marked else ""
+        body += f"<tr{kind}>{''.join(map(_html_cell, cells))}</tr>"
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def _html_cell(text: str) -> str:

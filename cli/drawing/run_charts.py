@@ -1,7 +1,8 @@
 """Draw charts of a run over time: throughput, missing workers, loss.
 
-The charts are SVG whose x axis is in seconds of the run. The page stretches them to its width, and shows a part of them
-by changing `viewBox`. Lines keep their width (`vector-effect`), and no text is inside.
+The charts are SVG whose x axis is in seconds of the run. The page stretches them to its width, and
+shows a part of them by changing `viewBox`. Lines keep their width (`vector-effect`), and no text is
+inside.
 """
 
 import math
@@ -11,15 +12,22 @@ from html import escape
 
 from slipstream.cli.drawing.axis import nice_step
 from slipstream.cli.drawing.svg_chart import nice_top
-from slipstream.cli.shared.run_summary import as_percent, run_time
+from slipstream.cli.shared.summaries import as_percent, run_time
 from slipstream.runtime.events import FetchAbandoned, FetchBegun, Finished, HandedOver, Started
 from slipstream.runtime.run_record import GenerationRecord, RunRecord
 
 MAX_POINTS = 2000
-"""Approximate maximum number of points of a chart. In longer runs a point represents several iterations."""
-TIME_STEPS = (*(factor * 10.0 ** power for power in range(-6, 1) for factor in (1, 2, 5)), 10.0, 15.0, 30.0, *(
-    60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)))
-"""Round numbers of seconds from one axis label to the next. From a minute on, they are those of a clock."""
+"""Approximate maximum number of points of a chart.
+
+In longer runs a point represents several iterations.
+"""
+_MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)
+_SHORT_STEPS = tuple(factor * 10.0**power for power in range(-6, 1) for factor in (1, 2, 5))
+TIME_STEPS = (*_SHORT_STEPS, 10.0, 15.0, 30.0, *(60.0 * minutes for minutes in _MINUTES))
+"""Round numbers of seconds from one axis label to the next.
+
+From a minute on, they are those of a clock.
+"""
 HEIGHT = 100
 """Height of every chart, in units of its `viewBox`."""
 
@@ -43,83 +51,140 @@ class Point:
 
 
 def build_points(run: RunRecord) -> list[Point]:
-    """Return the points of a run, in order of time: at most about `MAX_POINTS`, and at least one for each generation
-    with iterations."""
+    """Return the points of a run, in order of time.
+
+    There are at most about `MAX_POINTS`, and at least one for each generation with iterations.
+    """
     size = max(1, math.ceil(len(run.committed) / MAX_POINTS))
     samples = run.starts[-1].samples
     result = []
     for stretch in run.stretches:
         for begin in range(0, len(stretch.committed), size):
-            some = stretch.committed[begin:begin + size]
-            seconds = [max(one.took, 1e-6) for one in some]
-            losses = [one.loss for one in some if one.loss is not None]
-            result.append(Point(some[-1].at - sum(one.took for one in some), some[-1].at, some[0].iteration, len(some),
-                                samples * len(some) / sum(seconds), samples / max(seconds), samples / min(seconds),
-                                sum(losses) / len(losses) if losses else None))
+            commits = stretch.committed[begin : begin + size]
+            seconds = [max(commit.took, 1e-6) for commit in commits]
+            losses = [commit.loss for commit in commits if commit.loss is not None]
+            took = sum(commit.took for commit in commits)
+            result.append(
+                Point(
+                    begin=commits[-1].at - took,
+                    end=commits[-1].at,
+                    first=commits[0].iteration,
+                    count=len(commits),
+                    rate=samples * len(commits) / sum(seconds),
+                    slowest=samples / max(seconds),
+                    fastest=samples / min(seconds),
+                    loss=sum(losses) / len(losses) if losses else None,
+                )
+            )
     return result
 
 
 def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
-    """Return the planned throughput of a generation, `stretch`, in samples per second, or None if it is unknown.
+    """Return the planned samples per second of a generation, `stretch`.
 
-    If the run has measured the throughput with all workers, the result is the planned share of that (`planned_share`);
-    otherwise that of its first generation is scaled by the planned periods. None before anything has been measured.
+    None if unknown. If the run has measured the throughput with all workers, the result is the
+    planned share of that (`planned_share`); otherwise that of its first generation is scaled by the
+    planned periods. None before anything has been measured.
     """
-    samples, whole, period = run.starts[-1].samples, run.full_grid_iteration_seconds, stretch.order.planned_period
+    samples = run.starts[-1].samples
+    whole = run.full_grid_iteration_seconds
+    period = stretch.order.planned_period
     if whole and stretch.planned_share is not None:
         return stretch.planned_share * samples / whole
-    first = next((one for one in run.stretches if one.iteration_seconds and one.order.planned_period), None)
+    timed = (item for item in run.stretches if item.iteration_seconds and item.order.planned_period)
+    first = next(timed, None)
     if first is None or first.iteration_seconds is None or not period:
         return None
     return samples / first.iteration_seconds * first.order.planned_period / period
 
 
 def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
-    """Return charts of a run as HTML, one below the other: what it was doing (its phase), throughput, missing workers
-    and loss. The points `found` are those of `build_points`."""
-    return "\n".join([_draw_phases(run), _draw_throughput(run, found), _draw_missing(run), _draw_losses(run, found)])
+    """Return charts of a run as HTML, one below the other.
+
+    They show what it was doing (its phase), throughput, missing workers and loss. The points
+    `found` are those of `build_points`.
+    """
+    return "\n".join(
+        [
+            _draw_phases(run),
+            _draw_throughput(run, found),
+            _draw_missing(run),
+            _draw_losses(run, found),
+        ]
+    )
 
 
 def choose_ticks(total: float) -> list[float]:
-    """Return the times of axis labels for a run of `total` seconds: multiples of a round step, from 0."""
+    """Return the times of axis labels for a run of `total` seconds.
+
+    They are multiples of a round step, from 0.
+    """
     step = next((step for step in TIME_STEPS if step >= total / 8), nice_step(total, 8))
     return [index * step for index in range(math.floor(total / step + 1e-9) + 1)]
 
 
 def _draw_throughput(run: RunRecord, found: Sequence[Point]) -> str:
-    planned = [(item.begin, item.end, rate) for item in run.stretches if (rate := planned_rate(run, item)) is not None]
-    top = nice_top(max([point.rate for point in found] + [rate for _, _, rate in planned], default=1.0))
-    band = "".join(f"M{point.begin:.3f} {_to_y(point.fastest, top)}H{point.end:.3f}V{_to_y(point.slowest, top)}"
-                   f"H{point.begin:.3f}Z" for point in found if point.count > 1)
-    lines = (f'<path class="band" d="{band}"/>' if band else "") + \
-        f'<path class="line planned" d="{_step_path(planned, top)}"/>' + \
-        f'<path class="line" d="{_step_path(((item.begin, item.end, item.rate) for item in found), top)}"/>'
+    planned = [
+        (item.begin, item.end, rate)
+        for item in run.stretches
+        if (rate := planned_rate(run, item)) is not None
+    ]
+    rates = [point.rate for point in found]
+    rates += [rate for _, _, rate in planned]
+    top = nice_top(max(rates, default=1.0))
+    band = "".join(
+        f"M{point.begin:.3f} "
+        f"{_to_y(point.fastest, top)}H{point.end:.3f}V{_to_y(point.slowest, top)}"
+        f"H{point.begin:.3f}Z"
+        for point in found
+        if point.count > 1
+    )
+    measured = ((point.begin, point.end, point.rate) for point in found)
+    lines = f'<path class="band" d="{band}"/>' if band else ""
+    lines += f'<path class="line planned" d="{_step_path(planned, top)}"/>'
+    lines += f'<path class="line" d="{_step_path(measured, top)}"/>'
     return _draw_chart(run, "throughput", "samples/s", top, lines)
 
 
 def _draw_missing(run: RunRecord) -> str:
-    """Return a chart, as HTML, of the number of missing workers of the grid over time.
+    """Return a chart, as HTML, of the number of missing workers over time.
 
     One worker of thousands is visible here, which it would not be in the number of live workers.
     """
-    missing = [(one, run.starts[-1].workers - one.order.live) for one in run.stretches]
+    workers = run.starts[-1].workers
+    missing = [(stretch, workers - stretch.order.live) for stretch in run.stretches]
     top = nice_top(float(max([count for _, count in missing], default=1)))
-    area = "".join(f"M{one.begin:.3f} {HEIGHT}V{_to_y(count, top)}H{one.end:.3f}V{HEIGHT}Z" for one, count in missing)
-    return _draw_chart(run, "missing", "workers missing", top, f'<path class="area" d="{area}"/>', whole=True)
+    area = "".join(
+        f"M{stretch.begin:.3f} {HEIGHT}V{_to_y(count, top)}H{stretch.end:.3f}V{HEIGHT}Z"
+        for stretch, count in missing
+    )
+    return _draw_chart(
+        run, "missing", "workers missing", top, f'<path class="area" d="{area}"/>', whole=True
+    )
 
 
 def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
-    places = [((point.begin + point.end) / 2, point.loss) for point in found if point.loss is not None]
+    places = [
+        ((point.begin + point.end) / 2, point.loss) for point in found if point.loss is not None
+    ]
     top = nice_top(max((loss for _, loss in places), default=1.0))
-    line = "".join(f"{'L' if index else 'M'}{at:.3f} {_to_y(loss, top)}" for index, (at, loss) in enumerate(places))
+    # The path moves to its first point, and draws lines from there on.
+    line = "L".join(f"{at:.3f} {_to_y(loss, top)}" for at, loss in places)
+    line = f"M{line}" if line else ""
     return _draw_chart(run, "loss", "loss", top, f'<path class="line" d="{line}"/>')
 
 
 def _draw_phases(run: RunRecord) -> str:
-    """Return a strip, as HTML, with what the run was doing (the phase of each generation) over time, and drawn over it
-    the times in which layers moved."""
-    parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
-             f'height="{HEIGHT}"><title>{escape(describe_generation(one))}</title></rect>' for one in run.stretches]
+    """Return a strip, as HTML, with the phase of each generation over time.
+
+    The times in which layers moved are drawn over it.
+    """
+    parts = [
+        f'<rect class="{stretch.order.phase.replace(" ", "-")}" x="{stretch.begin:.3f}" '
+        f'width="{stretch.end - stretch.begin:.3f}" '
+        f'height="{HEIGHT}"><title>{escape(describe_generation(stretch))}</title></rect>'
+        for stretch in run.stretches
+    ]
     parts += [f'<rect class="starting" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
               "<title>starting: workers start, and nothing trains yet</title></rect>"
               for begin, end in find_starting(run)]
@@ -130,28 +195,37 @@ def _draw_phases(run: RunRecord) -> str:
 
 
 def describe_generation(stretch: GenerationRecord) -> str:
-    """Describe a generation of a run, `stretch`, in a few words: its phase, live workers, beginning, and planned share
-    of the throughput."""
+    """Describe a generation of a run, `stretch`, in a few words.
+
+    They are its phase, live workers, beginning, and planned share of the throughput.
+    """
     share = stretch.planned_share
-    return f"{stretch.order.phase}, {stretch.order.live} workers, from {run_time(stretch.begin)} on" \
+    return (
+        f"{stretch.order.phase}, {stretch.order.live} workers, from {run_time(stretch.begin)} on"
         + ("" if share is None else f", planned at {as_percent(share)} of fault-free")
+    )
 
 
 def find_starting(run: RunRecord) -> list[tuple[float, float]]:
-    """Return the intervals (begin, end), in seconds of the run, from each start of the run to its first generation."""
+    """Return the intervals from each start of the run to its first generation.
+
+    They are (begin, end), in seconds of the run.
+    """
     starts = [happened.at for happened in run.events if isinstance(happened.event, Started)]
     intervals = []
     for start, following in zip(starts, [*starts[1:], run.seconds], strict=True):
-        first = next((stretch.begin for stretch in run.stretches if start <= stretch.begin <= following), following)
+        first = next(
+            (stretch.begin for stretch in run.stretches if start <= stretch.begin <= following),
+            following,
+        )
         intervals.append((start, first))
     return [(begin, end) for begin, end in intervals if end > begin]
 
 
 def find_settling(run: RunRecord) -> list[tuple[float, float]]:
-    """Return the intervals (begin, end), in seconds of the run, in which workers copied layers for a rebalanced
-    schedule.
+    """Return the intervals in which workers copied layers for a rebalanced schedule.
 
-    Training continued meanwhile.
+    They are (begin, end), in seconds of the run. Training continued meanwhile.
     """
     intervals, begin_by_fetch = list[tuple[float, float]](), dict[int, float]()
     for happened in run.events:
@@ -166,17 +240,29 @@ def find_settling(run: RunRecord) -> list[tuple[float, float]]:
     return intervals + [(begin, run.seconds) for begin in begin_by_fetch.values()]
 
 
-def _draw_chart(run: RunRecord, name: str, title: str, top: float, inside: str, *, whole: bool = False) -> str:
+def _draw_chart(
+    run: RunRecord, name: str, title: str, top: float, inside: str, *, whole: bool = False
+) -> str:
     step = top if whole else nice_step(top, 3)
     levels = [index * step for index in range(math.floor(top / step + 1e-9) + 1)]
-    grid = "".join(f'<path class="grid" d="M0 {_to_y(level, top)}H{run.seconds:.3f}"/>' for level in levels)
-    labels = "".join(f'<span style="bottom:{100 * level / top:.2f}%">{level:g}</span>' for level in levels)
-    return f'<div class="chart {name}"><b>{title}</b><div class="levels">{labels}</div>{_svg(run, grid + inside)}</div>'
+    grid = "".join(
+        f'<path class="grid" d="M0 {_to_y(level, top)}H{run.seconds:.3f}"/>' for level in levels
+    )
+    labels = "".join(
+        f'<span style="bottom:{100 * level / top:.2f}%">{level:g}</span>' for level in levels
+    )
+    return (
+        f'<div class="chart {name}"><b>{title}</b><div '
+        f'class="levels">{labels}</div>{_svg(run, grid + inside)}</div>'
+    )
 
 
 def _svg(run: RunRecord, inside: str) -> str:
-    return (f'<svg viewBox="0 0 {max(run.seconds, 1e-3):.3f} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
-            f"{inside}</svg>")
+    return (
+        f'<svg viewBox="0 0 {max(run.seconds, 1e-3):.3f} {HEIGHT}" preserveAspectRatio="none" '
+        'aria-hidden="true">'
+        f"{inside}</svg>"
+    )
 
 
 def _step_path(parts: Iterable[tuple[float, float, float]], top: float) -> str:

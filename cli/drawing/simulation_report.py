@@ -1,4 +1,7 @@
-"""Write the report of a simulation: one HTML file that needs no network and no fonts."""
+"""Write the report of a simulation as one HTML file.
+
+It needs no network and no fonts. A *reference line* is a policy that only limits the others.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
@@ -13,28 +16,45 @@ from slipstream.planner.simulation import POLICIES, AvailabilityTrace, Cause, Co
 BINS = 480
 """Number of equal spans of the trace over each of which throughput is averaged."""
 COLOURS = {
-    "slipstream": "#128a63", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
-    "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195",
-    "elaswave": "#b8860b", "malleus": "#8c564b", "resihp": "#808000",
+    "slipstream": "#128a63",
+    "slipstream-fixed": "#6fb98f",
+    "recycle": "#e69f00",
+    "oobleck": "#0072b2",
+    "bamboo": "#cc79a7",
+    "torchft": "#d55e00",
+    "checkpoint-restart": "#7a5195",
+    "elaswave": "#b8860b",
+    "malleus": "#8c564b",
+    "resihp": "#808000",
     "ft-hsdp": "#a6761d",
-    "fault-scaled": "#7d8590", "work-conserving": "#aaaaaa",
+    "fault-scaled": "#7d8590",
+    "work-conserving": "#aaaaaa",
 }
 MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
 """Colours that policies without a colour in `COLOURS` take in turn."""
 OURS = ("slipstream", "slipstream-fixed")
 """Names of the policies that simulate this project's own runtime."""
 TO_FAILURES = "lost to failures"
-"""Name of the part of the lost time that is not due to a slower schedule."""
+"""Name of the lost time that is not due to a slower schedule."""
 CAUSE_COLOURS = {
-    Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
-    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#6e7781", Cause.SLOW: "#8c6d31",
+    Cause.RUN: "#0072b2",
+    Cause.WHOLE: "#9ecae1",
+    Cause.SWITCH: "#d55e00",
+    Cause.LOAD: "#e69f00",
+    Cause.LOST: "#cc79a7",
+    Cause.RESTART: "#7a5195",
+    Cause.CHECKPOINT: "#f0c05a",
+    Cause.WAIT: "#6e7781",
+    Cause.SLOW: "#8c6d31",
     Cause.LINKS: "#bd9e39",
 }
 DEFINITIONS = (
-    "When whole: with all workers alive. ETTR: share of the time in which something is trained for the first time "
-    "(Kokolis et al., HPCA 2025). Goodput: samples over those of the best policy with all workers alive all the time "
-    "(as Google&rsquo;s ML Productivity Goodput). To recover: mean time from a failure or change until something new "
-    "is trained. Hours are of live workers, also idle ones.")
+    "When whole: with all workers alive. ETTR: share of the time in which something is trained for "
+    "the first time (Kokolis et al., HPCA 2025). Goodput: samples over those of the best policy "
+    "with all workers alive all the time (as Google&rsquo;s ML Productivity Goodput). To recover: "
+    "mean time from a failure or change until something new is trained. Hours are of live workers, "
+    "also idle ones."
+)
 SCRIPT = """
 document.querySelectorAll('.legend input').forEach(box => box.addEventListener('change', () => {
   document.querySelectorAll('.line').forEach(line => {
@@ -45,44 +65,59 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 """
 
 
-def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
+def build_report(
+    result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None
+) -> bytes:
     """Return the report on a comparison of policies, an HTML file, as bytes.
 
-    The argument `job` is the name of the job for the title, `shape` a text with its size, and `notes` are lines with
-    further assumptions. `tokens` is the number of tokens in a sample, or None if it is unknown.
+    The argument `job` is the name of the job for the title, `shape` a text with its size, and
+    `notes` are lines with further assumptions. `tokens` is the number of tokens in a sample, or
+    None if it is unknown.
     """
     shown = _initially_shown(result)
-    parts = [f"<h1>{escape(job)}: what failures cost</h1>",
-             f'<p class="dim">{escape(shape)} &middot; trace {escape(describe_trace(result.trace))}</p>',
-             f'<p class="lead">{escape(_compare_leader(result))}</p>',
-             "<h2>Schedule and failures</h2>",
-             f'<p class="dim">Hours lost against a job that always trains {result.best_rate:.4g} samples a second, the '
-             "most that any of these makes with all workers alive: because the policy's own schedule is slower even "
-             "then, and to failures. Shorter bars are better.</p>", _schedule_and_failures_chart(result),
-             *_like_for_like(result),
-             "<h2>Hours lost to failures, by cause</h2>",
-             '<p class="dim">Hours are of each policy&rsquo;s own rate when whole, as in the table above.</p>',
-             _causes_chart(result),
-             "<h2>Mean throughput</h2>", _throughput_table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
-             "<h2>Throughput over time</h2>", _policy_legend(result, shown), _throughput_chart(result, shown),
-             "<h2>Live workers</h2>", _live_workers_chart(result),
-             "<h2>Hours lost, in numbers</h2>",
-             f'<p class="dim">Against a job that always trains {result.best_rate:.4g} samples a second, as in the '
-             "first chart.</p>", _lost_table(result),
-             "<h2>What was assumed</h2>", _list_assumptions(result, notes)]
+    parts = [
+        f"<h1>{escape(job)}: what failures cost</h1>",
+        f'<p class="dim">{escape(shape)} &middot; trace {escape(describe_trace(result.trace))}</p>',
+        f'<p class="lead">{escape(_compare_leader(result))}</p>',
+        "<h2>Schedule and failures</h2>",
+        f'<p class="dim">Hours lost against a job that always trains {result.best_rate:.4g} '
+        'samples a second, the '
+        "most that any of these makes with all workers alive: because the policy's own schedule is "
+        "slower even then, and to failures. Shorter bars are better.</p>",
+        _schedule_and_failures_chart(result),
+        *_like_for_like(result),
+        "<h2>Hours lost to failures, by cause</h2>",
+        '<p class="dim">Hours are of each policy&rsquo;s own rate when whole, as in the table '
+        'above.</p>',
+        _causes_chart(result),
+        "<h2>Mean throughput</h2>",
+        _throughput_table(result, tokens),
+        f'<p class="dim">{DEFINITIONS}</p>',
+        "<h2>Throughput over time</h2>",
+        _policy_legend(result, shown),
+        _throughput_chart(result, shown),
+        "<h2>Live workers</h2>",
+        _live_workers_chart(result),
+        "<h2>Hours lost, in numbers</h2>",
+        f'<p class="dim">Against a job that always trains {result.best_rate:.4g} samples a second, '
+        'as in the '
+        "first chart.</p>",
+        _lost_table(result),
+        "<h2>What was assumed</h2>",
+        _list_assumptions(result, notes),
+    ]
     body = "\n".join(parts)
     return build_document(f"{job}: what failures cost", body, SCRIPT)
 
 
 def rank_policies(result: Comparison) -> list[str]:
-    """Return the names of the policies by throughput, highest first, without reference lines (limits to compare
-    policies with)."""
+    """Return the names of the policies by throughput, highest first, without reference lines."""
     systems = _without_references(result)
     return sorted(systems, key=lambda name: -systems[name].throughput)
 
 
 def _compare_leader(result: Comparison) -> str:
-    """Return sentences that compare the policy of highest throughput with the second and the last one.
+    """Compare the policy of highest throughput with the second and the last, in sentences.
 
     If it is one of this project's policies (`OURS`), the others of this project are left out.
     """
@@ -90,17 +125,31 @@ def _compare_leader(result: Comparison) -> str:
     if not order:
         return "Only reference lines were asked for."
     best = order[0]
-    text = (f"{best} trains most: {runs[best].throughput:.4g} samples a second, {result.goodput(best) or 0.0:.0%} of a "
-            "cluster that never fails.")
+    text = (
+        f"{best} trains most: {runs[best].throughput:.4g} samples a second, "
+        f"{result.goodput(best) or 0.0:.0%} of a cluster that never fails."
+    )
     others = [name for name in order[1:] if not (name in OURS and best in OURS)]
-    ratios = [f"{runs[best].throughput / runs[name].throughput:.2f} times {name}, the {place}"
-              for place, name in (("next", others[0]), ("last", others[-1]))[:len(others)] if runs[name].throughput] \
-        if others else []
-    return f"{text} That is {', and '.join(ratios)}.{_compare_planned(result, best)}" if ratios else text
+    places = {"next": others[0]} if others else {}
+    if len(others) > 1:
+        places["last"] = others[-1]
+    ratios = []
+    for place, name in places.items():
+        if runs[name].throughput:
+            ratio = runs[best].throughput / runs[name].throughput
+            ratios.append(f"{ratio:.2f} times {name}, the {place}")
+    return (
+        f"{text} That is {', and '.join(ratios)}.{_compare_planned(result, best)}"
+        if ratios
+        else text
+    )
 
 
 def _compare_planned(result: Comparison, best: str) -> str:
-    """Return a sentence on the policy that comes next if all run this planner's schedules; empty if none does."""
+    """Return a sentence on the next policy if all run this planner's schedules.
+
+    Empty if none does.
+    """
     if best not in OURS or not result.planned:
         return ""
     name, run = max(result.planned.items(), key=lambda item: item[1].throughput)
@@ -111,10 +160,10 @@ def _compare_planned(result: Comparison, best: str) -> str:
 
 
 def _initially_shown(result: Comparison) -> set[str]:
-    """Return the names of the policies whose lines are visible at first: the best one of all, and the best and the
-    worst of those not of this project (`OURS`). More lines would hide each other.
+    """Return the names of the policies whose lines are visible at first.
 
-    All are visible if there are only reference lines (limits to compare policies with).
+    They are the best one of all, and the best and the worst of those not of this project (`OURS`);
+    more lines would hide each other. All are visible if there are only reference lines.
     """
     order = rank_policies(result)
     others = [name for name in order if name not in OURS]
@@ -122,34 +171,51 @@ def _initially_shown(result: Comparison) -> set[str]:
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return one line with the throughput of the policy listed first, and its ratio to that of every other policy
-    except reference lines (limits to compare policies with)."""
-    real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
+    """Return one line with the throughput of the first policy and its ratios to others.
+
+    Reference lines are left out.
+    """
+    real = {
+        name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference
+    }
     if not real:
         return "only reference lines were asked for"
     first, *others = real
     text = f"{first} trains {real[first]:.4g} samples per second on average"
-    ratios = [f"{real[first] / real[name]:.2f}x {name}" if real[name] else f"{name} trains none" for name in others]
-    return f"{text}: {', '.join(ratios)}.{_compare_planned(result, first)}" if ratios else f"{text}."
+    ratios = []
+    for name in others:
+        trained = f"{real[first] / real[name]:.2f}x {name}" if real[name] else f"{name} trains none"
+        ratios.append(trained)
+    if not ratios:
+        return f"{text}."
+    return f"{text}: {', '.join(ratios)}.{_compare_planned(result, first)}"
 
 
 def describe_trace(trace: AvailabilityTrace) -> str:
-    """Return one line of text with the length of an availability trace, its losses, and its mean number of live
-    workers."""
-    more = [text for count,
-            text in ((trace.machine_slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
-                                        (trace.partial_losses, "short of GPUs"))
-            if count for text in (f", {count} times {text}",)]
+    """Return one line of text about an availability trace.
+
+    It has its length, its losses, and its mean number of live workers.
+    """
+    more = [
+        text
+        for count, text in (
+            (trace.machine_slowdowns, "slow for a while"),
+            (trace.link_slowdowns, "slow links"),
+            (trace.partial_losses, "short of GPUs"),
+        )
+        if count
+        for text in (f", {count} times {text}",)
+    ]
     lost = f"{trace.machine_losses} worker{'s' * (trace.machine_losses != 1)} lost"
     return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {lost}{''.join(more)}, "
             f"{trace.mean_live_machines:.4g} of {trace.places} alive on average")
 
 
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
-    """Return the tokens trained in `run` per hour and GPU of the live workers, including idle ones.
+    """Return the tokens trained in `run` per hour and GPU of the live workers.
 
-    The argument `tokens` is the number of tokens in a sample. The result is None if that or the number of GPUs is
-    unknown.
+    Idle ones count. The argument `tokens` is the number of tokens in a sample. The result is None
+    if that or the number of GPUs is unknown.
     """
     gpus = result.trace.mean_live_machines * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
@@ -162,22 +228,32 @@ def policy_colour(policy: str) -> str:
 
 
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
-    """Return the hours of live workers per 1,000 samples trained in `run`, or None if no sample was trained."""
+    """Return the hours of live workers per 1,000 samples trained in `run`.
+
+    None if no sample was trained.
+    """
     return result.trace.mean_live_machines / run.throughput / 3.6 if run.throughput else None
 
 
 def _throughput_table(result: Comparison, tokens: int | None) -> str:
     best = max((run.throughput for run in _without_references(result).values()), default=0.0)
     rows = []
-    for name in (*rank_policies(result), *(name for name in result.runs if POLICIES[name].is_reference)):
+    for name in (
+        *rank_policies(result),
+        *(name for name in result.runs if POLICIES[name].is_reference),
+    ):
         run = result.runs[name]
         spent, made = worker_hours(result, run), tokens_per_gpu_hour(result, run, tokens)
         reference, goodput = POLICIES[name].is_reference, result.goodput(name)
-        rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
-                                 f"{run.fault_free_rate:.4g}", f"{run.ettr:.1%}",
-                                 f"{goodput:.1%}" if goodput is not None else "-", three_digits(run.seconds_to_recover),
-                                 f"{spent:.4g}" if spent else "-", *([f"{made:,.0f}" if made else "-"] * bool(tokens)),
-                                 "" if reference else str(run.switch_count))))
+        of_best = f"{run.throughput / best:.1%}" if best else "-"
+        goodput_text = f"{goodput:.1%}" if goodput is not None else "-"
+        spent_text = f"{spent:.4g}" if spent else "-"
+        made_text = f"{made:,.0f}" if made else "-"
+        switches = "" if reference else str(run.switch_count)
+        cells = [name, f"{run.throughput:.4g}", of_best, f"{run.fault_free_rate:.4g}"]
+        cells += [f"{run.ettr:.1%}", goodput_text, three_digits(run.seconds_to_recover), spent_text]
+        cells += [made_text] * bool(tokens)
+        rows.append((reference, [*cells, switches]))
     head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",
             "worker-hours / 1,000 samples", *(["tokens / GPU-hour"] * bool(tokens)), "switches")
     return build_table(head, rows)
@@ -189,11 +265,20 @@ def three_digits(value: float) -> str:
 
 
 def _lost_table(result: Comparison) -> str:
-    lost = {name: result.runs[name].seconds_lost(result.best_rate) for name in rank_policies(result)}
-    shown = [cause for cause in Cause if any(row[cause] > 1 for row in lost.values())]
-    rows = [(False, (name, f"{sum(row.values()) / 3600:.2f}",
-                     *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown))) for name, row in lost.items()]
+    lost = {
+        name: result.runs[name].seconds_lost(result.best_rate) for name in rank_policies(result)
+    }
+    shown = [cause for cause in Cause if _is_lost(lost, cause)]
+    rows = []
+    for name, row in lost.items():
+        hours = [f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown]
+        rows.append((False, (name, f"{sum(row.values()) / 3600:.2f}", *hours)))
     return build_table(("hours lost", "in all", *shown), rows)
+
+
+def _is_lost(lost: Mapping[str, Mapping[Cause, float]], cause: Cause) -> bool:
+    """Return whether a policy loses more than a second by this cause."""
+    return any(row[cause] > 1 for row in lost.values())
 
 
 def _without_references(result: Comparison) -> dict[str, PolicyRun]:
@@ -201,7 +286,7 @@ def _without_references(result: Comparison) -> dict[str, PolicyRun]:
 
 
 def _time_axis(result: Comparison) -> tuple[str, float]:
-    """Return the unit of the time axis, "days" or "hours", and the number of seconds in it."""
+    """Return the unit of the time axis, "days" or "hours", and its seconds."""
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
@@ -209,11 +294,20 @@ def _throughput_chart(result: Comparison, shown: Collection[str]) -> str:
     unit, seconds = _time_axis(result)
     edges = np.linspace(0.0, result.trace.length_seconds, BINS + 1)
     first = next(iter(result.runs))
-    lines = [StepLine(name, policy_colour(name), run.mean_rates_between(edges).tolist(), POLICIES[name].is_reference,
-                      name == first,
-                      name not in shown)
-             for name, run in result.runs.items()]
-    return _scrolled(draw_steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second"))
+    lines = [
+        StepLine(
+            name,
+            policy_colour(name),
+            run.mean_rates_between(edges).tolist(),
+            POLICIES[name].is_reference,
+            name == first,
+            name not in shown,
+        )
+        for name, run in result.runs.items()
+    ]
+    return _scrolled(
+        draw_steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
+    )
 
 
 def _live_workers_chart(result: Comparison) -> str:
@@ -222,19 +316,27 @@ def _live_workers_chart(result: Comparison) -> str:
     points = [point for point in points if point[0] < result.trace.length_seconds]
     edges = [time / seconds for time, _ in points] + [result.trace.length_seconds / seconds]
     line = StepLine("live workers", "currentColor", [float(count) for _, count in points])
-    return _scrolled(draw_steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places)))
+    return _scrolled(
+        draw_steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
+    )
 
 
 def _scrolled(chart: str) -> str:
-    """Return a wide chart, as HTML, that a narrow screen scrolls instead of shrinking its text."""
+    """Return a wide chart, as HTML, that a narrow screen scrolls instead of shrinking."""
     return f'<div class="scroll chart">{chart}</div>'
 
 
 def _policy_legend(result: Comparison, shown: Collection[str]) -> str:
-    labels = (f'<label{"" if name in shown else " class=off"}><input type="checkbox"{" checked" * (name in shown)} '
-              f'value="{escape(name)}"> {colour_swatch(policy_colour(name))}{escape(name)}'
-              "</label>" for name in result.runs)
-    return f'<div class="legend">{"".join(labels)}</div>'
+    labels = ""
+    for name in result.runs:
+        kind = "" if name in shown else " class=off"
+        checked = " checked" if name in shown else ""
+        swatch = colour_swatch(policy_colour(name))
+        labels += (
+            f'<label{kind}><input type="checkbox"{checked} value="{escape(name)}"> '
+            f"{swatch}{escape(name)}</label>"
+        )
+    return f'<div class="legend">{labels}</div>'
 
 
 def _hours_by_cause(result: Comparison, name: str) -> dict[Cause, float]:
@@ -243,35 +345,57 @@ def _hours_by_cause(result: Comparison, name: str) -> dict[Cause, float]:
 
 
 def _schedule_and_failures_chart(result: Comparison) -> str:
-    """Return a chart of two colours: hours lost to the policy's own schedule, and hours lost to failures."""
+    """Return a chart of two colours, for hours lost to schedule and to failures.
+
+    The schedule is the policy's own.
+    """
     rows = {}
     for name in rank_policies(result):
         lost = _hours_by_cause(result, name)
         whole = lost.pop(Cause.WHOLE)
         rows[name] = {Cause.WHOLE.value: whole, TO_FAILURES: sum(lost.values())}
-    colours = {Cause.WHOLE.value: CAUSE_COLOURS[Cause.WHOLE], TO_FAILURES: CAUSE_COLOURS[Cause.SWITCH]}
-    legend = "".join(f"<label>{colour_swatch(colour)}{escape(part)}</label>" for part, colour in colours.items())
+    colours = {
+        Cause.WHOLE.value: CAUSE_COLOURS[Cause.WHOLE],
+        TO_FAILURES: CAUSE_COLOURS[Cause.SWITCH],
+    }
+    legend = "".join(
+        f"<label>{colour_swatch(colour)}{escape(part)}</label>" for part, colour in colours.items()
+    )
     hours = result.trace.length_seconds / 3600
     return f'<div class="legend">{legend}</div>' + draw_bars(
         rows, colours, total=_find_axis_end(rows), x=f"hours lost, of {hours:,.4g}", unit="h")
 
 
 def _like_for_like(result: Comparison) -> list[str]:
-    """Return a heading and a table of each policy with its own schedules and with this planner's."""
+    """Return a heading and a table of policies with their own and this planner's schedules."""
     rows = []
     for name in rank_policies(result):
         run, planned = result.runs[name], result.planned.get(name)
-        cells = [f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{result.failure_seconds(name) / 3600:.2f}"]
+        cells = [
+            f"{run.throughput:.4g}",
+            f"{run.fault_free_rate:.4g}",
+            f"{result.failure_seconds(name) / 3600:.2f}",
+        ]
         cells += ["its own"] * 3 if planned is None else [
             f"{planned.throughput:.4g}", f"{planned.fault_free_rate:.4g}",
             f"{result.failure_seconds(name, planned=True) / 3600:.2f}"]
         rows.append((False, (name, *cells)))
-    head = ("policy", "samples / s", "when whole", "hours lost to failures", "samples / s, with our schedules",
-            "when whole", "hours lost to failures")
-    return ["<h2>With the same schedules</h2>",
-            '<p class="dim">Left: each policy with the schedules that it publishes. Right: with this planner&rsquo;s, '
-            "as far as its way to handle failures allows. Hours are of its own rate when whole.</p>",
-            build_table(head, rows)]
+    head = (
+        "policy",
+        "samples / s",
+        "when whole",
+        "hours lost to failures",
+        "samples / s, with our schedules",
+        "when whole",
+        "hours lost to failures",
+    )
+    return [
+        "<h2>With the same schedules</h2>",
+        '<p class="dim">Left: each policy with the schedules that it publishes. Right: with this '
+        'planner&rsquo;s, '
+        "as far as its way to handle failures allows. Hours are of its own rate when whole.</p>",
+        build_table(head, rows),
+    ]
 
 
 def _causes_chart(result: Comparison) -> str:
@@ -285,25 +409,44 @@ def _causes_chart(result: Comparison) -> str:
 
 
 def _find_axis_end(rows: Mapping[str, Mapping[Any, float]]) -> float:
-    """Return the hours at which the axis ends for bars with these parts: those of the longest bar."""
+    """Return the hours at which the axis ends for bars with these parts.
+
+    They are those of the longest bar.
+    """
     return max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
 
 
-def draw_hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float, *, top: float | None = None) -> str:
-    """Return a chart, as HTML, with a stacked bar of lost hours for each policy, and a part of it for each cause.
+def draw_hours_by_cause(
+    rows: Mapping[str, Mapping[Cause, float]], hours: float, *, top: float | None = None
+) -> str:
+    """Return a chart, as HTML, with a stacked bar of lost hours for each policy.
 
-    The argument `rows` has the hours by policy and cause, of `hours` in all. The axis ends at `top`; None: at `hours`.
+    A bar has a part for each cause. The argument `rows` has the hours by policy and cause, of
+    `hours` in all. The axis ends at `top`; None: at `hours`.
     """
-    legend = "".join(f"<label>{colour_swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
-                     if any(row[cause] > 0.001 for row in rows.values()))
-    chart = draw_bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},
-                      {cause.value: colour for cause, colour in CAUSE_COLOURS.items()}, total=top or hours,
-                      x=f"hours lost, of {hours:,.4g}", unit="h")
+    legend = ""
+    for cause in Cause:
+        if any(row[cause] > 0.001 for row in rows.values()):
+            legend += f"<label>{colour_swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>"
+    bars = {}
+    for name, row in rows.items():
+        bars[name] = {cause.value: row[cause] for cause in Cause}
+    chart = draw_bars(
+        bars,
+        {cause.value: colour for cause, colour in CAUSE_COLOURS.items()},
+        total=top or hours,
+        x=f"hours lost, of {hours:,.4g}",
+        unit="h",
+    )
     return f'<div class="legend">{legend}</div>{chart}'
 
 
 def _list_assumptions(result: Comparison, notes: Sequence[str]) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(kind.title)}. Assumes: {escape(kind.assumptions)}.</dd>"
-                    for name, kind in POLICIES.items() if name in result.runs)
+    items = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(kind.title)}. Assumes: "
+        f"{escape(kind.assumptions)}.</dd>"
+        for name, kind in POLICIES.items()
+        if name in result.runs
+    )
     listed = "".join(f"<li>{escape(note)}</li>" for note in (*result.trace.notes, *notes))
     return f"<dl>{items}</dl><ul>{listed}</ul>"

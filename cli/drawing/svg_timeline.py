@@ -1,8 +1,10 @@
-"""Draw a schedule as an SVG picture: one row per worker, time from left to right, without fonts or scripts.
+"""Draw a schedule as an SVG picture, without fonts or scripts.
 
-The picture is readable in greyscale. Stripes tell kinds of ops apart, frames and small letters mark re-routed ops,
-dashed frames mark shed ops. Primes and a lighter shade mark the second (third, ...) stage of a worker that holds
-several. A slice that is no whole stage has its layers after a colon.
+One row per worker, time from left to right.
+
+The picture is readable in greyscale. Stripes tell kinds of ops apart, frames and small letters mark
+re-routed ops, dashed frames mark shed ops. Primes and a lighter shade mark the second (third, ...)
+stage of a worker that holds several. A slice that is no whole stage has its layers after a colon.
 """
 
 import math
@@ -15,33 +17,62 @@ from slipstream.cli.drawing.op_labels import op_labels, worker_label
 from slipstream.cli.shared.console import duration
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
-ROW, GAP, PIPELINE_GAP = 20, 3, 12
-"""Height of a row, space between rows, and space between pipelines, in pixels."""
+ROW = 20
+"""Height of a row, in pixels."""
+GAP = 3
+"""Space between rows, in pixels."""
+PIPELINE_GAP = 12
+"""Space between pipelines, in pixels."""
 LINK_HEIGHT = 4
 """Height, in pixels, of a reduction that overlaps with the ops of its row."""
-LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
-WIDTH, MAX_WIDTH = 1000, 3000
-"""Usual and maximum length of the time axis, in pixels. Only labels of re-routed ops make it longer than usual."""
+LEFT = 84
+"""Margin for the labels of workers, in pixels."""
+RIGHT = 16
+TOP = 44
+"""Margin for the labels of the time axis, in pixels."""
+BOTTOM = 34
+"""Margin for the legend, in pixels."""
+WIDTH = 1000
+"""Usual length of the time axis, in pixels."""
+MAX_WIDTH = 3000
+"""Maximum length of the time axis, in pixels.
+
+Only labels of re-routed ops make it longer than usual.
+"""
 LABEL_ROOM = 5
-"""Number of characters of a label for which the shortest re-routed op has room, if `MAX_WIDTH` allows it."""
+"""Number of characters for which the shortest re-routed op has room.
+
+Holds if `MAX_WIDTH` allows it.
+"""
 MAX_OPS = 200_000
 MAX_MARKS = 12
 """Maximum number of labels of the time axis."""
 CHARACTER = 7
 """Width of a character, in pixels."""
 STRIPE = 2
-ON_TOP, BELOW = (OpKind.I, OpKind.B), (OpKind.W, OpKind.B)
-"""Kinds of ops with a stripe along their upper edge, and along their lower edge."""
+ON_TOP = (OpKind.I, OpKind.B)
+"""Kinds of ops with a stripe along their upper edge."""
+BELOW = (OpKind.W, OpKind.B)
+"""Kinds of ops with a stripe along their lower edge."""
 LIGHTER_OPACITY = 0.55
-FRAMES = {"own": (' stroke="white" stroke-width="0.6"', 0.6), "rerouted": (' stroke="#111" stroke-width="1.6"', 1.6),
-          "shed": (' stroke="#111" stroke-width="1.6" stroke-dasharray="3 2"', 1.6)}
-"""Attributes of the line around an op, and its width in pixels, by origin of the op."""
-HATCH = ('<defs><pattern id="down" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-         '<rect width="2" height="7" fill="#c33"/></pattern></defs>')
+FRAMES = {
+    "own": (' stroke="white" stroke-width="0.6"', 0.6),
+    "rerouted": (' stroke="#111" stroke-width="1.6"', 1.6),
+    "shed": (' stroke="#111" stroke-width="1.6" stroke-dasharray="3 2"', 1.6),
+}
+"""Attributes of the line around an op, and its width in pixels, by origin."""
+HATCH = (
+    '<defs><pattern id="down" width="7" height="7" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)">'
+    '<rect width="2" height="7" fill="#c33"/></pattern></defs>'
+)
 
 
 def draw_schedule(schedule: Schedule) -> bytes:
-    """Return an SVG picture of all workers of a schedule. Raises ValueError if there are more than `MAX_OPS` ops."""
+    """Return an SVG picture of all workers of a schedule.
+
+    Raises ValueError if there are more than `MAX_OPS` ops.
+    """
     count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if count > MAX_OPS:
         raise ValueError(f"{count} ops are too many for a picture (at most {MAX_OPS})")
@@ -50,11 +81,17 @@ def draw_schedule(schedule: Schedule) -> bytes:
             for index, worker in enumerate(schedule.grid.workers())}
     width = _axis_width(schedule, horizon)
     height = max(rows.values()) + ROW + BOTTOM
-    left = min(0, LEFT - 8 - CHARACTER * max(len(worker_label(worker, schedule)) for worker in rows))
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left} 0 {LEFT + width + RIGHT - left} {height}" '
-             'font-family="sans-serif" font-size="11">',
-             HATCH, f'<rect x="{left}" width="{LEFT + width + RIGHT - left}" height="{height}" fill="white"/>',
-             f'<text x="{LEFT}" y="18" font-size="13">{escape(_picture_title(schedule))}</text>']
+    left = min(
+        0, LEFT - 8 - CHARACTER * max(len(worker_label(worker, schedule)) for worker in rows)
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left} 0 {LEFT + width + RIGHT - left} '
+        f'{height}" '
+        'font-family="sans-serif" font-size="11">',
+        HATCH,
+        f'<rect x="{left}" width="{LEFT + width + RIGHT - left}" height="{height}" fill="white"/>',
+        f'<text x="{LEFT}" y="18" font-size="13">{escape(_picture_title(schedule))}</text>',
+    ]
     parts += _draw_axis(schedule.seconds(horizon), width, height)
     for worker, y in rows.items():
         parts += _draw_row(schedule, worker, y, width, width / horizon)
@@ -69,21 +106,38 @@ def _picture_title(schedule: Schedule) -> str:
 
 def _axis_width(schedule: Schedule, horizon: int) -> int:
     """Return the length in pixels of the time axis for a schedule of `horizon` ticks."""
-    foreign = [op.end_ticks - op.start_ticks for op in schedule.all_ops()
-               if op.kind is not OpKind.W and op.end_ticks > op.start_ticks and schedule.origin(op) != "own"]
-    return max(WIDTH, min(MAX_WIDTH, math.ceil(LABEL_ROOM * CHARACTER * horizon / min(foreign)))) if foreign else WIDTH
+    foreign = [
+        op.end_ticks - op.start_ticks
+        for op in schedule.all_ops()
+        if op.kind is not OpKind.W
+        and op.end_ticks > op.start_ticks
+        and schedule.origin(op) != "own"
+    ]
+    return (
+        max(WIDTH, min(MAX_WIDTH, math.ceil(LABEL_ROOM * CHARACTER * horizon / min(foreign))))
+        if foreign
+        else WIDTH
+    )
 
 
 def _draw_axis(seconds: float, width: int, height: int) -> Iterator[str]:
-    """Yield SVG of a label and a faint vertical line at each round number of seconds below `seconds`. The axis has
-    `width` pixels for `seconds`, in a drawing of this `height`."""
+    """Yield SVG of labels and faint vertical lines at round numbers of seconds.
+
+    The axis has `width` pixels for `seconds`, in a drawing of this `height`.
+    """
     for at, label in label_times(seconds, nice_step(seconds, MAX_MARKS)):
         x = LEFT + at / seconds * width
-        yield (f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" stroke="#ccc"/>'
-               f'<text x="{x:.2f}" y="{TOP - 10}" text-anchor="middle" font-size="10" fill="#555">{label}</text>')
+        yield (
+            f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" '
+            'stroke="#ccc"/>'
+            f'<text x="{x:.2f}" y="{TOP - 10}" text-anchor="middle" font-size="10" '
+            f'fill="#555">{label}</text>'
+        )
 
 
-def _draw_row(schedule: Schedule, worker: Worker, y: int, width: int, scale: float) -> Iterator[str]:
+def _draw_row(
+    schedule: Schedule, worker: Worker, y: int, width: int, scale: float
+) -> Iterator[str]:
     if worker not in schedule.seat_of:
         yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" fill="#c33">{worker}</text>'
         yield f'<rect x="{LEFT}" y="{y + 3}" width="{width}" height="{ROW - 6}" fill="url(#down)"/>'
@@ -91,18 +145,21 @@ def _draw_row(schedule: Schedule, worker: Worker, y: int, width: int, scale: flo
         yield f'<text x="{LEFT + 16}" y="{y + 14}" fill="#c33" font-weight="bold">down</text>'
         return
     role = schedule.seat_of[worker].role
-    yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{worker_label(worker, schedule)}</text>'
+    label = worker_label(worker, schedule)
+    yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{label}</text>'
     stages = schedule.grid.stages_of_column(role.column)
     for op in schedule.ops(worker):
         if op.end_ticks > op.start_ticks:
-            yield from _draw_op(op, schedule, stages.index(op.slice) if op.slice in stages else 0, y, scale)
+            yield from _draw_op(
+                op, schedule, stages.index(op.slice) if op.slice in stages else 0, y, scale
+            )
 
 
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
     """Yield SVG of an op: a rectangle and, if there is room, a label.
 
-    If the worker holds several stages, that of the op is number `chunk` of these, from 0. The worker's row has its
-    upper edge at `y`. There are `scale` pixels per tick.
+    If the worker holds several stages, that of the op is number `chunk` of these, from 0. The
+    worker's row has its upper edge at `y`. There are `scale` pixels per tick.
     """
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
@@ -111,31 +168,51 @@ def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> It
     left, inside = x + line / 2, max(0.1, width - line)
     title = f"<title>{escape(schedule.op_text(op))}</title>"
     if schedule.has_overlap and op.kind is OpKind.A:  # beside other ops, on links
-        yield _draw_box(op.kind, left, y + ROW - LINK_HEIGHT, inside, LINK_HEIGHT, chunk, frame, title)
+        yield _draw_box(
+            op.kind, left, y + ROW - LINK_HEIGHT, inside, LINK_HEIGHT, chunk, frame, title
+        )
         return
     yield _draw_box(op.kind, left, y + line / 2, inside, ROW - line, chunk, frame, title)
     if label := _choose_label(op, schedule, "′" * chunk, int(width // CHARACTER)):
         yield f'<text x="{x + width / 2:.2f}" y="{y + 14}" text-anchor="middle">{label}</text>'
 
 
-def _draw_box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: int, line: str, inside: str) -> str:
-    """Return SVG of a rectangle in the colour and with the stripes of a kind of op.
+def _draw_box(
+    kind: OpKind,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    chunk: int,
+    line: str,
+    inside: str,
+) -> str:
+    """Return SVG of a rectangle in the colour and stripes of a kind of op.
 
-    The colour is lighter unless `chunk` is 0. The attributes of the outline are `line`, and `inside` is the content of
-    the element.
+    The colour is lighter unless `chunk` is 0. The attributes of the outline are `line`, and
+    `inside` is the content of the element.
     """
     faint = f' fill-opacity="{LIGHTER_OPACITY}"' if chunk else ""
-    parts = [f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{COLOURS[kind]}"{faint}{line}>'
-             f"{inside}</rect>"]
-    for edge in ([y + 0.5] if kind in ON_TOP else []) + ([y + height - STRIPE - 0.5] if kind in BELOW else []):
-        parts.append(f'<rect x="{x:.2f}" y="{edge:g}" width="{width:.2f}" height="{STRIPE}" fill-opacity="0.55"/>')
+    parts = [
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
+        f'fill="{COLOURS[kind]}"{faint}{line}>'
+        f"{inside}</rect>"
+    ]
+    edges = [y + 0.5] if kind in ON_TOP else []
+    if kind in BELOW:
+        edges.append(y + height - STRIPE - 0.5)
+    for edge in edges:
+        parts.append(
+            f'<rect x="{x:.2f}" y="{edge:g}" width="{width:.2f}" height="{STRIPE}" '
+            'fill-opacity="0.55"/>'
+        )
     return "".join(parts)
 
 
 def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
-    """Return the most informative label of an op that has at most `room` characters; "" if none has.
+    """Return the most informative label of an op with at most `room` characters.
 
-    A label may lack the letter of the kind, which colour and stripes also tell.
+    "" if none has. A label may lack the letter of the kind, which colour and stripes also tell.
     """
     texts = op_labels(op, schedule, prime)
     if op.microbatch is not None:
@@ -152,12 +229,13 @@ def _draw_legend(schedule: Schedule, y: int) -> Iterator[str]:
         yield _draw_box(kind, x, y - 11, 14, 14, 0, "", "")
         yield f'<text x="{x + 19}" y="{y}">{kind} {NAMES[kind]}</text>'
         x += 48 + 6 * len(NAMES[kind])
+    box = f'y="{y - 11}" width="14" height="14" fill="white"'
     if schedule.rerouted:
-        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" fill="white"{FRAMES["rerouted"][0]}/>'
+        yield f'<rect x="{x}" {box}{FRAMES["rerouted"][0]}/>'
         yield f'<text x="{x + 19}" y="{y}">re-routed (pipeline.micro-batch)</text>'
         x += 224
     if schedule.shed:
-        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" fill="white"{FRAMES["shed"][0]}/>'
+        yield f'<rect x="{x}" {box}{FRAMES["shed"][0]}/>'
         yield f'<text x="{x + 19}" y="{y}">shed</text>'
         x += 66
     if schedule.slices:

@@ -1,8 +1,11 @@
-"""Draw a schedule as a timeline in the terminal: one row per worker, time from left to right.
+"""Draw a schedule as a timeline in the terminal.
 
-The timeline is readable without colour: each op begins with its letter, which is small if the micro-batch is re-routed.
-A micro-batch of another pipeline is `pipeline.number` if there is room: `f1.3` is re-routed, `F1.3` is shed. A slice
-that is no whole stage has its layers after a colon: `F3:4-6`. Dots are bubbles.
+One row per worker, time from left to right.
+
+The timeline is readable without colour: each op begins with its letter, which is small if the
+micro-batch is re-routed. A micro-batch of another pipeline is `pipeline.number` if there is room:
+`f1.3` is re-routed, `F1.3` is shed. A slice that is no whole stage has its layers after a colon:
+`F3:4-6`. Dots are bubbles.
 """
 
 import math
@@ -22,12 +25,18 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.symmetry import find_equal_pipelines
 
 FULL_ROWS = 32
-"""Largest number of workers for which each has a row in a measured iteration, where all times differ."""
+"""Largest number of workers for which each has a row in a measured iteration.
+
+There all times differ.
+"""
 MAX_ROWS = 64
 """Maximum number of lines for workers if the height of the screen is unknown."""
 MIN_ROWS = 4
 OTHER_LINES = 3
-"""Number of lines of a drawing that are not rows of workers: axis, legend, and the count of what is not drawn."""
+"""Number of lines of a drawing that are not rows of workers.
+
+Axis, legend, and the count of what is not drawn.
+"""
 MIN_COLUMNS = 24
 LABEL_COLUMNS = 10
 """Minimum distance of labels on the time axis, in characters."""
@@ -40,23 +49,38 @@ BUBBLE = "·"
 
 
 def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
-    """Return a drawing of the planned iteration in `width` characters and about `height` lines (None: up to `MAX_ROWS`
-    lines of workers).
+    """Return a drawing of the planned iteration in `width` characters.
 
-    Pipelines that run the same programs are drawn once.
+    It has about `height` lines (None: up to `MAX_ROWS` lines of workers). Pipelines that run the
+    same programs are drawn once.
     """
     blocks = _to_blocks(schedule, _max_rows(height), find_equal_pipelines(schedule))
-    programs = {worker: schedule.ops(worker) for block in blocks for worker in _workers_of_block(block, schedule)
-                if worker in schedule.seat_of}
+    programs = {
+        worker: schedule.ops(worker)
+        for block in blocks
+        for worker in _workers_of_block(block, schedule)
+        if worker in schedule.seat_of
+    }
     return _draw(schedule, blocks, programs, schedule.tick_seconds, width, _max_rows(height))
 
 
 def draw_measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
-    """Return a drawing, in `width` characters, of an iteration as it was measured on the workers of this schedule."""
+    """Return a drawing, in `width` characters, of an iteration as it was measured.
+
+    The workers are those of this schedule.
+    """
     grid = schedule.grid
-    few = grid.pipelines * grid.columns <= FULL_ROWS
-    equal = [(pipeline,) for pipeline in range(grid.pipelines)] if few else find_equal_pipelines(schedule)
-    return _draw(schedule, _to_blocks(schedule, MAX_ROWS, equal), placed_ops(iteration), TICK_SECONDS, width, MAX_ROWS)
+    equal: list[tuple[int, ...]] = [(pipeline,) for pipeline in range(grid.pipelines)]
+    if grid.pipelines * grid.columns > FULL_ROWS:
+        equal = find_equal_pipelines(schedule)
+    return _draw(
+        schedule,
+        _to_blocks(schedule, MAX_ROWS, equal),
+        placed_ops(iteration),
+        TICK_SECONDS,
+        width,
+        MAX_ROWS,
+    )
 
 
 def _max_rows(height: int | None) -> int:
@@ -64,8 +88,10 @@ def _max_rows(height: int | None) -> int:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """Scale from ticks to `columns` columns of characters, numbered from 0: tick t lies in column t * `up` //
-    `down`."""
+    """Scale from ticks to `columns` columns of characters, numbered from 0.
+
+    Tick t lies in column t * `up` // `down`.
+    """
 
     up: int
     down: int
@@ -75,15 +101,23 @@ class _Scale(msgspec.Struct, frozen=True):
         return tick * self.up // self.down
 
 
-def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mapping[Worker, Sequence[Op]],
-          tick_seconds: float, width: int, rows: int) -> Group:
+def _draw(
+    schedule: Schedule,
+    blocks: Sequence[tuple[int, ...]],
+    programs: Mapping[Worker, Sequence[Op]],
+    tick_seconds: float,
+    width: int,
+    rows: int,
+) -> Group:
     drawn = {block: _workers_of_block(block, schedule)[:rows] for block in blocks}
     shown = [worker for block in blocks for worker in drawn[block]]
     labels = {worker: worker_label(worker, schedule) for worker in shown}
     margin = max(map(len, labels.values())) + 2
     ops = [op for worker in shown for op in programs.get(worker, ())]
     scale = _choose_scale(ops, max(MIN_COLUMNS, width - margin))
-    titled = any(len(block) > 1 for block in blocks) or sum(map(len, blocks)) < schedule.grid.pipelines
+    titled = (
+        any(len(block) > 1 for block in blocks) or sum(map(len, blocks)) < schedule.grid.pipelines
+    )
     lines = [Text(" " * margin + _draw_axis(scale, tick_seconds), style="dim")]
     for index, block in enumerate(blocks):
         if titled:
@@ -91,24 +125,36 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
         elif index:
             lines.append(Text())
         for worker in drawn[block]:
-            label = Text(f"{labels[worker]:>{margin - 2}}  ", style="" if worker in schedule.seat_of else "red")
+            label = Text(
+                f"{labels[worker]:>{margin - 2}}  ",
+                style="" if worker in schedule.seat_of else "red",
+            )
             lines.append(label + _draw_row(worker, schedule, programs.get(worker, ()), scale))
     if hidden := schedule.grid.pipelines - sum(map(len, blocks)):
         lines.append(Text(f"and {hidden} more pipeline{'s' * (hidden > 1)}", style="bold"))
     if rows < schedule.grid.columns:
-        lines.append(Text(f"and {schedule.grid.columns - rows} more workers of this pipeline", style="bold"))
+        lines.append(
+            Text(f"and {schedule.grid.columns - rows} more workers of this pipeline", style="bold")
+        )
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     return Group(*lines, *_build_legend(ops, schedule, width))
 
 
 def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
-    """Return a scale that fits all ops into `columns` characters. If possible, the greatest common divisor of all
-    starts and ends of ops, in ticks, becomes a whole number of characters, at least two."""
+    """Return a scale that fits all ops into `columns` characters.
+
+    If possible, the greatest common divisor of all starts and ends of ops, in ticks, becomes a
+    whole number of characters, at least two.
+    """
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
     per_unit = columns // (horizon // unit)
-    return _Scale(per_unit, unit, per_unit * (horizon // unit)) if per_unit >= 2 else _Scale(columns, horizon, columns)
+    return (
+        _Scale(per_unit, unit, per_unit * (horizon // unit))
+        if per_unit >= 2
+        else _Scale(columns, horizon, columns)
+    )
 
 
 def _draw_row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -> Text:
@@ -124,7 +170,9 @@ def _draw_row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Sca
     for op in ops:
         begin, end = scale.to_column(op.start_ticks), scale.to_column(op.end_ticks)
         style = ORIGIN_STYLES[schedule.origin(op)] + STYLES[op.kind]
-        for column, character in zip(range(begin, end), _choose_label(op, schedule, end - begin), strict=True):
+        for column, character in zip(
+            range(begin, end), _choose_label(op, schedule, end - begin), strict=True
+        ):
             characters[column], styles[column] = character, style
     row = Text()
     for style, run in groupby(zip(characters, styles, strict=True), key=lambda pair: pair[1]):
@@ -133,29 +181,42 @@ def _draw_row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Sca
 
 
 def _choose_label(op: Op, schedule: Schedule, width: int) -> str:
-    """Return the most informative label of an op that fits into `width` characters, padded to `width`."""
+    """Return the most informative label of an op, padded to `width` characters."""
     return next((text for text in op_labels(op, schedule) if len(text) <= width), "").ljust(width)
 
 
 def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
-    """Return the time axis as one line of text, with labels a round number of seconds apart: `|0 s       |10
-    |20`."""
+    """Return the time axis as one line of text: `|0 s       |10       |20`.
+
+    Labels are a round number of seconds apart.
+    """
     per_column = scale.down * tick_seconds / scale.up
     axis = ""
-    for at, label in label_times(scale.columns * per_column, nice_step(LABEL_COLUMNS * per_column, 1)):
+    for at, label in label_times(
+        scale.columns * per_column, nice_step(LABEL_COLUMNS * per_column, 1)
+    ):
         axis = axis.ljust(round(at / per_column)) + f"|{label}"
     return axis
 
 
-def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the sets of pipelines to draw, each as a tuple of pipeline numbers, in ascending order. Each set is drawn
-    as one pipeline. As many are returned as fit into `rows` lines, but at least one.
+def _to_blocks(
+    schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Return the sets of pipelines to draw, each in one row of workers.
 
-    The pipelines of a set in `equal_sets` run the same programs. Pipelines with dead or moved workers are taken out of
-    these sets, each as a set of its own, and are preferred if there is no room for all.
+    They are tuples of pipeline numbers, ascending. Each set is drawn as one pipeline. As many are
+    returned as fit into `rows` lines, but at least one.
+
+    The pipelines of a set in `equal_sets` run the same programs. Pipelines with dead or moved
+    workers are taken out of these sets, each as a set of its own, and are preferred if there is no
+    room for all.
     """
     broken = {worker.pipeline for worker in schedule.failed}
-    broken |= {pipeline for seat in schedule.moves for pipeline in (seat.worker.pipeline, seat.role.pipeline)}
+    broken |= {
+        pipeline
+        for seat in schedule.moves
+        for pipeline in (seat.worker.pipeline, seat.role.pipeline)
+    }
     sets: list[tuple[int, ...]] = []
     for equal in equal_sets:
         unbroken = tuple(pipeline for pipeline in equal if pipeline not in broken)
@@ -166,34 +227,52 @@ def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ..
 
 
 def _workers_of_block(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
-    """Return the workers to draw for `block`, a set of pipelines that run the same programs: those of its first
-    pipeline."""
+    """Return the workers to draw for `block`, a set of pipelines.
+
+    They run the same programs: the first pipeline's workers are drawn.
+    """
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
 def _block_title(block: tuple[int, ...]) -> str:
-    numbers = compact_layers_text(merge_ranges((number, number + 1) for number in block)).replace(",", ", ")
-    return f"pipeline {numbers}" if len(block) == 1 else f"x {len(block)}: pipelines {numbers} alike"
+    numbers = compact_layers_text(merge_ranges((number, number + 1) for number in block)).replace(
+        ",", ", "
+    )
+    return (
+        f"pipeline {numbers}" if len(block) == 1 else f"x {len(block)}: pipelines {numbers} alike"
+    )
 
 
 def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
-    """Return the lines of the legend of these ops, with as many entries per line as fit into `width` characters.
+    """Return the lines of the legend of these ops, at most `width` characters each.
 
     Rich would break entries at their spaces, even those that must not be broken.
     """
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
     if schedule.has_overlap:
         used.discard(OpKind.A)
-    entries = [Text.assemble((f" {kind} ", STYLES[kind]), f" {NAMES[kind]}") for kind in OpKind if kind in used]
+    entries = [
+        Text.assemble((f" {kind} ", STYLES[kind]), f" {NAMES[kind]}")
+        for kind in OpKind
+        if kind in used
+    ]
     entries.append(Text(f"{BUBBLE} idle", "dim"))
     if schedule.has_overlap:
         entries.append(Text("all-reduces run beside other ops, not drawn"))
     if schedule.rerouted:
-        entries.append(Text.assemble(("f1.3", REROUTED + STYLES[OpKind.F]), " re-routed: micro-batch 3 of pipeline 1"))
+        entries.append(
+            Text.assemble(
+                ("f1.3", REROUTED + STYLES[OpKind.F]), " re-routed: micro-batch 3 of pipeline 1"
+            )
+        )
     if schedule.shed:
-        entries.append(Text.assemble(("F1.3", SHED + STYLES[OpKind.F]), " shed: its own worker is alive"))
+        entries.append(
+            Text.assemble(("F1.3", SHED + STYLES[OpKind.F]), " shed: its own worker is alive")
+        )
     if schedule.slices:
-        entries.append(Text.assemble(("F3:4-6", STYLES[OpKind.F]), " layers 4 to 6, no whole stage"))
+        entries.append(
+            Text.assemble(("F3:4-6", STYLES[OpKind.F]), " layers 4 to 6, no whole stage")
+        )
     if any(map(schedule.has_moved_layers, schedule.seats)):
         entries.append(Text("[4-6] holds layers 4 to 6"))
     lines = [entries[0]]

@@ -15,7 +15,7 @@ import typer
 from slipstream.cli.exporters import ExportError
 from slipstream.cli.exporters.whole_stages import require_whole_pipeline
 from slipstream.cli.shared.console import err, print_json
-from slipstream.cli.shared.inputs import write_or_refuse
+from slipstream.cli.shared.options import write_or_refuse
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.megatron import split_letters, write_layout
 from slipstream.planner.job.toml import JobError

@@ -15,7 +15,7 @@ from slipstream.cli.exporters import ExportError
 from slipstream.cli.exporters.torch_rows import write_rows
 from slipstream.cli.exporters.whole_stages import require_whole_pipeline
 from slipstream.cli.shared.console import err, print_json
-from slipstream.cli.shared.inputs import write_or_refuse
+from slipstream.cli.shared.options import write_or_refuse
 from slipstream.schedules.graph import Transfer, interleave_transfers, order_transfers, programs_of
 from slipstream.schedules.precedence import op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, Schedule, Worker

@@ -14,7 +14,7 @@ from slipstream.cli.exporters import ExportError
 from slipstream.cli.exporters.torch_csv import write_order
 from slipstream.cli.exporters.whole_stages import REMEDY
 from slipstream.cli.shared.console import err, print_json, refuse
-from slipstream.cli.shared.inputs import write_or_refuse
+from slipstream.cli.shared.options import write_or_refuse
 from slipstream.schedules.schedule import Grid, Schedule
 
 

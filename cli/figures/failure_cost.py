@@ -1,4 +1,7 @@
-"""The cost of a failure for the preset of the README: a day with none, one and five workers dead."""
+"""Compute the cost of a failure for the preset of the README.
+
+A day with none, one and five workers dead.
+"""
 
 from collections.abc import Sequence
 
@@ -8,14 +11,26 @@ from slipstream.cli.figures.figure import Cell, Figure, Series
 from slipstream.planner import parse_job
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.presets import preset_text
-from slipstream.planner.simulation import POLICIES, Throughputs, build_death_trace, costs_for, simulate_traces
+from slipstream.planner.simulation import (
+    POLICIES,
+    Throughputs,
+    build_death_trace,
+    costs_for,
+    simulate_traces,
+)
 from slipstream.schedules.schedule import Worker
 
-PRESET, PARAMETERS = "llama-3-8b", 8e9
+PRESET = "llama-3-8b"
+"""Preset whose job is simulated."""
+PARAMETERS = 8e9
+"""Number of parameters of its model, on which costs of changes depend."""
 DEAD_WORKERS = ("2.1", "5.0", "0.2", "7.3", "4.1")
 CASES = {"one dead": DEAD_WORKERS[:1], "five dead": DEAD_WORKERS}
 PLAN_SECONDS = 5.0
-"""Time limit of each plan, in seconds of a fixed number of search steps each, equal to `--steps 2000000`."""
+"""Time limit of each plan, in seconds of a fixed number of search steps.
+
+Equal to `--steps 2000000`.
+"""
 POLICY_LABELS = {
     "slipstream": "Slipstream, settled: layers have moved",
     "slipstream-fixed": "Slipstream, at once: every worker keeps its layers",
@@ -26,19 +41,32 @@ POLICY_LABELS = {
 }
 """Name of each policy in the README."""
 LIKE_FOR_LIKE = ("oobleck", "torchft", "checkpoint-restart")
-"""Policies that are also shown with this planner's schedules. With them, ReCycle is Slipstream at once."""
+"""Policies that are also shown with this planner's schedules.
+
+With them, ReCycle is Slipstream at once.
+"""
 
 
 def _build_row(text: str, rates: Sequence[float]) -> tuple[Cell, ...]:
-    """Return a row: samples per second with all workers alive, then of each case with its change in percent."""
+    """Return a row of samples per second, with changes in percent.
+
+    The first is with all workers alive, then come the cases.
+    """
     whole, *others = rates
-    return (text, f"{whole:.1f}", *(f"{rate:.1f} ({round(100 * (rate / whole - 1))} %)" for rate in others))
+    return (
+        text,
+        f"{whole:.1f}",
+        *(f"{rate:.1f} ({round(100 * (rate / whole - 1))} %)" for rate in others),
+    )
 
 
 def reproduce_failure_cost(progress: CountCallback, *, exposed: bool = False) -> Figure:
-    """Return the README's table as a figure: for each policy (way to react to failures), the samples per second while
-    all workers are alive, and those in each failure case with their change in percent. With `exposed`, gradient
-    reductions occupy workers in all policies (`[network] overlap = false`)."""
+    """Return the README's table as a figure.
+
+    It has, for each policy, the samples per second while all workers are alive, and those in each
+    failure case with their change in percent. With `exposed`, gradient reductions occupy workers in
+    all policies (`[network] overlap = false`).
+    """
     job = parse_job(preset_text(PRESET))
     if exposed:
         job = replace(job, network=replace(job.network, overlap=False))
@@ -47,28 +75,48 @@ def reproduce_failure_cost(progress: CountCallback, *, exposed: bool = False) ->
     planned_by_case = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
         workers = [Worker.parse(worker) for worker in dead]
-        throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True,
-                                  dead=workers)
+        throughputs = Throughputs(
+            job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True, dead=workers
+        )
         trace = build_death_trace(job, workers)
         by_case[name] = simulate_traces(kinds, throughputs, costs, [trace])
-        planned_by_case[name] = simulate_traces([POLICIES[kind] for kind in LIKE_FOR_LIKE],
-                                                throughputs.with_planned_pipelines(), costs, [trace])
+        planned_by_case[name] = simulate_traces(
+            [POLICIES[kind] for kind in LIKE_FOR_LIKE],
+            throughputs.with_planned_pipelines(),
+            costs,
+            [trace],
+        )
         progress(done, 1 + len(CASES))
-    values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in by_case.items()}
-    rows = [_build_row(text, [float(by_case[case][policy][0]) for case in by_case])
-            for policy, text in POLICY_LABELS.items()]
-    rows += [_build_row(f"with our schedules: {POLICY_LABELS[policy]}",
-                        [float(planned_by_case[case][policy][0]) for case in by_case])
-             for policy in LIKE_FOR_LIKE]
+    series = []
+    for name, column in by_case.items():
+        rates = tuple(float(column[kind.name][0]) for kind in kinds)
+        series.append(Series(name=name, values=rates))
+    rows = []
+    for policy, text in POLICY_LABELS.items():
+        rows.append(_build_row(text, [float(column[policy][0]) for column in by_case.values()]))
+    for policy in LIKE_FOR_LIKE:
+        text = f"with our schedules: {POLICY_LABELS[policy]}"
+        planned = [float(column[policy][0]) for column in planned_by_case.values()]
+        rows.append(_build_row(text, planned))
     return Figure(
         name="failure-cost" + "-exposed" * exposed,
         title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
-        kind="bars", x_label="", y_label="samples per second", x=tuple(POLICY_LABELS),
-        series=tuple(Series(name=name, values=tuple(one.values())) for name, one in values.items()),
-        header=("", *values), rows=tuple(rows), findings={}, assumptions=(
-            f"the dead: {DEAD_WORKERS[0]}, or {', '.join(DEAD_WORKERS)}; they die in the first minute of a day and "
-            f"stay away",
-            f"each plan is searched for as many counted steps as {PLAN_SECONDS:g} s of a processor have",
+        kind="bars",
+        x_label="",
+        y_label="samples per second",
+        x=tuple(POLICY_LABELS),
+        series=tuple(series),
+        header=("", *by_case),
+        rows=tuple(rows),
+        findings={},
+        assumptions=(
+            f"the dead: {DEAD_WORKERS[0]}, or {', '.join(DEAD_WORKERS)}; they die in the first "
+            "minute of a day and stay away",
+            f"each plan is searched for as many counted steps as {PLAN_SECONDS:g} s of a processor "
+            "have",
             f"costs of changes for {PARAMETERS:.3g} parameters",
-            "reductions occupy workers: [network] overlap = false" if exposed else
-            "reductions run while workers compute: [network] overlap = true"))
+            "reductions occupy workers: [network] overlap = false"
+            if exposed
+            else "reductions run while workers compute: [network] overlap = true",
+        ),
+    )

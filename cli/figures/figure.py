@@ -1,4 +1,7 @@
-"""A reproduced figure as data: series to draw, a table, and the assumptions. `cli.drawing.figure_plot` draws it."""
+"""A reproduced figure as data: series to draw, a table, and the assumptions.
+
+`cli.drawing.figure_plot` draws it.
+"""
 
 from typing import Literal
 
@@ -8,22 +11,22 @@ Cell = str | float | int | None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One series of values of a figure: one value for each x, or for each category."""
+    """One series of values of a figure, one for each x or category."""
 
     name: str
     values: tuple[float | None, ...]
     low: tuple[float | None, ...] = ()
     """Least value under any of the assumptions; empty if only one assumption was made."""
     high: tuple[float | None, ...] = ()
-    """Largest value at each x under any of the assumptions; empty if only one assumption was made."""
+    """Largest value under any of the assumptions, as `low`."""
     published: bool = False
-    """True if the values are measurements by the authors of the system, which are drawn as points."""
+    """True if the values are measured by the system's authors, drawn as points."""
     is_reference: bool = msgspec.field(default=False, name="yardstick")
-    """True if this is only a line to compare with, and not a system that exists."""
+    """True if this is a line to compare with, and no system that exists."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """Data of one figure: all that is needed to draw it, and to read it without the drawing."""
+    """Data of one figure, to draw it or to read it without the drawing."""
 
     name: str
     title: str

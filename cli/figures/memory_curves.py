@@ -18,14 +18,26 @@ SHORT_MEMORY = (1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 def build_row(point: Point, result: Result) -> tuple[str, ...]:
-    """Return the row of a point: name, our bubble, the published one, the bound's, how they compare, seconds."""
+    """Return the row of a point.
+
+    It has the name, our bubble, the published one, the bound's, how they compare, and seconds.
+    """
     published = "" if point.published is None else f"{point.published:.3%}"
-    return (point.name, f"{result.bubble:.3%}", published, f"{result.bound:.3%}", describe(point, result),
-            f"{result.seconds:.1f}")
+    return (
+        point.name,
+        f"{result.bubble:.3%}",
+        published,
+        f"{result.bound:.3%}",
+        describe(point, result),
+        f"{result.seconds:.1f}",
+    )
 
 
 def reproduce_curves(progress: CountCallback) -> Figure:
-    """Return bubble over memory of the first published setting as a figure: ours, published, and lower bound."""
+    """Return bubble over memory of the first published setting as a figure.
+
+    It has ours, the published one, and the lower bound.
+    """
     settings = read_settings()
     points = [point for point in iterate_points(settings)
               if point.setting == settings.settings[0] and point.memory in SHORT_MEMORY]
@@ -37,17 +49,25 @@ def reproduce_curves(progress: CountCallback) -> Figure:
     for placement in ("ZB", "V"):
         members = [(point, result) for point, result in zip(points, results, strict=True)
                    if point.placement == placement]
+        bubbles = tuple(result.bubble for _, result in members)
+        published = tuple(point.published for point, _ in members)
+        bounds = tuple(max(0.0, result.bound) for _, result in members)
         series += [
-            Series(name=placement, values=tuple(result.bubble for _, result in members)),
-            Series(name=f"{placement}, published", values=tuple(point.published for point, _ in members),
-                   published=True),
-            Series(name=f"{placement}, lower bound", values=tuple(max(0.0, result.bound) for _, result in members),
-                   is_reference=True)]
+            Series(name=placement, values=bubbles),
+            Series(name=f"{placement}, published", values=published, published=True),
+            Series(name=f"{placement}, lower bound", values=bounds, is_reference=True),
+        ]
     first = points[0].setting
     return Figure(
-        name="curves", kind="lines", series=tuple(series), x=SHORT_MEMORY, findings={},
+        name="curves",
+        kind="lines",
+        series=tuple(series),
+        x=SHORT_MEMORY,
+        findings={},
         title=f"Bubble by memory: {first.workers} workers, {first.microbatches} micro-batches",
-        x_label="memory, as a multiple of that of 1F1B", y_label="share of the period in which a worker is idle",
+        x_label="memory, as a multiple of that of 1F1B",
+        y_label="share of the period in which a worker is idle",
         header=("point", "bubble", "published", "lower bound", ""),
         rows=tuple(build_row(*pair)[:-1] for pair in zip(points, results, strict=True)),
-        assumptions=(f"each plan is searched for {STEPS:,} steps", f"published: {settings.source}"))
+        assumptions=(f"each plan is searched for {STEPS:,} steps", f"published: {settings.source}"),
+    )

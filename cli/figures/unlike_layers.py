@@ -1,4 +1,6 @@
-"""Show published pipelines beside ours on models of unequal layers: `slipstream reproduce unlike-layers`."""
+"""Show published pipelines beside ours on models of unequal layers: `slipstream reproduce
+unlike-layers`.
+"""
 
 import os
 from collections.abc import Sequence
@@ -26,53 +28,91 @@ from slipstream.planner.published.unlike_layers import (
 
 def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
                             name: str = "unlike-layers") -> Figure:
-    """Return the figure called `name`, with the throughput of each published schedule and of Slipstream's on each of
-    the `models`."""
+    """Return the figure called `name`, with the throughput of each schedule on each model.
+
+    The schedules are those published and Slipstream's; the models are `models`.
+    """
     results = []
     with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
-        for one in pool.map(compare_model, models):
-            results.append(one)
+        for result in pool.map(compare_model, models):
+            results.append(result)
             progress(len(results), len(models))
-    over_others = [one.best_rival.seconds / one.ours.seconds for one in results]
-    lost, lost_of_best = ([share for one in results if (share := getattr(one, key)) is not None]
-                          for key in ("dead", "dead_of_best"))
-    findings = {
-        "over interleaved 1F1B with uniform stages, mean": mean(one.base / one.ours.seconds for one in results),
-        "over interleaved 1F1B with uniform stages, at most": max(one.base / one.ours.seconds for one in results),
-        "the same, published of AdaPtis on its models, mean": 1.42,
-        "the same with each worker stepping by itself, mean": mean(one.base / one.staggered for one in results),
-        "over the best of all others with layers divided for it, geometric mean": geometric_mean(over_others),
-        "over the best of all others with layers divided for it, at least": min(over_others),
-        "over the best of all others with layers divided for it, at most": max(over_others),
-        "above the bound for any placement, mean": mean(one.ours.seconds / one.bound - 1 for one in results),
-        **({"one worker of four pipelines dead, at once, ours: throughput lost, mean": mean(lost)} if lost else {}),
-        **({"the same in the placement of the best of all others, by our planner": mean(lost_of_best)}
-           if lost_of_best else {}),
-        "the same, of all others by themselves: a replica": 1 / PIPELINES}
-    for model, one in zip(models, results, strict=True):
-        findings |= _published_findings(model, one)
+    findings = _summarize(results)
+    series = []
+    for rival in NAMES:
+        values: list[float | None] = []
+        for result in results:
+            best = result.divided[rival]
+            values.append(None if best is None else result.base / best.seconds)
+        series.append(Series(name=rival, values=tuple(values)))
+    series.append(Series(name="ours", values=tuple(_over_interleaved(results))))
+    for model, result in zip(models, results, strict=True):
+        findings |= _published_findings(model, result)
     return Figure(
-        name=name, title="Pipelines on models whose layers are unlike", kind="bars", x_label="",
-        y_label="throughput, interleaved 1F1B with uniform stages = 1", x=tuple(model.name for model in models),
-        series=(*(Series(name=of, values=tuple(None if (best := one.divided[of]) is None else one.base / best.seconds
-                                               for one in results)) for of in NAMES),
-                Series(name="ours", values=tuple(one.base / one.ours.seconds for one in results))),
-        header=HEADER, rows=tuple(_table_row(model, one) for model, one in zip(models, results, strict=True)),
-        findings=findings, assumptions=(
+        name=name,
+        title="Pipelines on models whose layers are unlike",
+        kind="bars",
+        x_label="",
+        y_label="throughput, interleaved 1F1B with uniform stages = 1",
+        x=tuple(model.name for model in models),
+        series=tuple(series),
+        header=HEADER,
+        rows=tuple(map(_table_row, models, results)),
+        findings=findings,
+        assumptions=(
             "milliseconds from the first op of an iteration to its last",
-            "times of layers: as AdaPtis' authors publish them with their simulator (github.com/guojihu-hana/SimPipe); "
-            "those of Gemma and DeepSeek, which are not published, are estimated as by `slipstream new --model`, "
-            f"products at {ESTIMATED_ON.efficiency:.0%} of the peak of an {ESTIMATED_ON.gpu.name}",
-            "not published, and assumed: 4 workers for models of up to 20 billion parameters, else 8; twice as many "
-            "micro-batches as workers, as in the example of their simulator; transfers and steps take no time there",
-            "memory: no worker holds more than the fullest one of interleaved 1F1B with uniform stages (the best of "
-            f"{', '.join(map(str, CHUNKS))} virtual stages a worker), {BYTES_HELD} bytes a parameter included; a dash: "
-            "no division has room",
-            "orders of others as published; layers divided: the best of some hundred divisions, of interleaved 1F1B "
-            "with the best number of virtual stages",
-            f"each search of ours has as many counted steps as {PLAN_SECONDS:g} s of a processor have; all step "
-            "together, but in the column that says otherwise",
-            f"one dead: worker {DEAD_PIPELINE}.s of {PIPELINES} pipelines, s in the middle; every layer stays"))
+            "times of layers: as AdaPtis' authors publish them with their simulator "
+            "(github.com/guojihu-hana/SimPipe); those of Gemma and DeepSeek, which are not "
+            "published, are estimated as by `slipstream new --model`, products at "
+            f"{ESTIMATED_ON.efficiency:.0%} of the peak of an {ESTIMATED_ON.gpu.name}",
+            "not published, and assumed: 4 workers for models of up to 20 billion parameters, else "
+            "8; twice as many micro-batches as workers, as in the example of their simulator; "
+            "transfers and steps take no time there",
+            "memory: no worker holds more than the fullest one of interleaved 1F1B with uniform "
+            f"stages (the best of {', '.join(map(str, CHUNKS))} virtual stages a worker), "
+            f"{BYTES_HELD} bytes a parameter included; a dash: no division has room",
+            "orders of others as published; layers divided: the best of some hundred divisions, of "
+            "interleaved 1F1B with the best number of virtual stages",
+            f"each search of ours has as many counted steps as {PLAN_SECONDS:g} s of a processor "
+            "have; all step together, but in the column that says otherwise",
+            f"one dead: worker {DEAD_PIPELINE}.s of {PIPELINES} pipelines, s in the middle; every "
+            "layer stays",
+        ),
+    )
+
+
+def _over_interleaved(results: Sequence[ModelResult]) -> list[float]:
+    """Return our throughput on each model, as a multiple of interleaved 1F1B's."""
+    return [result.base / result.ours.seconds for result in results]
+
+
+def _summarize(results: Sequence[ModelResult]) -> dict[str, float]:
+    """Return the numbers that summarize the results of all models, by description."""
+    over_interleaved = _over_interleaved(results)
+    staggered = [result.base / result.staggered for result in results]
+    over_others = [result.best_rival.seconds / result.ours.seconds for result in results]
+    above_bound = [result.ours.seconds / result.bound - 1 for result in results]
+    lost = [result.dead for result in results if result.dead is not None]
+    lost_of_best = [result.dead_of_best for result in results if result.dead_of_best is not None]
+    beside_others = "over the best of all others with layers divided for it"
+    findings = {
+        "over interleaved 1F1B with uniform stages, mean": mean(over_interleaved),
+        "over interleaved 1F1B with uniform stages, at most": max(over_interleaved),
+        "the same, published of AdaPtis on its models, mean": 1.42,
+        "the same with each worker stepping by itself, mean": mean(staggered),
+        f"{beside_others}, geometric mean": geometric_mean(over_others),
+        f"{beside_others}, at least": min(over_others),
+        f"{beside_others}, at most": max(over_others),
+        "above the bound for any placement, mean": mean(above_bound),
+    }
+    if lost:
+        name = "one worker of four pipelines dead, at once, ours: throughput lost, mean"
+        findings[name] = mean(lost)
+    if lost_of_best:
+        name = "the same in the placement of the best of all others, by our planner"
+        findings[name] = mean(lost_of_best)
+    findings["the same, of all others by themselves: a replica"] = 1 / PIPELINES
+    return findings
 
 
 HEADER = ("", "interleaved 1F1B", *(f"{name}, divided" for name in NAMES), "ours", "bound",
@@ -80,18 +120,28 @@ HEADER = ("", "interleaved 1F1B", *(f"{name}, divided" for name in NAMES), "ours
           "one dead, placement of the best")
 
 
-def _table_row(model: MeasuredModel, one: ModelResult) -> tuple[str, ...]:
-    return (model.name, _format_ms(one.uniform["interleaved 1F1B"]),
-            *(_format_ms(one.divided[name]) for name in NAMES), _format_ms(one.ours), f"{1000 * one.bound:.1f}",
-            one.ours.arrangement.description, f"{one.base / one.ours.seconds:.2f}",
-            f"{one.best_rival.seconds / one.ours.seconds:.2f}", f"{1000 * one.staggered:.1f}", _percent(one.dead),
-            _percent(one.dead_of_best))
+def _table_row(model: MeasuredModel, result: ModelResult) -> tuple[str, ...]:
+    return (
+        model.name,
+        _format_ms(result.uniform["interleaved 1F1B"]),
+        *(_format_ms(result.divided[name]) for name in NAMES),
+        _format_ms(result.ours),
+        f"{1000 * result.bound:.1f}",
+        result.ours.arrangement.description,
+        f"{result.base / result.ours.seconds:.2f}",
+        f"{result.best_rival.seconds / result.ours.seconds:.2f}",
+        f"{1000 * result.staggered:.1f}",
+        _percent(result.dead),
+        _percent(result.dead_of_best),
+    )
 
 
-def _published_findings(model: MeasuredModel, one: ModelResult) -> dict[str, float]:
-    """Return the published iteration times of a model and the time computed for 1F1B, in milliseconds, by description;
-    empty if there are none to compare."""
-    plain = one.uniform["1F1B"]
+def _published_findings(model: MeasuredModel, result: ModelResult) -> dict[str, float]:
+    """Return published iteration times of a model, and that computed for 1F1B.
+
+    They are in milliseconds, by description; empty if there are none to compare.
+    """
+    plain = result.uniform["1F1B"]
     if model.name not in OCTOPIPE or plain is None:
         return {}
     _, _, one_f_one_b, theirs = OCTOPIPE[model.name]

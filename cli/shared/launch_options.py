@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from slipstream.cli.shared.console import refuse
-from slipstream.cli.shared.inputs import parse_workers
+from slipstream.cli.shared.options import parse_workers
 from slipstream.planner.job.file import Job, JobError, read_job, workers_of_nodes
 from slipstream.runtime.failure_domains import divide_workers_by_node, find_domains
 from slipstream.runtime.processes.launch_environment import LaunchInfo, group_ranks, read_launch_info
@@ -199,7 +199,7 @@ def require_possible_rehearsals(arguments: Sequence[str]) -> None:
     if job is None:
         return
     rehearsals = read_rehearsals(job, *(_values_of(option, arguments) for option in REHEARSED))
-    iterations = [job.training.get("iterations"), *_values_of("--iterations", arguments)][-1]
+    iterations = [job.run_keys.iterations, *_values_of("--iterations", arguments)][-1]
     given = {argument.partition("=")[0] for argument in arguments}
     if str(iterations).isdecimal() and not {"--failed", "--failed-node", "--schedule"} & given:
         for line in rehearsals.find_conflicts(int(str(iterations))):

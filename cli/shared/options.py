@@ -1,14 +1,27 @@
-"""Define arguments and options that several commands take, and how a command takes its own as one struct."""
+"""Define arguments and options that several commands take, and read what they name.
 
+A function that reads exits 2 with one line if the input cannot be used.
+"""
+
+import errno
 import inspect
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from slipstream.cli.shared.console import complete_from
+from slipstream.cli.shared.console import complete_from, err, refuse, suggest
+from slipstream.planner.job.file import Job, JobError, read_job, require_workers, workers_of_nodes
+from slipstream.schedules.codec import ScheduleError, encode, read
+from slipstream.schedules.files import write_atomically
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.file import ENTRIES, INDEX, TableError, entry_file
+from slipstream.schedules.tables.table import Table, library, library_names
 
 PLANNED, SEARCH, ANSWER = "The schedule", "The search", "The answer"
 """Groups of options in the help of several commands."""
@@ -88,3 +101,182 @@ def take_request(command: Callable[..., None]) -> Callable[..., None]:
 
     call_with_request.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
     return call_with_request
+
+
+MAX_OR_CHOICES = 4
+"""Maximum number of choices that an error lists with `or` between them."""
+LONGEST_USUAL_SECONDS = 10.0
+"""Duration of a stage's forward of one micro-batch, in seconds, from which on it may be meant in milliseconds."""
+
+
+def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
+    """Return the workers that an option gives as D.S, sorted and without duplicates. Exits 2 if a text is malformed;
+    the message names the option."""
+    try:
+        return tuple(sorted({Worker.parse(text) for text in texts}))
+    except ValueError as error:
+        is_node = option == "--failed" and any(text.startswith("node") for text in texts)  # as --kill has it
+        refuse(f"{option}: {error}" + "; all workers of node N: --failed-node N" * is_node)
+
+
+def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
+    """Return the workers given by --failed, and those of the nodes given by --failed-node, sorted, each once. Exits 2
+    if the job does not have one of them."""
+    try:
+        of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
+        named = parse_workers("--failed", workers or [])
+        require_workers(named, job, "--failed")
+        return tuple(sorted({*named, *of_nodes}))
+    except JobError as error:
+        refuse(error)
+
+
+def require_choice(option: str, value: str | None, choices: Collection[str]) -> None:
+    """Exit 2 if a value is not among the choices of its option."""
+    if value is not None and value not in choices:
+        known = " or ".join(choices) if len(choices) <= MAX_OR_CHOICES else f"one of {', '.join(choices)}"
+        refuse(f"{option} {value}: expected {known}{suggest(value, choices)}")
+
+
+def load_table_or_refuse(folder: Path, option: str = "") -> Table:
+    """Return the table of schedules in a folder, or the one of this name that comes with Slipstream. Exits 2 if there
+    is none or it cannot be used; the message begins with `option`, such as "--table: "."""
+    path = folder if may_exist(folder) else library(str(folder))
+    if path is None:
+        known = library_names()
+        hint = suggest(str(folder), known) or f"; those that come with Slipstream are {', '.join(known)}"
+        refuse(f"{option}{folder}: no such folder or table{hint}")
+    with suppress(OSError):  # opening it gives the reason
+        if path.is_file():
+            refuse(f"{option}{folder}: a file; expected the folder of a table, as `slipstream table` writes it")
+    from slipstream.planner.tables.folder import PARTS
+
+    with suppress(OSError):
+        if path.is_dir() and not (path / INDEX).exists():
+            finished = len(list((path / PARTS).glob("*")))
+            refuse(f"{option}{folder}: " + (
+                f"the table is not finished: {finished} of its entries are there, and the `slipstream table` command "
+                "that began it continues from there" if finished else
+                f"holds no {INDEX}; expected the folder of a table, as `slipstream table` writes it"))
+    try:
+        return Table.load(path)
+    except TableError as error:
+        refuse(f"{option}{error}")
+
+
+def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job:
+    """Return the job in a file, with the keys of --set applied. Exits 2 if it cannot be read."""
+    try:
+        job = read_job(path, settings or ())
+    except JobError as error:
+        is_json = path.suffix == ".json" and may_exist(path)
+        refuse(f"{error}; a job file is TOML: `slipstream new` writes one" if is_json else error)
+    longest = max(job.time.forward)
+    if longest >= LONGEST_USUAL_SECONDS:
+        err.print(f"{path}: a forward takes {longest:g} s: times are in seconds, not in milliseconds", style="yellow",
+                  soft_wrap=True)
+    return job
+
+
+def require_trainable_tables(path: Path, job: Job) -> None:
+    """Exit 2 if the runtime would reject the job's `[model]` or `[training]`, which planners hardly read."""
+    from slipstream.runtime.config import ConfigError, parse_run_config
+
+    try:
+        parse_run_config(job.model, job.training)
+    except ConfigError as error:
+        refuse(f"{path}: {error}")
+
+
+def read_schedule_or_refuse(path: Path) -> Schedule:
+    """Return the schedule in a file. Exits 2 if it cannot be read."""
+    try:
+        return read(path)
+    except ScheduleError as error:
+        refuse(refusal_text(path, error))
+
+
+class ScheduleInFile(NamedTuple):
+    """Schedule with the file that holds it: one from the command line, or an entry of a table."""
+
+    path: Path
+    schedule: Schedule
+
+
+def read_schedules(path: Path) -> Iterator[ScheduleInFile]:
+    """Yield the schedule in a file, which may be an entry of a table, or all schedules of a table's folder.
+
+    Raises ScheduleError and TableError with one-line messages.
+    """
+    try:
+        is_folder, is_entry = path.is_dir(), path.parent.name == ENTRIES and (path.parent.parent / INDEX).is_file()
+    except (OSError, ValueError):  # reading it gives the reason
+        is_folder = is_entry = False
+    if is_folder:
+        if not (path / INDEX).is_file():
+            raise ScheduleError(f"{path}: a folder, and not that of a table; expected a schedule's file; a run is "
+                                f"shown with `slipstream show --run {path}`")
+        table = Table.load(path)
+        for row in table.rows():
+            if row.sha256 is not None:
+                yield ScheduleInFile(path / entry_file(row.key), table.unchecked_schedule(row.key))
+    elif is_entry:
+        table = Table.load(path.parent.parent)
+        for row in table.rows():
+            if row.sha256 is not None and Path(entry_file(row.key)).name == path.name:
+                yield ScheduleInFile(path, table.unchecked_schedule(row.key))
+                return
+        raise TableError(f"{path}: is no entry that the table's {INDEX} names")
+    else:
+        yield ScheduleInFile(path, read(path))
+
+
+def refusal_text(path: Path, error: ValueError) -> str:
+    """Return the message for a file that is no schedule: the text of `error`, which reading it raised, with a hint if
+    it is a job file."""
+    is_job = path.suffix == ".toml" and may_exist(path)
+    return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
+
+
+def may_exist(path: Path) -> bool:
+    """Return whether the path exists, or True if that cannot be found out: opening the file then gives the reason."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
+def require_writable(path: Path | None) -> None:
+    """Exit 2 if no file can be written to a path, before work is done whose result could not be saved. None: nothing is
+    checked.
+
+    This function creates a temporary file in the folder of the path, or in its nearest existing parent.
+    """
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            return  # a pipe or a device
+        target = path.resolve()
+        with tempfile.TemporaryFile(dir=next(place for place in target.parents if place.exists())):
+            pass
+    except OSError as error:
+        refuse(f"{path}: cannot be written: {error.strerror}")
+
+
+def encode_or_refuse(schedule: Schedule) -> bytes:
+    """Return the bytes of a schedule's file. Exits 2 if the schedule is too large for one."""
+    try:
+        return encode(schedule)
+    except ScheduleError as error:
+        refuse(f"--out: {error}")
+
+
+def write_or_refuse(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all. Exits 2 if it cannot be written."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        refuse(f"{path}: cannot be written: {error.strerror}")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from slipstream.cli.shared.console import duration
-from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares, gap_text, role_change_lines
+from slipstream.cli.shared.summaries import bubble_share, busy_shares, gap_text, role_change_lines
 from slipstream.planner.job.file import Job
 from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.plan import Plan

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from slipstream.cli.shared.console import err, exit_negative, refuse
-from slipstream.cli.shared.inputs import require_choice
+from slipstream.cli.shared.options import require_choice
 from slipstream.planner.budget import Clock, ProgressCallback
 from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.file import Job, JobError

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from slipstream.cli.shared.console import duration, err, exit_negative, refuse
-from slipstream.cli.shared.run_summary import run_time
+from slipstream.cli.shared.summaries import run_time
 from slipstream.planner.job.file import JobError
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.runtime.checkpoints.checkpoint import CheckpointError

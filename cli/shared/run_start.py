@@ -13,7 +13,7 @@ import typer
 from torch import Tensor
 
 from slipstream.cli.shared.console import err, print_json, refuse
-from slipstream.cli.shared.inputs import load_table_or_refuse, may_exist
+from slipstream.cli.shared.options import load_table_or_refuse, may_exist
 from slipstream.cli.shared.run_process import exit_on_errors
 from slipstream.cli.shared.train_options import TrainRequest
 from slipstream.planner.job.file import Job

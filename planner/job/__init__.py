@@ -2,6 +2,7 @@
 
     toml              reads a table key by key, and checks every value; writes job files
     file              TOML to a checked `Job`
+    run_keys          the keys of `[model]` and `[training]` that plans depend on; the runtime reads them all
     layers            cost of each layer; memory of optimizer state that holders share while some are down
     model_shape       work and memory of each layer of a model, by formulas
     model_config      the layers of a model from its config.json

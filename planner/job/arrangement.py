@@ -1,6 +1,5 @@
 """Rearrange a job's layers into other virtual stages: another placement and division, as the text of a job file."""
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -10,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.planner.job.file import Job, JobError, parse_job, placement_columns
+from slipstream.planner.job.file import Job, JobError, parse_job, parse_job_tables, placement_columns
 from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, layer_counts
 from slipstream.planner.job.toml import job_text, table_comments
 
@@ -86,7 +85,7 @@ class MovableLayers:
 
     def __init__(self, text: str) -> None:
         """Read a job from `text`, a job file that extends no other. Raises JobError, also if a stage has no layer."""
-        self._tables, self._comments = tomllib.loads(text), table_comments(text)
+        self._tables, self._comments = parse_job_tables(text), table_comments(text)
         self.job = job = parse_job(text)
         self.costs = layer_costs(job)
         self.layers = len(self.costs.forward)

@@ -1,6 +1,9 @@
-"""List placements of the literature, and find promising divisions of a job's layers over their virtual stages.
+"""List placements of the literature, and find promising divisions of layers.
 
-A division is ranked by the mean work of its busiest worker per micro-batch. The order of ops does not count.
+A division is of a job's layers over virtual stages.
+
+A division is ranked by the mean work of its busiest worker per micro-batch. The order of ops does
+not count.
 """
 
 import random
@@ -16,9 +19,10 @@ MAX_CHUNKS = 6
 
 
 def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Iterate over the placements known from the literature that a job with these columns and layers can have.
+    """Iterate over the placements known from the literature that a job can have.
 
-    Each is yielded as the name of its order, such as "v", and the number of virtual stages per worker.
+    It has these columns and layers. Each is yielded as the name of its order, such as "v", and the
+    number of virtual stages per worker.
     """
     yield "linear", 1
     for chunks in range(2, min(MAX_CHUNKS, layers // stages) + 1):
@@ -30,8 +34,10 @@ def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
 
 
 class StageLoads:
-    """Calculator of the seconds of work per micro-batch of each worker of a pipeline, for any placement and
-    division."""
+    """Calculator of each worker's seconds of work per micro-batch.
+
+    It takes any placement and division of a pipeline.
+    """
 
     def __init__(self, layers: MovableLayers) -> None:
         self._stages = layers.job.stages
@@ -41,11 +47,16 @@ class StageLoads:
         self.count = layers.layers
 
     def column_loads(self, arrangement: Arrangement) -> list[float]:
-        """Return the seconds of work of each column's worker per micro-batch, averaged over both directions if there
-        are two."""
+        """Return the seconds of work of each column's worker per micro-batch.
+
+        With two directions, it is the mean of both.
+        """
         loads = [0.0] * self._stages
-        for (first, end), column in zip(pairwise([0, *arrangement.layer_ends]), arrangement.stage_columns(self._stages),
-                                        strict=True):
+        for (first, end), column in zip(
+            pairwise([0, *arrangement.layer_ends]),
+            arrangement.stage_columns(self._stages),
+            strict=True,
+        ):
             work = self.before[end] - self.before[first]
             loads[column] += work / arrangement.chains
             if arrangement.chains > 1:
@@ -55,26 +66,37 @@ class StageLoads:
     def ranking_key(self, arrangement: Arrangement) -> tuple[float, float]:
         """Return a sort key that puts the better placement and division first.
 
-        It has the work of the busiest worker, then the sum of squares of the work of workers and virtual stages.
+        It has the work of the busiest worker, then the sum of squares of the work of workers and
+        virtual stages.
         """
         edges = [0, *arrangement.layer_ends]
         columns = self.column_loads(arrangement)
-        return max(columns), sum(load * load for load in columns) + sum(
-            (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
+        squares = sum(load * load for load in columns)
+        squares += sum(
+            (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges)
+        )
+        return max(columns), squares
 
     def balance_layers(self, order: str, chunks: int) -> Arrangement:
-        """Return the placement that `order` names, with a division of the layers that gives its busiest worker as
-        little work as was found.
+        """Return the placement that `order` names, with a balanced division of the layers.
 
-        The division is improved by moves of one layer. `chunks` is the number of virtual stages of a worker.
+        Its busiest worker has as little work as was found. The division is improved by moves of one
+        layer. `chunks` is the number of virtual stages of a worker.
         """
         virtual = self._stages * chunks
         total, ends = self.before[-1], [0]
         for stage in range(1, virtual):
             low, high = ends[-1] + 1, self.count - virtual + stage
-            ends.append(min(range(low, high + 1), key=lambda end: abs(self.before[end] - total * stage / virtual)))
+            ends.append(
+                min(
+                    range(low, high + 1),
+                    key=lambda end: abs(self.before[end] - total * stage / virtual),
+                )
+            )
         edges = [*ends, self.count]
-        best = Arrangement(order=order, chunks=chunks, counts=tuple(end - first for first, end in pairwise(edges)))
+        best = Arrangement(
+            order=order, chunks=chunks, counts=tuple(end - first for first, end in pairwise(edges))
+        )
         for _ in range(8 * virtual):
             better = min((self.ranking_key(near), near.counts, near)
                          for near in [best, *neighbouring_arrangements(best)])
@@ -85,7 +107,10 @@ class StageLoads:
 
 
 def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]:
-    """Iterate over copies of an arrangement, each with one layer moved to a virtual stage at most four stages away."""
+    """Iterate over copies of an arrangement, each with one layer moved.
+
+    It moves to a virtual stage at most four stages away.
+    """
     counts = arrangement.counts
     for stage, count in enumerate(counts):
         for other in range(max(0, stage - 4), min(len(counts), stage + 5)):
@@ -97,16 +122,17 @@ def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]
 
 def change_at_random(arrangement: Arrangement, stages: int, loads: StageLoads,
                      chance: random.Random) -> Arrangement | None:
-    """Return an arrangement after one or two random steps; None if no layer can be moved.
+    """Return an arrangement after one or two random steps.
 
-    A step moves a layer to a virtual stage at most two stages away, often from the busier of two workers by `loads`, or
-    swaps the workers of two virtual stages. The random numbers are those of `chance`.
+    None if no layer can be moved. A step moves a layer to a virtual stage at most two stages away,
+    often from the busier of two workers by `loads`, or swaps the workers of two virtual stages. The
+    random numbers are those of `chance`.
     """
     for _ in range(chance.choice((1, 1, 2))):
         if arrangement.chunks > 1 and chance.random() < 0.15:
             columns = list(arrangement.stage_columns(stages))
-            one, other = chance.sample(range(len(columns)), 2)
-            columns[one], columns[other] = columns[other], columns[one]
+            first, second = chance.sample(range(len(columns)), 2)
+            columns[first], columns[second] = columns[second], columns[first]
             arrangement = msgspec.structs.replace(arrangement, order=tuple(columns))
             continue
         counts = list(arrangement.counts)
@@ -115,10 +141,21 @@ def change_at_random(arrangement: Arrangement, stages: int, loads: StageLoads,
             return None
         column_loads = loads.column_loads(arrangement)
         columns = list(arrangement.stage_columns(stages))
-        stage = max(chance.sample(donors, min(2, len(donors))), key=lambda place: column_loads[columns[place]]) \
-            if chance.random() < 0.5 else chance.choice(donors)
-        other = chance.choice([place for place in range(max(0, stage - 2), min(len(counts), stage + 3))
-                               if place != stage])
+        stage = (
+            max(
+                chance.sample(donors, min(2, len(donors))),
+                key=lambda place: column_loads[columns[place]],
+            )
+            if chance.random() < 0.5
+            else chance.choice(donors)
+        )
+        other = chance.choice(
+            [
+                place
+                for place in range(max(0, stage - 2), min(len(counts), stage + 3))
+                if place != stage
+            ]
+        )
         counts[stage] -= 1
         counts[other] += 1
         arrangement = msgspec.structs.replace(arrangement, counts=tuple(counts))

@@ -1,13 +1,17 @@
-"""Estimate a job file for a model that was not measured: stage times and memory from shapes and data sheets.
+"""Estimate a job file for a model that was not measured.
 
-`model_shape` gives the work and memory of a layer per token. I costs as much as F in matrix products and twice as much
-in attention and scans; W costs as much in products and nothing in the others. A product takes at least as long as
-reading its weights or, in W, adding to their gradients, which limits experts that have few tokens each. Element-wise
-ops are not counted except for the loss, so a measured W is shorter, relative to its F, than the estimate.
+Stage times and memory follow from shapes and data sheets.
+
+`model_shape` gives the work and memory of a layer per token. I costs as much as F in matrix
+products and twice as much in attention and scans; W costs as much in products and nothing in the
+others. A product takes at least as long as reading its weights or, in W, adding to their gradients,
+which limits experts that have few tokens each. Element-wise ops are not counted except for the
+loss, so a measured W is shorter, relative to its F, than the estimate.
 """
 
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,25 +24,44 @@ from slipstream.planner.job.model_shape import VALUE_BYTES, LayerShape, ModelLay
 from slipstream.planner.job.toml import round_times
 
 BYTES_HELD = 18
-"""Bytes that are held per parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
+"""Bytes that are held per parameter.
+
+bf16 weight, float32 gradient, float32 master weight and two moments of AdamW.
+"""
 BYTES_UNDO = 12
 """Bytes per parameter of the undo copies: of the master weight and the moments."""
 BYTES_WHOLE = 6
-"""Bytes per parameter that every holder keeps even if optimizer state is sharded: bf16 weight and float32 gradient."""
+"""Bytes per parameter that every holder keeps even if optimizer state is sharded.
+
+bf16 weight and float32 gradient.
+"""
 BYTES_STATE = BYTES_HELD + BYTES_UNDO - BYTES_WHOLE
-"""Bytes per parameter that sharding of the optimizer state divides over the holders: master weight, moments, undo
-copies."""
+"""Bytes per parameter that sharding of the optimizer state divides over holders.
+
+Master weight, moments, undo copies.
+"""
 UNIT_BYTES = 10**6
-"""Bytes on each GPU of a worker in one unit of memory of an estimated job file."""
+"""Bytes on each GPU of a worker in one unit of an estimated file's memory."""
 BYTES_READ = 2
-"""Bytes of memory traffic per parameter of a matrix product in F or in I: the bf16 weight, read once."""
+"""Bytes of memory traffic per parameter of a product in F or I.
+
+The bf16 weight, read once.
+"""
 BYTES_ADDED = 8
-"""Bytes of memory traffic per parameter of a matrix product in W: the float32 gradient, read and written."""
+"""Bytes of memory traffic per parameter of a product in W.
+
+The float32 gradient, read and written.
+"""
 BYTES_STEPPED = 34
-"""Bytes of memory traffic per parameter of an AdamW step, which reads gradient, master weight and moments and writes
-the latter two."""
+"""Bytes of memory traffic per parameter of an AdamW step.
+
+It reads gradient, master weight and moments, and writes the latter two.
+"""
 BYTES_MOMENT = 4
-"""Bytes per parameter that Muon saves over AdamW, once in the optimizer state and once in the undo copy: one moment."""
+"""Bytes per parameter that Muon saves over AdamW, one moment.
+
+It saves them once in the optimizer state and once in the undo copy.
+"""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +77,34 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Bandwidth of the network, in bytes per second for each GPU."""
 
 
-GPUS = {gpu.name: gpu for gpu in (
-    GpuSpec(name="a100-40g", flops=312e12, memory_bytes=40e9, memory_bandwidth=1.555e12, network=25e9),
-    GpuSpec(name="a100", flops=312e12, memory_bytes=80e9, memory_bandwidth=2.039e12, network=25e9),
-    GpuSpec(name="h100", flops=989e12, memory_bytes=80e9, memory_bandwidth=3.35e12, network=50e9),
-    GpuSpec(name="h200", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, network=50e9),
-    GpuSpec(name="b200", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, network=50e9),
-)}
-"""GPUs by name, with values from NVIDIA's data sheets. The network has one port of 200 Gb/s (A100) or 400 Gb/s per
-GPU."""
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GpuSpec(
+            name="a100-40g",
+            flops=312e12,
+            memory_bytes=40e9,
+            memory_bandwidth=1.555e12,
+            network=25e9,
+        ),
+        GpuSpec(
+            name="a100", flops=312e12, memory_bytes=80e9, memory_bandwidth=2.039e12, network=25e9
+        ),
+        GpuSpec(
+            name="h100", flops=989e12, memory_bytes=80e9, memory_bandwidth=3.35e12, network=50e9
+        ),
+        GpuSpec(
+            name="h200", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, network=50e9
+        ),
+        GpuSpec(
+            name="b200", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, network=50e9
+        ),
+    )
+}
+"""GPUs by name, with values from NVIDIA's data sheets.
+
+The network has one port of 200 Gb/s (A100) or 400 Gb/s per GPU.
+"""
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +119,15 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: float = 0.5
     """Share of the GPU's peak rate that matrix products are assumed to reach."""
     shard_optimizer: bool = False
-    """True if the workers of a stage share its optimizer state: each keeps a part, and a copy of another part."""
+    """True if the workers of a stage share its optimizer state.
+
+    Each keeps a part, and a copy of another part.
+    """
     muon: bool = False
-    """True if Muon steps the matrices of layers, and AdamW steps embedding and head. Muon needs whole matrices."""
+    """True if Muon steps the matrices of layers, and AdamW steps embedding and head.
+
+    Muon needs whole matrices.
+    """
 
     @property
     def stepped_share(self) -> float:
@@ -88,16 +136,19 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_bytes_per_parameter(self) -> float:
-        """Bytes that a worker holds permanently per parameter; with sharded state, while all workers of the stage are
-        alive."""
+        """Bytes that a worker holds permanently per parameter.
+
+        With sharded state, while all workers of the stage are alive.
+        """
         return BYTES_WHOLE + BYTES_STATE * self.stepped_share
 
 
 class _Cost(NamedTuple):
     """Estimated cost of one or several layers on each GPU of a worker.
 
-    It has seconds and activation bytes for one micro-batch, the number of parameters and the bytes that are always
-    held, and for the optimizer step, the parameters that Muon steps and the seconds of its matrix products.
+    It has seconds and activation bytes for one micro-batch, the number of parameters and the bytes
+    that are always held, and for the optimizer step, the parameters that Muon steps and the seconds
+    of its matrix products.
     """
 
     forward: float
@@ -118,43 +169,77 @@ class _Cost(NamedTuple):
     """Seconds of the matrix products by which Muon orthogonalizes updates."""
 
 
-def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the tables of a job file for a model that is distributed as `layout` says, with values estimated from the
-    GPU's data sheet; and, by table, lines of comments that say how they were estimated.
+def estimate_job(
+    name: str, model: ModelLayers, layout: ModelLayout
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return the tables of a job file for a distributed model, and comments.
 
-    Raises ValueError with a message of one line if there are more stages than layers, or the model does not fit.
+    The `layout` says how it is distributed. Values are estimated from the GPU's data sheet. The
+    comments are lines, by table, that say how.
+
+    Values are estimated from the GPU's data sheet. The comments are lines, by table, that say how.
+
+    Raises ValueError with a message of one line if there are more stages than layers, or the model
+    does not fit.
     """
     if layout.muon and (layout.shard_optimizer or layout.tensor_parallel > 1):
-        raise ValueError("Muon needs whole matrices; expected no shared optimizer state, and one GPU a worker")
+        raise ValueError(
+            "Muon needs whole matrices; expected no shared optimizer state, and one GPU a worker"
+        )
     if layout.stages > len(model.layers):
-        raise ValueError(f"{layout.stages} stages for {len(model.layers)} layers; expected at most one stage per layer")
+        raise ValueError(
+            f"{layout.stages} stages for {len(model.layers)} layers; expected at most one stage "
+            "per layer"
+        )
     tokens = layout.microbatch_size * model.sequence
     work = [sum(op_seconds(layer, layout, tokens)) for layer in model.layers]
     counts = divide_layers(work, layout.stages)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
-    layers = [_layer_cost(layer, layout, tokens, whole=index < counts[0]) for index, layer in enumerate(model.layers)]
-    stages = [_Cost(*map(sum, zip(*layers[begin:end], strict=True))) for begin, end in pairwise(ends)]
+    layers = [
+        _layer_cost(layer, layout, tokens, whole=index < counts[0])
+        for index, layer in enumerate(model.layers)
+    ]
+    stages = [
+        _Cost(*map(sum, zip(*layers[begin:end], strict=True))) for begin, end in pairwise(ends)
+    ]
     by_layer: dict[str, Sequence[float]] = {**_op_times(layers, layout), **_memory_sizes(layers)}
 
     def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Return, for each key of the job file (such as `forward`), the sum of the layers' values over each stage,
-        rounded to 12 digits.
+        """Return the sums of the layers' values over each stage, by key.
 
-        With more digits, rounding errors of the sums would require finer ticks in plans that cut stages.
+        A key of the job file is such as `forward`; sums are rounded to 12 digits. A key is such as
+        `forward`; sums are rounded to 12 digits.
+
+        With more digits, rounding errors of the sums would require finer ticks in plans that cut
+        stages.
         """
-        return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
-                for key, values in of_layers.items()}
+        sums: dict[str, list[float]] = {}
+        for key, values in of_layers.items():
+            sums[key] = [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
+        return sums
 
     boundary_bytes = VALUE_BYTES * tokens * model.hidden
     transfer = boundary_bytes / layout.tensor_parallel / layout.gpu.network
+    state: dict[str, list[int]] = {}
+    if layout.shard_optimizer:
+        state["state"] = [math.ceil(BYTES_STATE * cost.parameters / UNIT_BYTES) for cost in stages]
+    unlike = {key: values for key, values in by_layer.items() if len(set(values)) > 1}
     tables: dict[str, Any] = {
-        "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
+        "name": name,
+        "pipelines": layout.pipelines,
+        "stages": layout.stages,
+        "microbatches": layout.microbatches,
         "time": {**sum_by_stage(_op_times(layers, layout)), "transfer": float(f"{transfer:.2g}")},
-        "memory": {"capacity": _capacity_by_stage(stages, layout.gpu), **sum_by_stage(_memory_sizes(layers)),
-                   **({"state": [math.ceil(BYTES_STATE * cost.parameters / UNIT_BYTES) for cost in stages]}
-                      if layout.shard_optimizer else {}), "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
-        "network": {"overlap": True}, "placement": {"layers": counts},
-        "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}
+        "memory": {
+            "capacity": _capacity_by_stage(stages, layout.gpu),
+            **sum_by_stage(_memory_sizes(layers)),
+            **state,
+            "unit_bytes": UNIT_BYTES * layout.tensor_parallel,
+        },
+        "network": {"overlap": True},
+        "placement": {"layers": counts},
+        "layers": unlike,
+    }
     training: dict[str, Any] = {}
     if layout.tensor_parallel > 1:
         training["tensor_parallel"] = layout.tensor_parallel
@@ -168,47 +253,71 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
 
 
 def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[float, float, float]:
-    """Return the seconds of F, I and W of a layer for `tokens` tokens, if its input needs a gradient."""
+    """Return the seconds of F, I and W of a layer for `tokens` tokens.
+
+    Its input needs a gradient.
+    """
     gpus, bandwidth = layout.tensor_parallel, layout.gpu.memory_bandwidth * layout.tensor_parallel
     rate = layout.gpu.flops * layout.efficiency * gpus
     products, mixing = 2 * layer.used * tokens, layer.mixing * tokens
     loss, reading = layer.loss_bytes * tokens / bandwidth, BYTES_READ * layer.matrices / bandwidth
-    return (max((products + mixing) / rate, reading) + loss, max((products + 2 * mixing) / rate, reading) + loss,
-            max(products / rate, BYTES_ADDED * layer.matrices / bandwidth))
+    return (
+        max((products + mixing) / rate, reading) + loss,
+        max((products + 2 * mixing) / rate, reading) + loss,
+        max(products / rate, BYTES_ADDED * layer.matrices / bandwidth),
+    )
 
 
 def _layer_cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
-    """Return the estimated times and memory (`_Cost`) of a layer for a micro-batch of `tokens` tokens.
+    """Return the estimated times and memory of a layer for a micro-batch of `tokens` tokens.
 
-    If `whole`, the layer is in the first stage, whose input needs no gradient: torch leaves the whole backward to W.
+    If `whole`, the layer is in the first stage, whose input needs no gradient: torch leaves the
+    whole backward to W.
     """
     forward, backward_input, backward_weight = op_seconds(layer, layout, tokens)
-    activation, stash, recomputed = (amount * tokens / layout.tensor_parallel
-                                     for amount in (*layer.worst_case_bytes(layout.tensor_parallel), layer.recomputed))
-    parameters, by_muon = layer.parameters / layout.tensor_parallel, float(layer.by_muon * layout.muon)
-    return _Cost(forward=forward, backward_input=0 if whole else backward_input,
-                 backward_weight=backward_weight + backward_input if whole else backward_weight,
-                 activation=activation, stash=stash, recomputed=recomputed, parameters=parameters,
-                 held_bytes=layout.held_bytes_per_parameter * parameters - 2 * BYTES_MOMENT * by_muon, by_muon=by_muon,
-                 orthogonal=layer.orthogonal * layout.muon / (layout.gpu.flops * layout.efficiency))
+    activation, stash, recomputed = (
+        amount * tokens / layout.tensor_parallel
+        for amount in (*layer.worst_case_bytes(layout.tensor_parallel), layer.recomputed)
+    )
+    parameters = layer.parameters / layout.tensor_parallel
+    by_muon = float(layer.by_muon * layout.muon)
+    return _Cost(
+        forward=forward,
+        backward_input=0 if whole else backward_input,
+        backward_weight=backward_weight + backward_input if whole else backward_weight,
+        activation=activation,
+        stash=stash,
+        recomputed=recomputed,
+        parameters=parameters,
+        held_bytes=layout.held_bytes_per_parameter * parameters - 2 * BYTES_MOMENT * by_muon,
+        by_muon=by_muon,
+        orthogonal=layer.orthogonal * layout.muon / (layout.gpu.flops * layout.efficiency),
+    )
 
 
 def _op_times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
-    """Return rounded seconds of each op by its key in `[time]`, a value for each element of `costs` (stages or
-    layers)."""
+    """Return rounded seconds of each op by its key in `[time]`.
+
+    There is a value for each element of `costs` (stages or layers).
+    """
     gpu = layout.gpu
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
     step, gather = layout.stepped_share * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
-    if layout.shard_optimizer:  # reduce to the owner of each part, copy to its buddy, gather bf16 weights
+    # reduce to the owner of each part, copy to its buddy, gather bf16 weights
+    if layout.shard_optimizer:
         ring, gather = 4 / gpu.network, 2 * (layout.pipelines - 1) / layout.pipelines / gpu.network
-    return {
-        "forward": round_times([cost.forward for cost in costs]),
-        "backward_input": round_times([cost.backward_input for cost in costs]),
-        "backward_weight": round_times([cost.backward_weight for cost in costs]),
-        "optimizer": round_times([cost.parameters * (step + gather) + cost.orthogonal
-                                  - 2 * BYTES_MOMENT * cost.by_muon / gpu.memory_bandwidth for cost in costs]),
-        "all_reduce": round_times([cost.parameters * ring for cost in costs]),
+    steps = []
+    for cost in costs:
+        saved_by_muon = 2 * BYTES_MOMENT * cost.by_muon / gpu.memory_bandwidth
+        steps.append(cost.parameters * (step + gather) + cost.orthogonal - saved_by_muon)
+    seconds = {
+        "forward": [cost.forward for cost in costs],
+        "backward_input": [cost.backward_input for cost in costs],
+        "backward_weight": [cost.backward_weight for cost in costs],
+        "optimizer": steps,
+        "all_reduce": [cost.parameters * ring for cost in costs],
     }
+    return {key: round_times(values) for key, values in seconds.items()}
 
 
 def _capacity_by_stage(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
@@ -218,87 +327,140 @@ def _capacity_by_stage(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
     """
     for stage, cost in enumerate(costs):
         if gpu.memory_bytes - cost.held_bytes < cost.activation:
-            raise ValueError(f"stage {stage} needs {(cost.held_bytes + cost.activation) / 1e9:.0f} GB on each GPU, "
-                             f"{gpu.name} has {gpu.memory_bytes / 1e9:.0f}: use more stages or more tensor parallelism")
+            raise ValueError(
+                f"stage {stage} needs {(cost.held_bytes + cost.activation) / 1e9:.0f} GB on each "
+                f"GPU, {gpu.name} has {gpu.memory_bytes / 1e9:.0f}: use more stages or more tensor "
+                "parallelism"
+            )
     return [math.floor((gpu.memory_bytes - cost.held_bytes) / UNIT_BYTES) for cost in costs]
 
 
 def _memory_sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
-    """Return sizes in `UNIT_BYTES` by their key in `[memory]`, a value for each element of `costs` (stages or
-    layers)."""
-    return {"activation": [math.ceil(cost.activation / UNIT_BYTES) for cost in costs],
-            "weight_stash": [math.ceil(cost.stash / UNIT_BYTES) for cost in costs],
-            "weights": [math.ceil(cost.held_bytes / UNIT_BYTES) for cost in costs],
-            "recomputed": [math.ceil(cost.recomputed / UNIT_BYTES) for cost in costs]}
+    """Return sizes in `UNIT_BYTES` by their key in `[memory]`.
+
+    There is a value for each element of `costs` (stages or layers).
+    """
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for cost in costs:
+        sizes["activation"].append(math.ceil(cost.activation / UNIT_BYTES))
+        sizes["weight_stash"].append(math.ceil(cost.stash / UNIT_BYTES))
+        sizes["weights"].append(math.ceil(cost.held_bytes / UNIT_BYTES))
+        sizes["recomputed"].append(math.ceil(cost.recomputed / UNIT_BYTES))
+    return dict(sizes)
 
 
 def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
-    """Return lines of comments for an estimated job file, by the name of the table that they stand above."""
+    """Return lines of comments for an estimated job file, by their table's name."""
     gpu = layout.gpu
-    held = [f"MB on each GPU. capacity: what remains after {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
-            "which a step can be undone."]
+    memory = [
+        f"MB on each GPU. capacity: what remains after {BYTES_HELD} bytes per parameter, and "
+        f"{BYTES_UNDO} by which a step can be undone."
+    ]
     if layout.shard_optimizer:
-        held = [f"MB on each GPU. capacity: what remains after {layout.held_bytes_per_parameter:.3g} bytes per "
-                f"parameter: optimizer",
-                f"state and its undo copies are sharded over {layout.pipelines} workers. state: all of a stage's, of "
-                "which each has more when some are down."]
+        memory = [
+            f"MB on each GPU. capacity: what remains after {layout.held_bytes_per_parameter:.3g} "
+            "bytes per parameter: optimizer",
+            f"state and its undo copies are sharded over {layout.pipelines} workers. state: all of "
+            "a stage's, of which each has more when some are down.",
+        ]
     if layout.muon:
-        held[0] += f" Of what Muon steps, {2 * BYTES_MOMENT} less."
+        memory[0] += f" Of what Muon steps, {2 * BYTES_MOMENT} less."
     size = f"{model.parameter_count / 1e9:.3g} billion parameters"
     if model.ends_merged:
         what = [f"Estimated, not measured: {size} ({len(model.layers)} layers of "
                 f"width {model.hidden}), sequences of {model.sequence},"]
-        times = ["Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory bandwidth;"]
-        held += ["activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32.",
-                 "recomputed: 2, what is held where [training] recompute = \"auto\" has activations computed again."]
-        placement = "Decoder layers of each stage; the embedding is with the first of them, the head with the last."
-        by_layer = "How a stage divides over its layers; the embedding is with the first, the head with the last."
+        times = [
+            "Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory "
+            "bandwidth;"
+        ]
+        memory += [
+            "activation: 34 bytes a token and unit of width and layer (attention fused); "
+            "weight_stash: 32.",
+            "recomputed: 2, what is held where [training] recompute = \"auto\" has activations "
+            "computed again.",
+        ]
+        placement = (
+            "Decoder layers of each stage; the embedding is with the first of them, the head with "
+            "the last."
+        )
+        by_layer = (
+            "How a stage divides over its layers; the embedding is with the first, the head with "
+            "the last."
+        )
     else:
-        what = [f"Estimated, not measured: {size}, {model.used_parameters / 1e9:.3g} billion in products for a token. "
-                f"Layers:",
-                *textwrap.wrap(f"{model.describe_kinds()},", 118),
-                f"of width {model.hidden}, sequences of {model.sequence},"]
-        times = ["Seconds. Matrix products, attention, scans and the loss; optimizer: AdamW, bound by memory "
-                 "bandwidth;"]
-        held += ["activation: what the backward reads (attention and scans fused); weight_stash: inputs of products "
-                 "and gradients of outputs.",
-                 "recomputed: inputs of layers, held where [training] recompute = \"auto\" has activations computed "
-                 "again."]
-        placement = "Layers of each stage; the embedding is the first of them, the head with the loss the last."
+        what = [
+            f"Estimated, not measured: {size}, {model.used_parameters / 1e9:.3g} billion in "
+            "products for a token. Layers:",
+            *textwrap.wrap(f"{model.describe_kinds()},", 118),
+            f"of width {model.hidden}, sequences of {model.sequence},",
+        ]
+        times = [
+            "Seconds. Matrix products, attention, scans and the loss; optimizer: AdamW, bound by "
+            "memory bandwidth;"
+        ]
+        memory += [
+            "activation: what the backward reads (attention and scans fused); weight_stash: inputs "
+            "of products and gradients of outputs.",
+            "recomputed: inputs of layers, held where [training] recompute = \"auto\" has "
+            "activations computed again.",
+        ]
+        placement = (
+            "Layers of each stage; the embedding is the first of them, the head with the loss the "
+            "last."
+        )
         by_layer = "How a stage divides over its layers, embedding and head included."
     comments = {
-        "": [*what, f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x {gpu.name} at "
-             f"{layout.efficiency:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s. `slipstream profile` measures."],
-        "time": [*times,
-                 f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: bf16."],
-        "memory": [*held,
-                   f"weights: those {layout.held_bytes_per_parameter:.3g} bytes; unit_bytes: of a worker, which is "
-                   f"{layout.tensor_parallel} x {gpu.name}."],
-        "network": ["Gradient reductions run while the worker computes, as in other trainers. With false, they "
-                    "occupy it."],
-        "placement": [placement], "layers": [by_layer]}
+        "": [
+            *what,
+            f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x "
+            f"{gpu.name} at {layout.efficiency:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s. `slipstream "
+            "profile` measures.",
+        ],
+        "time": [
+            *times,
+            f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: "
+            "bf16.",
+        ],
+        "memory": [
+            *memory,
+            f"weights: those {layout.held_bytes_per_parameter:.3g} bytes; unit_bytes: of a worker, "
+            f"which is {layout.tensor_parallel} x {gpu.name}.",
+        ],
+        "network": [
+            "Gradient reductions run while the worker computes, as in other trainers. With false, "
+            "they occupy it."
+        ],
+        "placement": [placement],
+        "layers": [by_layer],
+    }
     if layout.muon:
-        comments["time"].append("optimizer of matrices of layers: Muon, whose products are counted, too.")
+        comments["time"].append(
+            "optimizer of matrices of layers: Muon, whose products are counted, too."
+        )
     if layout.tensor_parallel > 1:
-        comments["time"] += [f"A worker is {layout.tensor_parallel} ranks, each with its part of activations and "
-                             "gradients: transfer and all_reduce are from rank to",
-                             "rank, all at the same time. What ranks of a worker send each other is a part of the "
-                             f"{layout.efficiency:.0%}."]
+        comments["time"] += [
+            f"A worker is {layout.tensor_parallel} ranks, each with its part of activations and "
+            "gradients: transfer and all_reduce are from rank to",
+            "rank, all at the same time. What ranks of a worker send each other is a part of the "
+            f"{layout.efficiency:.0%}.",
+        ]
         comments["training"] = ["Processes of a worker, one GPU each."]
     return comments
 
 
 def divide_layers(work: Sequence[float], stages: int) -> list[int]:
-    """Return the number of layers of each stage, at least one, such that the busiest stage has the least work.
+    """Return the number of layers of each stage, at least one.
 
-    The argument `work` has the work of each layer, in order. Among these divisions, one with the least sum of squares
-    of the stages' work is chosen, so that all stages are even.
+    The busiest stage has the least work. The argument `work` has the work of each layer, in order.
+    Among these divisions, one with the least sum of squares of the stages' work is chosen, so that
+    all stages are even.
     """
     inner = work[1:-1]
     if inner and max(inner) <= min(inner) == work[0]:
         return _divide_equal_layers(len(work), stages, work[0], work[-1] - work[0])
     ends = np.concatenate([[0.0], np.cumsum(work)])
-    load = np.tril(ends[:, None] - ends[None, :]).astype(float)  # [row, column]: work of layers column to row - 1
+    # [row, column]: work of layers column to row - 1
+    load = np.tril(ends[:, None] - ends[None, :]).astype(float)
     load[np.triu_indices(len(ends))] = np.inf
     longest = load[:, 0]
     for _ in range(stages - 1):
@@ -316,11 +478,14 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
 
 
 def _divide_equal_layers(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Return the number of layers of each stage such that the busiest has least work; all layers are equal.
+    """Return the number of layers of each stage if all layers are equal.
 
-    A layer has work `layer`. The last stage also has the head, with work `head`.
+    The busiest stage has the least work. A layer has work `layer`. The last stage also has the
+    head, with work `head`.
     """
-    last = max(1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer)))
+    last = max(
+        1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer))
+    )
     if stages == 1:
         return [layers]
     options = []

@@ -13,6 +13,7 @@ import msgspec
 
 from slipstream.planner.job.megatron import read_layout
 from slipstream.planner.job.network import Network, read_network
+from slipstream.planner.job.run_keys import RunKeys, read_run_keys
 from slipstream.planner.job.toml import JobError as JobError
 from slipstream.planner.job.toml import TomlTable, checked_count, checked_number, job_text, shorten_repr
 from slipstream.schedules.files import read_at_most
@@ -218,9 +219,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Nodes = ()
     """Workers of each node, which fail together. Empty if the job does not say."""
     model: Mapping[str, Any] = {}
-    """Contents of the `[model]` table, which defines the model that a run trains. Not checked here."""
+    """Contents of the `[model]` table, which the runtime checks and reads. Plans read `run_keys` instead."""
     training: Mapping[str, Any] = {}
-    """Contents of the `[training]` table, unchecked except for `tensor_parallel`. The runtime reads it."""
+    """Contents of the `[training]` table, unchecked except for `tensor_parallel`, for the runtime like `model`."""
 
     @property
     def ranks(self) -> int:
@@ -229,8 +230,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         Times are those of a worker. Memory, transfers and all-reduces are those of a rank: rank r of one worker sends
         to rank r of another worker, and reduces with it. All ranks do so at the same time.
         """
-        ranks: int = self.training.get("tensor_parallel", 1)
-        return ranks
+        return self.run_keys.tensor_parallel
+
+    @property
+    def run_keys(self) -> RunKeys:
+        """Keys of `[model]` and `[training]` that plans and simulations depend on."""
+        return read_run_keys(self.model, self.training)
+
+    def with_ranks(self, ranks: int) -> "Job":
+        """Return this job with another number of processes of a worker."""
+        return msgspec.structs.replace(self, training={**self.training, "tensor_parallel": ranks})
 
     @property
     def depth(self) -> int:
@@ -330,13 +339,18 @@ def _read_text(path: Path) -> str:
 def parse_job(text: str, source: str = "job") -> Job:
     """Parse a job from TOML text. `source` names it in errors. Raises JobError."""
     try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of more than 4,300 digits
-        raise JobError(f"{source}: not readable as TOML: {error}") from None
-    try:
-        return _read_job_table(TomlTable("", table))
+        return _read_job_table(TomlTable("", parse_job_tables(text)))
     except JobError as error:
         raise JobError(f"{source}: {error}") from None
+
+
+def parse_job_tables(text: str) -> dict[str, Any]:
+    """Return the unchecked tables of a job file, to write them anew with changes. Raises JobError if `text` is not
+    TOML."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of more than 4,300 digits
+        raise JobError(f"not readable as TOML: {error}") from None
 
 
 def _read_job_table(table: TomlTable) -> Job:

@@ -42,13 +42,12 @@ def read_layout(key: str, layout: str) -> tuple[str, ...]:
 
 
 def split_letters(counts: Sequence[int], decoder_layers: int) -> tuple[str, ...]:
-    """Return the letters of stages with these numbers of layers, for a model with `decoder_layers`
-    decoder layers.
+    """Return the letters of stages with these numbers of layers.
 
-    With as many layers as decoder layers, embedding and head are added to the first and the last
-    stage. With two more, they are the first and the last layer, and any further ones are
-    multi-token prediction, before the head. Raises JobError for any other number, and if embedding
-    and head are not in the first and the last stage.
+    The model has `decoder_layers` decoder layers. With as many layers as decoder layers, embedding
+    and head are added to the first and the last stage. With two more, they are the first and the
+    last layer, and any further ones are multi-token prediction, before the head. Raises JobError
+    for any other number, and if embedding and head are not in the first and the last stage.
     """
     total = sum(counts)
     more = total - decoder_layers

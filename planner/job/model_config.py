@@ -1,9 +1,9 @@
-"""Convert the config.json of a model, as transformers writes it, to the shapes of its layers.
+"""Convert the config.json of a model, as transformers writes it, to layers' shapes.
 
-The embedding is the first layer, and the head with the loss is the last one. Between them are the decoder's layers and
-those of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): such a layer holds a copy of the
-embedding, and the head makes one more prediction for each. What layers pass on for the further predictions, besides
-their output, is not counted.
+The embedding is the first layer, and the head with the loss is the last one. Between them are the
+decoder's layers and those of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2):
+such a layer holds a copy of the embedding, and the head makes one more prediction for each. What
+layers pass on for the further predictions, besides their output, is not counted.
 """
 
 import json
@@ -36,7 +36,10 @@ MAX_VALUE = 2**24
 
 
 class ModelKeys:
-    """Reader of the keys of a model's config.json, with checks. Raises JobError, which names the key."""
+    """Reader of the keys of a model's config.json, with checks.
+
+    Raises JobError, which names the key.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
@@ -47,7 +50,10 @@ class ModelKeys:
         return self._values.get(key) is not None
 
     def read_count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """Return the value of a key, an integer of at least `low`; `default`, if given, for a missing key."""
+        """Return the value of a key, an integer of at least `low`.
+
+        `default`, if given, for a missing key.
+        """
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -65,7 +71,10 @@ class ModelKeys:
         return value
 
     def read_list(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
-        """Return the value of a key, a list whose items are of type `item`; `default`, if given, for a missing key."""
+        """Return the value of a key, a list whose items are of type `item`.
+
+        `default`, if given, for a missing key.
+        """
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -81,22 +90,29 @@ class ModelKeys:
         return value
 
     def is_automatic(self, key: str) -> bool:
-        """Return whether the key is missing or "auto", so that its value follows from other keys."""
+        """Return whether the key is missing or "auto".
+
+        Its value then follows from other keys.
+        """
         return self._values.get(key) in (None, "auto")
 
     def make_error(self, key: str, expected: str) -> JobError:
         """Build a JobError that names the key, its value and what was expected."""
-        return JobError(f"{self._source}: {key} is {shorten_repr(self._values.get(key))}; expected {expected}")
+        return JobError(
+            f"{self._source}: {key} is {shorten_repr(self._values.get(key))}; expected {expected}"
+        )
 
 
 def read_model(path: Path, sequence: int) -> ModelLayers:
-    """Read the layers of a model from its config.json, or the folder that has it, for sequences of this many tokens.
+    """Read the layers of a model from its config.json, or the folder that has it.
 
-    Raises JobError.
+    Sequences have this many tokens. Raises JobError.
     """
     source = path / "config.json" if path.is_dir() else path
     try:
-        document = json.loads(read_at_most(source, MAX_CONFIG_BYTES, JobError, "; a config.json is a page of JSON"))
+        document = json.loads(
+            read_at_most(source, MAX_CONFIG_BYTES, JobError, "; a config.json is a page of JSON")
+        )
     except (ValueError, RecursionError) as error:
         if isinstance(error, JobError):
             raise
@@ -105,14 +121,19 @@ def read_model(path: Path, sequence: int) -> ModelLayers:
 
 
 def model_layers(document: object, sequence: int, source: str = "config.json") -> ModelLayers:
-    """Return the layers of a model for sequences of this many tokens, given the parsed content of its config.json.
+    """Return the layers of a model, given the parsed content of its config.json.
 
-    The argument `source` names the file in errors. Raises JobError.
+    Sequences have this many tokens. The argument `source` names the file in errors. Raises
+    JobError.
     """
     if not isinstance(document, dict):
         raise JobError(f"{source}: not a JSON object; expected a model's config.json")
-    if isinstance(document.get("text_config"), dict):  # the language part of a model that also sees images
-        document = {"tie_word_embeddings": document.get("tie_word_embeddings"), **document["text_config"]}
+    # the language part of a model that also sees images
+    if isinstance(document.get("text_config"), dict):
+        document = {
+            "tie_word_embeddings": document.get("tie_word_embeddings"),
+            **document["text_config"],
+        }
     family, keys = document.get("model_type"), ModelKeys(document, source)
     if not isinstance(family, str) or family not in FAMILIES:
         raise keys.make_error("model_type", f"one of {', '.join(FAMILIES)}")
@@ -125,10 +146,24 @@ def model_layers(document: object, sequence: int, source: str = "config.json") -
     if more > MAX_LAYERS:
         raise keys.make_error("num_nextn_predict_layers", f"a whole number, 0 to {MAX_LAYERS}")
     lookup = embedding_shape(hidden, vocabulary)
-    predicting = [combine_named("multi-token prediction", lookup, norm_shape(hidden), norm_shape(hidden),
-                                norm_shape(hidden),
-                                products_shape(2 * hidden, hidden), decoder[-1], recomputed=4 * hidden)] * more
-    layers = (lookup, *decoder, *predicting, head_and_loss_shape(hidden, vocabulary, predicted=1 + more))
+    predicting = [
+        combine_named(
+            "multi-token prediction",
+            lookup,
+            norm_shape(hidden),
+            norm_shape(hidden),
+            norm_shape(hidden),
+            products_shape(2 * hidden, hidden),
+            decoder[-1],
+            recomputed=4 * hidden,
+        )
+    ] * more
+    layers = (
+        lookup,
+        *decoder,
+        *predicting,
+        head_and_loss_shape(hidden, vocabulary, predicted=1 + more),
+    )
     return ModelLayers(layers=layers, hidden=hidden, sequence=sequence,
                        copies=(tied + more) * lookup.parameters)
 
@@ -142,117 +177,197 @@ def _read_layer_count(keys: ModelKeys) -> int:
 
 
 def _read_layer_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
-    """Read the kind of each decoder layer from a key that lists one kind per layer. If it is missing, the kinds are
-    `default`."""
+    """Read the kind of each decoder layer from a key that lists them.
+
+    If it is missing, the kinds are `default`.
+    """
     kinds: list[str] = keys.read_list(key, str, default)
     if len(kinds) != _read_layer_count(keys):
-        raise keys.make_error(key, f"{_read_layer_count(keys)} kinds of layers, as num_hidden_layers says")
+        raise keys.make_error(
+            key, f"{_read_layer_count(keys)} kinds of layers, as num_hidden_layers says"
+        )
     return kinds
 
 
-def _read_attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None = None, head_norms: bool = False,
-                    output_bias: bool | None = None) -> LayerShape:
-    """Read the shape of an attention layer from the key names that most models use; `hidden` is the model's width.
+def _read_attention(
+    keys: ModelKeys,
+    hidden: int,
+    tokens: float,
+    *,
+    bias: bool | None = None,
+    head_norms: bool = False,
+    output_bias: bool | None = None,
+) -> LayerShape:
+    """Read the shape of an attention layer from the key names that most models use.
 
-    If `bias` is None, the file decides whether there are biases; if `output_bias` is None, the output matrix follows
-    the others. The argument `tokens` is the result of `attended_tokens`, and with `head_norms` queries and keys are
-    normalized.
+    The model's width is `hidden`. If `bias` is None, the file decides whether there are biases; if
+    `output_bias` is None, the output matrix follows the others. The argument `tokens` is the result
+    of `attended_tokens`, and with `head_norms` queries and keys are normalized.
     """
     heads = keys.read_count("num_attention_heads")
-    kv_heads, width = keys.read_count("num_key_value_heads", heads), keys.read_count("head_dim",
-                                                                                     max(1, hidden // heads))
+    kv_heads = keys.read_count("num_key_value_heads", heads)
+    width = keys.read_count("head_dim", max(1, hidden // heads))
     if heads % kv_heads or (hidden % heads and not keys.has_value("head_dim")):
-        raise keys.make_error("num_attention_heads", "a number that num_key_value_heads divides, and that divides "
-                              "hidden_size where there is no head_dim")
+        raise keys.make_error(
+            "num_attention_heads",
+            "a number that num_key_value_heads divides, and that divides "
+            "hidden_size where there is no head_dim",
+        )
     if bias is None:
         bias = keys.read_flag("attention_bias", default=False)
-    return attention_shape(hidden, heads, kv_heads, width, tokens, bias=bias, head_norms=width if head_norms else 0,
-                           output_bias=bias if output_bias is None else output_bias)
+    return attention_shape(
+        hidden,
+        heads,
+        kv_heads,
+        width,
+        tokens,
+        bias=bias,
+        head_norms=width if head_norms else 0,
+        output_bias=bias if output_bias is None else output_bias,
+    )
 
 
 def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
-    """Return twice the mean number of tokens that a token attends to, in a layer of this kind: full or windowed
-    attention."""
+    """Return twice the mean number of tokens that a token attends to.
+
+    The layer is of this kind, with full or windowed attention.
+    """
     window = keys.read_count("sliding_window") if kind == "sliding_attention" else None
     return attended_tokens(sequence, window)
 
 
 def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
                         ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function of (keys, width, sequence length) that reads the decoder layers of Llama and similar models
-    from a config.json.
+    """Return a function that reads the decoder layers of Llama and similar models.
 
-    If given, `bias` is whether queries, keys and values have biases; if None, the file decides. With `head_norms`,
-    queries and keys are normalized.
+    Its arguments are keys, width and sequence length of a config.json. If given, `bias` is whether
+    queries, keys and values have biases; if None, the file decides. With `head_norms`, queries and
+    keys are normalized.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-        window = keys.read_count("sliding_window") if keys.has_value("sliding_window") \
-            and keys.read_flag("use_sliding_window", default=bias is None and not head_norms) else None
-        mixer = _read_attention(keys, hidden, attended_tokens(sequence, window), bias=bias, head_norms=head_norms,
-                                output_bias=None if bias is None else False)
+        window = (
+            keys.read_count("sliding_window")
+            if keys.has_value("sliding_window")
+            and keys.read_flag("use_sliding_window", default=bias is None and not head_norms)
+            else None
+        )
+        mixer = _read_attention(
+            keys,
+            hidden,
+            attended_tokens(sequence, window),
+            bias=bias,
+            head_norms=head_norms,
+            output_bias=None if bias is None else False,
+        )
         dense = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True,
                                    bias=keys.read_flag("mlp_bias", default=False))
-        return [combine_named("attention + MLP", norm_shape(hidden), mixer, norm_shape(hidden), dense,
-                              recomputed=2 * hidden)] * _read_layer_count(keys)
+        return [
+            combine_named(
+                "attention + MLP",
+                norm_shape(hidden),
+                mixer,
+                norm_shape(hidden),
+                dense,
+                recomputed=2 * hidden,
+            )
+        ] * _read_layer_count(keys)
+
     return read_layers
 
 
 def _gemma_reader(norms: int, *, head_norms: bool = False, pattern: int = 1
                   ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function of (keys, width, sequence length) that reads the decoder layers of a Gemma model from a
-    config.json.
+    """Return a function that reads the decoder layers of a Gemma model.
 
-    A layer has `norms` norms. All layers except every `pattern`-th attend to a window only. With `head_norms`, queries
-    and keys are normalized.
+    Its arguments are those of `_transformer_reader`'s. A layer has `norms` norms. All layers except
+    every `pattern`-th attend to a window only. With `head_norms`, queries and keys are normalized.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         every = keys.read_count("sliding_window_pattern", pattern)
-        default = ["sliding_attention" if (layer + 1) % every else "full_attention"
-                   for layer in range(_read_layer_count(keys))]
+        default = []
+        for layer in range(_read_layer_count(keys)):
+            default.append("sliding_attention" if (layer + 1) % every else "full_attention")
         kinds = _read_layer_kinds(keys, "layer_types", default)
         dense = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True)
-        return [combine_named(f"{kind.replace('_', ' ')} + MLP", *[norm_shape(hidden)] * norms,
-                              _read_attention(keys, hidden, _read_attended_tokens(keys, kind, sequence),
-                                              head_norms=head_norms), dense,
-                              recomputed=2 * hidden) for kind in kinds]
+        return [
+            combine_named(
+                f"{kind.replace('_', ' ')} + MLP",
+                *[norm_shape(hidden)] * norms,
+                _read_attention(
+                    keys, hidden, _read_attended_tokens(keys, kind, sequence), head_norms=head_norms
+                ),
+                dense,
+                recomputed=2 * hidden,
+            )
+            for kind in kinds
+        ]
+
     return read_layers
 
 
-def _mixture_reader(number: str, width: str, *, bias: bool | None = None, head_norms: bool = False, shared: bool = False
-                    ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function of (keys, width, sequence length) that reads the decoder layers of Mixtral and Qwen's mixtures,
-    most of which have experts.
+def _mixture_reader(
+    number: str,
+    width: str,
+    *,
+    bias: bool | None = None,
+    head_norms: bool = False,
+    shared: bool = False,
+) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+    """Return a function that reads the decoder layers of Mixtral and Qwen's mixtures.
 
-    The arguments `number` and `width` are the keys for the number of experts and their width; with `shared`, each layer
-    with experts also has one that all tokens use. For `bias` and `head_norms` see `_transformer_reader`.
+    Most of the layers have experts. Its arguments are those of `_transformer_reader`'s. The
+    arguments `number` and `width` are the keys for the number of experts and their width; with
+    `shared`, each layer with experts also has one that all tokens use. For `bias` and `head_norms`
+    see `_transformer_reader`.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-        mixer = _read_attention(keys, hidden, attended_tokens(sequence, None), bias=bias, head_norms=head_norms,
-                                output_bias=None if bias is None else False)
-        sparse_part = experts_shape(hidden, keys.read_count(width), number=keys.read_count(number), gated=True,
-                                    chosen=keys.read_count("num_experts_per_tok"))
+        mixer = _read_attention(
+            keys,
+            hidden,
+            attended_tokens(sequence, None),
+            bias=bias,
+            head_norms=head_norms,
+            output_bias=None if bias is None else False,
+        )
+        sparse_part = experts_shape(
+            hidden,
+            keys.read_count(width),
+            number=keys.read_count(number),
+            gated=True,
+            chosen=keys.read_count("num_experts_per_tok"),
+        )
         if shared:
             width_of_shared = keys.read_count("shared_expert_intermediate_size")
-            sparse_part += feed_forward_shape(hidden, width_of_shared, gated=True) + products_shape(hidden, 1)
-        dense, step = set(keys.read_list("mlp_only_layers", int, [])), keys.read_count("decoder_sparse_step", 1)
+            sparse_part += feed_forward_shape(hidden, width_of_shared, gated=True) + products_shape(
+                hidden, 1
+            )
+        dense = set(keys.read_list("mlp_only_layers", int, []))
+        step = keys.read_count("decoder_sparse_step", 1)
         found = []
         for layer in range(_read_layer_count(keys)):
             sparse = layer not in dense and (layer + 1) % step == 0
             part = sparse_part if sparse \
                 else feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True)
-            found.append(combine_named(f"attention + {'experts' if sparse else 'MLP'}", norm_shape(hidden), mixer,
-                                       norm_shape(hidden), part,
-                                       recomputed=2 * hidden))
+            found.append(
+                combine_named(
+                    f"attention + {'experts' if sparse else 'MLP'}",
+                    norm_shape(hidden),
+                    mixer,
+                    norm_shape(hidden),
+                    part,
+                    recomputed=2 * hidden,
+                )
+            )
         return found
     return read_layers
 
 
 def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function of (keys, width, sequence length) that reads the decoder layers of DeepSeek-V2 and V3 from a
-    config.json.
+    """Return a function that reads the decoder layers of DeepSeek-V2 and V3.
 
-    They have latent attention; the first ones are dense, and the others have experts, some of which all tokens use.
-    With `router_bias`, the router has a bias for each expert.
+    Its arguments are those of `_transformer_reader`'s. They have latent attention; the first ones
+    are dense, and the others have experts, some of which all tokens use. With `router_bias`, the
+    router has a bias for each expert.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = latent_attention_shape(
@@ -262,52 +377,119 @@ def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], li
             rotary=keys.read_count("qk_rope_head_dim"), plain=keys.read_count("qk_nope_head_dim"),
             value=keys.read_count("v_head_dim"))
         width = keys.read_count("moe_intermediate_size")
-        sparse = experts_shape(hidden, width, number=keys.read_count("n_routed_experts"), gated=True,
-                               router_bias=router_bias,
-                               chosen=keys.read_count("num_experts_per_tok")) \
-            + feed_forward_shape(hidden, width * keys.read_count("n_shared_experts", 1), gated=True)
-        dense, first = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True), \
-            keys.read_count("first_k_dense_replace", 0, low=0)
-        return [combine_named(f"latent attention + {'MLP' if layer < first else 'experts'}", norm_shape(hidden), mixer,
-                              norm_shape(hidden),
-                              dense if layer < first else sparse, recomputed=2 * hidden)
-                for layer in range(_read_layer_count(keys))]
+        sparse = experts_shape(
+            hidden,
+            width,
+            number=keys.read_count("n_routed_experts"),
+            gated=True,
+            router_bias=router_bias,
+            chosen=keys.read_count("num_experts_per_tok"),
+        ) + feed_forward_shape(hidden, width * keys.read_count("n_shared_experts", 1), gated=True)
+        dense = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True)
+        first = keys.read_count("first_k_dense_replace", 0, low=0)
+        layers = []
+        for layer in range(_read_layer_count(keys)):
+            name, part = ("MLP", dense) if layer < first else ("experts", sparse)
+            layers.append(
+                combine_named(
+                    f"latent attention + {name}",
+                    norm_shape(hidden),
+                    mixer,
+                    norm_shape(hidden),
+                    part,
+                    recomputed=2 * hidden,
+                )
+            )
+        return layers
+
     return read_layers
 
 
 def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-    """Read the layers of Nemotron-H (arXiv 2504.03624): each is one of Mamba-2, attention, MLP and experts."""
+    """Read the layers of Nemotron-H (arXiv 2504.03624).
+
+    Each is one of Mamba-2, attention, MLP and experts.
+    """
     names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe",
              "linear_attention": "mamba", "full_attention": "attention"}
-    key = "hybrid_override_pattern" if keys.has_value("hybrid_override_pattern") else "layers_block_type"
-    pattern = list(keys.read_text(key)) if key == "hybrid_override_pattern" else keys.read_list(key, str)
+    key = (
+        "hybrid_override_pattern"
+        if keys.has_value("hybrid_override_pattern")
+        else "layers_block_type"
+    )
+    pattern = (
+        list(keys.read_text(key)) if key == "hybrid_override_pattern" else keys.read_list(key, str)
+    )
     makers: Mapping[str, Callable[[], LayerShape]] = {
-        "mamba": lambda: _read_mamba(keys, hidden, heads="mamba_num_heads", width="mamba_head_dim", groups="n_groups",
-                                     state="ssm_state_size", kernel="conv_kernel", chunk="chunk_size",
-                                     convolution_bias="use_conv_bias"),
+        "mamba": lambda: _read_mamba(
+            keys,
+            hidden,
+            heads="mamba_num_heads",
+            width="mamba_head_dim",
+            groups="n_groups",
+            state="ssm_state_size",
+            kernel="conv_kernel",
+            chunk="chunk_size",
+            convolution_bias="use_conv_bias",
+        ),
         "attention": lambda: _read_attention(keys, hidden, attended_tokens(sequence, None)),
-        "mlp": lambda: feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=False,
-                                          bias=keys.read_flag("mlp_bias", default=False)),
-        "moe": lambda: experts_shape(hidden, keys.read_count("moe_intermediate_size"),
-                                     number=keys.read_count("n_routed_experts"),
-                                     chosen=keys.read_count("num_experts_per_tok"), gated=False, router_bias=True)
-        + feed_forward_shape(hidden, keys.read_count("moe_shared_expert_intermediate_size"), gated=False)}
+        "mlp": lambda: feed_forward_shape(
+            hidden,
+            keys.read_count("intermediate_size"),
+            gated=False,
+            bias=keys.read_flag("mlp_bias", default=False),
+        ),
+        "moe": lambda: (
+            experts_shape(
+                hidden,
+                keys.read_count("moe_intermediate_size"),
+                number=keys.read_count("n_routed_experts"),
+                chosen=keys.read_count("num_experts_per_tok"),
+                gated=False,
+                router_bias=True,
+            )
+            + feed_forward_shape(
+                hidden, keys.read_count("moe_shared_expert_intermediate_size"), gated=False
+            )
+        ),
+    }
     kinds = [names.get(name, name) for name in pattern]
     if not kinds or not set(kinds) <= makers.keys() or len(kinds) > MAX_LAYERS:
         raise keys.make_error(key, f"1 to {MAX_LAYERS} layers, each {', '.join(names)}")
     if keys.has_value("moe_latent_size"):
-        raise keys.make_error("moe_latent_size", "no value: experts with a latent width are not supported")
+        raise keys.make_error(
+            "moe_latent_size", "no value: experts with a latent width are not supported"
+        )
     shown = {"mamba": "Mamba-2", "attention": "attention", "mlp": "MLP", "moe": "experts"}
-    shapes = {kind: combine_named(shown[kind], norm_shape(hidden), makers[kind](), recomputed=2 * hidden)
-              for kind in set(kinds)}
+    shapes = {
+        kind: combine_named(shown[kind], norm_shape(hidden), makers[kind](), recomputed=2 * hidden)
+        for kind in set(kinds)
+    }
     return [shapes[kind] for kind in kinds]
 
 
-def _read_mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str, state: str, kernel: str,
-                chunk: str, convolution_bias: str) -> LayerShape:
-    """Read the shape of a Mamba-2 mixer. The arguments after `hidden` are the keys of its sizes in the config.json."""
+def _read_mamba(
+    keys: ModelKeys,
+    hidden: int,
+    *,
+    heads: str,
+    width: str,
+    groups: str,
+    state: str,
+    kernel: str,
+    chunk: str,
+    convolution_bias: str,
+) -> LayerShape:
+    """Read the shape of a Mamba-2 mixer.
+
+    The arguments after `hidden` are the keys of its sizes in the config.json.
+    """
     number = keys.read_count(heads)
-    each = hidden * keys.read_count("mamba_expand", 2) // number if keys.is_automatic(width) else keys.read_count(width)
+    each = (
+        hidden * keys.read_count("mamba_expand", 2) // number
+        if keys.is_automatic(width)
+        else keys.read_count(width)
+    )
     return mamba_2_shape(hidden, heads=number, head_width=each, groups=keys.read_count(groups, 1),
                          state=keys.read_count(state), kernel=keys.read_count(kernel, 4),
                          chunk=keys.read_count(chunk, 256),
@@ -316,47 +498,93 @@ def _read_mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups:
 
 
 def _read_granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-    """Read the layers of Granite 4 and Bamba: Mamba-2 or attention, then an MLP or experts with a shared one."""
+    """Read the layers of Granite 4 and Bamba.
+
+    Mamba-2 or attention, then an MLP or experts with a shared one.
+    """
     count = _read_layer_count(keys)
     if keys.has_value("layer_types"):
         kinds = _read_layer_kinds(keys, "layer_types")
     else:
         attending = set(keys.read_list("attn_layer_indices", int, []))
-        kinds = ["attention" if layer in attending else "mamba" for layer in range(count)]
-    names = {"attention": "attention", "full_attention": "attention", "mamba": "Mamba-2", "linear_attention": "Mamba-2"}
+        kinds = []
+        for layer in range(count):
+            kinds.append("attention" if layer in attending else "mamba")
+    names = {
+        "attention": "attention",
+        "full_attention": "attention",
+        "mamba": "Mamba-2",
+        "linear_attention": "Mamba-2",
+    }
     if not set(kinds) <= names.keys():
         raise keys.make_error("layer_types", f"each one of {', '.join(names)}")
     if keys.has_value("shared_intermediate_size"):
         dense = feed_forward_shape(hidden, keys.read_count("shared_intermediate_size"), gated=True)
         number = keys.read_count("num_local_experts", 0, low=0)
-        part = dense + experts_shape(hidden, keys.read_count("intermediate_size"), number=number, gated=True,
-                                     chosen=keys.read_count("num_experts_per_tok")) if number else dense
+        part = (
+            dense
+            + experts_shape(
+                hidden,
+                keys.read_count("intermediate_size"),
+                number=number,
+                gated=True,
+                chosen=keys.read_count("num_experts_per_tok"),
+            )
+            if number
+            else dense
+        )
     else:
         number = 0
         part = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True,
                                   bias=keys.read_flag("mlp_bias", default=False))
-    mixers = {"attention": _read_attention(keys, hidden, attended_tokens(sequence, None)),
-              "Mamba-2": _read_mamba(keys, hidden, heads="mamba_n_heads", width="mamba_d_head", groups="mamba_n_groups",
-                                     state="mamba_d_state", kernel="mamba_d_conv", chunk="mamba_chunk_size",
-                                     convolution_bias="mamba_conv_bias")}
-    return [combine_named(f"{names[kind]} + {'experts' if number else 'MLP'}", norm_shape(hidden), mixers[names[kind]],
-                          norm_shape(hidden),
-                          part, recomputed=2 * hidden) for kind in kinds]
+    mixers = {
+        "attention": _read_attention(keys, hidden, attended_tokens(sequence, None)),
+        "Mamba-2": _read_mamba(
+            keys,
+            hidden,
+            heads="mamba_n_heads",
+            width="mamba_d_head",
+            groups="mamba_n_groups",
+            state="mamba_d_state",
+            kernel="mamba_d_conv",
+            chunk="mamba_chunk_size",
+            convolution_bias="mamba_conv_bias",
+        ),
+    }
+    feed_forward = "experts" if number else "MLP"
+    return [
+        combine_named(
+            f"{names[kind]} + {feed_forward}",
+            norm_shape(hidden),
+            mixers[names[kind]],
+            norm_shape(hidden),
+            part,
+            recomputed=2 * hidden,
+        )
+        for kind in kinds
+    ]
 
 
 FAMILIES: Mapping[str, Callable[[ModelKeys, int, int], list[LayerShape]]] = {
-    "llama": _transformer_reader(), "mistral": _transformer_reader(), "qwen2": _transformer_reader(bias=True),
+    "llama": _transformer_reader(),
+    "mistral": _transformer_reader(),
+    "qwen2": _transformer_reader(bias=True),
     "qwen3": _transformer_reader(head_norms=True),
-    "gemma": _gemma_reader(2), "gemma2": _gemma_reader(4, pattern=2),
+    "gemma": _gemma_reader(2),
+    "gemma2": _gemma_reader(4, pattern=2),
     "gemma3_text": _gemma_reader(4, head_norms=True, pattern=6),
     "mixtral": _mixture_reader("num_local_experts", "intermediate_size"),
     "qwen2_moe": _mixture_reader("num_experts", "moe_intermediate_size", bias=True, shared=True),
     "qwen3_moe": _mixture_reader("num_experts", "moe_intermediate_size", head_norms=True),
-    "deepseek_v2": _deepseek_reader(router_bias=False), "deepseek_v3": _deepseek_reader(router_bias=True),
-    "nemotron_h": _read_nemotron_h, "granitemoehybrid": _read_granite_hybrid, "bamba": _read_granite_hybrid,
+    "deepseek_v2": _deepseek_reader(router_bias=False),
+    "deepseek_v3": _deepseek_reader(router_bias=True),
+    "nemotron_h": _read_nemotron_h,
+    "granitemoehybrid": _read_granite_hybrid,
+    "bamba": _read_granite_hybrid,
 }
 """Functions that read a model's decoder layers from its config.json, by `model_type`."""
 TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
 """Model types whose head uses the embedding's weights unless the file says otherwise."""
 PREDICTING = frozenset({"deepseek_v3"})
-"""Model types with `num_nextn_predict_layers` layers of multi-token prediction after the decoder."""
+"""Model types with `num_nextn_predict_layers` layers of multi-token prediction after the decoder.
+"""

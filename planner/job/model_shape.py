@@ -1,11 +1,12 @@
 """Compute parameters, work and memory of the layers of models with public shapes, by formulas.
 
-Floating-point operations are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 per parameter and token
-in matrix products, 4 s h per token in attention, without the half that a causal mask saves. Mamba-2 layers run the
-chunks of Dao and Gu (2024, arXiv 2405.21060, section 6). Activations are what the backward reads, 2 bytes per value;
-attention and Mamba-2's scan are one fused op each. For a usual transformer layer these are the 34 s b h bytes of
-Korthikanti et al. (2022, arXiv 2205.05198). From I to W, inputs of products and the gradients of their outputs are held
-(Qi et al. 2023, arXiv 2401.10241).
+Floating-point operations are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 per
+parameter and token in matrix products, 4 s h per token in attention, without the half that a causal
+mask saves. Mamba-2 layers run the chunks of Dao and Gu (2024, arXiv 2405.21060, section 6).
+Activations are what the backward reads, 2 bytes per value; attention and Mamba-2's scan are one
+fused op each. For a usual transformer layer these are the 34 s b h bytes of Korthikanti et al.
+(2022, arXiv 2205.05198). From I to W, inputs of products and the gradients of their outputs are
+held (Qi et al. 2023, arXiv 2401.10241).
 """
 
 from collections import Counter
@@ -29,51 +30,77 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     """Number of parameters that the layer holds."""
     matrices: int = 0
-    """Number of parameters in weights of matrix products; those of embeddings and norms do not count."""
+    """Number of parameters in weights of matrix products.
+
+    Those of embeddings and norms do not count.
+    """
     used: int = 0
     """Number of weights by which a token is multiplied in matrix products.
 
     Of experts, only the chosen ones count. A matrix that is used twice counts twice.
     """
     mixing: float = 0.0
-    """Floating-point operations per token of F besides matrix products with weights: those of attention and scans.
+    """Floating-point operations per token of F besides products with weights.
 
-    I has twice as many.
+    Those of attention and scans. I has twice as many.
     """
     loss_bytes: int = 0
     """Bytes per token that the loss reads and writes in F, and again in I."""
     activation: int = 0
-    """Bytes per token that are held from F to I. `stash` and `recomputed` are in bytes per token, too."""
+    """Bytes per token that are held from F to I.
+
+    `stash` and `recomputed` are in bytes per token, too.
+    """
     stash: int = 0
     """Bytes per token that are held from I to W."""
     recomputed: int = 0
     """Bytes per token that are held from F to I if activations are recomputed."""
     experts: int = 0
-    """Number of experts of the layer, of which a token uses some; 0 for a layer without experts."""
+    """Number of experts of the layer, of which a token uses some.
+
+    0 for a layer without experts.
+    """
     chosen: int = 0
     """Number of experts that a token uses."""
     expert_activation: int = 0
-    """Bytes of `activation` per token due to each expert that it uses. `expert_stash` is the share of `stash`."""
+    """Bytes of `activation` per token due to each expert that it uses.
+
+    `expert_stash` is the share of `stash`.
+    """
     expert_stash: int = 0
     by_muon: int = 0
-    """Number of parameters that Muon steps if it is used: matrices of all layers except embedding and head."""
+    """Number of parameters that Muon steps if it is used.
+
+    Matrices of all layers except embedding and head.
+    """
     orthogonal: float = 0.0
-    """Floating-point operations of one optimizer step with which Muon orthogonalizes the layer's matrices."""
+    """Floating-point operations of one optimizer step with which Muon orthogonalizes the layer's
+    matrices.
+    """
 
     def worst_case_bytes(self, gpus: int) -> tuple[int, int]:
-        """Return the bytes per token that all GPUs of a worker together must have room for: those held from F to I, and
-        those from I to W.
+        """Return the bytes per token that a worker's GPUs together must have room for.
 
-        Each GPU has equally many of the experts, and needs room for as many choices of a token as can fall on these: at
-        most one for each of its experts.
+        Those held from F to I, and those from I to W. Each GPU has equally many of the experts, and
+        needs room for as many choices of a token as can fall on these: at most one for each of its
+        experts.
         """
         extra = gpus * min(self.chosen, self.experts // gpus) - self.chosen
-        return self.activation + extra * self.expert_activation, self.stash + extra * self.expert_stash
+        return (
+            self.activation + extra * self.expert_activation,
+            self.stash + extra * self.expert_stash,
+        )
 
     def __add__(self, other: "LayerShape") -> "LayerShape":
         """Return one layer that has the sizes, work and memory of both."""
-        return LayerShape(kind=f"{self.kind} and {other.kind}", **{
-            key: getattr(self, key) + getattr(other, key) for key in self.__struct_fields__ if key != "kind"})
+        return LayerShape(
+            kind=f"{self.kind} and {other.kind}",
+            **{
+                key: getattr(self, key) + getattr(other, key)
+                for key in self.__struct_fields__
+                if key != "kind"
+            },
+        )
 
 
 class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +112,15 @@ class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     """Length of a sequence in tokens."""
     copies: int = 0
-    """Number of parameters that are counted in a second layer although the model has them once, such as tied
-    embeddings."""
+    """Number of parameters that are counted twice although the model has them once.
+
+    Such as those of tied embeddings.
+    """
     ends_merged: bool = False
-    """True if embedding and head are part of the first and the last layer, instead of layers of their own."""
+    """True if embedding and head are part of the first and the last layer.
+
+    Otherwise they are layers of their own.
+    """
 
     @property
     def parameter_count(self) -> int:
@@ -97,14 +129,22 @@ class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_parameters(self) -> int:
-        """Number of weights by which a token is multiplied in matrix products, each counted once per use."""
+        """Number of weights by which a token is multiplied in matrix products.
+
+        Each is counted once per use.
+        """
         return sum(layer.used for layer in self.layers)
 
     def describe_kinds(self) -> str:
-        """Return text such as "embedding, 30 x decoder layer, head": the number of layers of each kind, by first
-        appearance."""
+        """Return text such as "embedding, 30 x decoder layer, head".
+
+        It has the number of layers of each kind, by first appearance.
+        """
         kinds = Counter(layer.kind for layer in self.layers)
-        return ", ".join(kind if number == 1 else f"{number} x {kind}" for kind, number in kinds.items())
+        texts = []
+        for kind, number in kinds.items():
+            texts.append(kind if number == 1 else f"{number} x {kind}")
+        return ", ".join(texts)
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,183 +166,289 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def layer_parameters(self) -> int:
         """Number of parameters in the matrices of one layer."""
         attention = 2 * self.hidden**2 * (1 + (self.kv_heads or self.heads) / self.heads)
-        return round(attention) + self.hidden * (self.ffn or 4 * self.hidden) * (3 if self.gated else 2)
+        return round(attention) + self.hidden * (self.ffn or 4 * self.hidden) * (
+            3 if self.gated else 2
+        )
 
     @property
     def _matrix_sides(self) -> list[int]:
         """Length of the side other than `hidden` of each matrix of a decoder layer."""
-        keys, wide = self.hidden // self.heads * (self.kv_heads or self.heads), self.ffn or 4 * self.hidden
+        keys = self.hidden // self.heads * (self.kv_heads or self.heads)
+        wide = self.ffn or 4 * self.hidden
         return [self.hidden, keys, keys, self.hidden, *[wide] * (3 if self.gated else 2)]
 
     def by_layer(self) -> ModelLayers:
-        """Return the shapes of the decoder layers; embedding and head are merged into the first and the last one.
+        """Return the shapes of the decoder layers.
 
-        Raises ValueError with a message of one line unless the number of heads divides the width, and that of key-value
+        Embedding and head are merged into the first and the last one. Raises ValueError with a
+        message of one line unless the number of heads divides the width, and that of key-value
         heads the number of heads.
         """
         if self.hidden % self.heads or self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"hidden size {self.hidden}, {self.heads} heads, {self.kv_heads or self.heads} heads of "
-                             "keys and values: expected each to divide the one before")
+            raise ValueError(
+                f"hidden size {self.hidden}, {self.heads} heads, {self.kv_heads or self.heads} "
+                "heads of keys and values: expected each to divide the one before"
+            )
         ends = self.vocabulary * self.hidden
         decoder = LayerShape(
-            kind="decoder layer", parameters=self.layer_parameters, matrices=self.layer_parameters,
-            used=self.layer_parameters, mixing=4 * self.sequence * self.hidden, activation=34 * self.hidden,
-            stash=32 * self.hidden, recomputed=2 * self.hidden, by_muon=self.layer_parameters,
-            orthogonal=sum(muon_operations(self.hidden, side) for side in self._matrix_sides))
+            kind="decoder layer",
+            parameters=self.layer_parameters,
+            matrices=self.layer_parameters,
+            used=self.layer_parameters,
+            mixing=4 * self.sequence * self.hidden,
+            activation=34 * self.hidden,
+            stash=32 * self.hidden,
+            recomputed=2 * self.hidden,
+            by_muon=self.layer_parameters,
+            orthogonal=sum(muon_operations(self.hidden, side) for side in self._matrix_sides),
+        )
         logits = LOGIT_BYTES * self.vocabulary
-        head = LayerShape(kind="head", parameters=ends, matrices=ends, used=ends, activation=logits, recomputed=logits)
+        head = LayerShape(
+            kind="head",
+            parameters=ends,
+            matrices=ends,
+            used=ends,
+            activation=logits,
+            recomputed=logits,
+        )
         layers = [decoder] * self.layers
         layers[0] = LayerShape(kind="embedding", parameters=ends) + layers[0]
         layers[-1] = layers[-1] + head
-        return ModelLayers(layers=tuple(layers), hidden=self.hidden, sequence=self.sequence, ends_merged=True)
+        return ModelLayers(
+            layers=tuple(layers), hidden=self.hidden, sequence=self.sequence, ends_merged=True
+        )
 
 
-# --- Parts of layers that are unlike ----------------------------------------------------------------------------------
+# --- Parts of layers that are unlike --------------------------------------------------------------
 
 
-def muon_operations(one: int, other: int) -> float:
-    """Return the floating-point operations with which Muon orthogonalizes a matrix with sides `one` and `other`.
+def muon_operations(height: int, width: int) -> float:
+    """Return the floating-point operations with which Muon orthogonalizes a matrix.
 
     Each of its five steps computes X X', the square of that, and a product with X.
     """
-    short, long = sorted((one, other))
+    short, long = sorted((height, width))
     return float(MUON_STEPS * (4 * short**2 * long + 2 * short**3))
 
 
 def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
-    """Return size, work and memory of matrix products that take one input of width `inputs` to each width of `outputs`.
+    """Return size, work and memory of matrix products that share one input.
 
-    The input and the gradients of the outputs are held from I to W.
+    It is of width `inputs`, and they are to each width of `outputs`. The input and the gradients of
+    the outputs are held from I to W.
     """
     weights = inputs * sum(outputs)
-    return LayerShape(kind="product", parameters=weights + bias * sum(outputs), matrices=weights, used=weights,
-                      activation=VALUE_BYTES * inputs, stash=VALUE_BYTES * (inputs + sum(outputs)), by_muon=weights,
-                      orthogonal=sum(muon_operations(inputs, output) for output in outputs))
+    return LayerShape(
+        kind="product",
+        parameters=weights + bias * sum(outputs),
+        matrices=weights,
+        used=weights,
+        activation=VALUE_BYTES * inputs,
+        stash=VALUE_BYTES * (inputs + sum(outputs)),
+        by_muon=weights,
+        orthogonal=sum(muon_operations(inputs, output) for output in outputs),
+    )
 
 
 def norm_shape(width: int) -> LayerShape:
-    """Return size and memory of a norm over `width` values with a scale for each; the backward reads its input."""
+    """Return size and memory of a norm over `width` values with scales.
+
+    The backward reads its input.
+    """
     return LayerShape(kind="norm", parameters=width, activation=VALUE_BYTES * width)
 
 
 def held_values_shape(number: int) -> LayerShape:
-    """Return a layer that does no work and holds `number` values per token for the backward, to be added to others."""
+    """Return a layer that does no work and holds `number` values per token.
+
+    They are for the backward; it is to be added to others.
+    """
     return LayerShape(kind="values", activation=VALUE_BYTES * number)
 
 
 def attended_tokens(sequence: int, window: int | None) -> float:
-    """Return twice the mean number of tokens that a token attends to under a causal mask.
+    """Return twice the mean number of tokens that a token attends to.
 
-    For a sequence of s tokens it is s, or 2 w - w^2 / s if attention is limited to a window of w tokens.
+    Under a causal mask. For a sequence of s tokens it is s, or 2 w - w^2 / s if attention is
+    limited to a window of w tokens.
     """
     width = min(window or sequence, sequence)
     return 2 * width - width**2 / sequence
 
 
-def attention_shape(hidden: int, heads: int, kv_heads: int, head_width: int, tokens: float, *, bias: bool = False,
-                    output_bias: bool = False, head_norms: int = 0) -> LayerShape:
+def attention_shape(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_width: int,
+    tokens: float,
+    *,
+    bias: bool = False,
+    output_bias: bool = False,
+    head_norms: int = 0,
+) -> LayerShape:
     """Return size, work and memory of attention, grouped-query if `kv_heads` is less than `heads`.
 
-    The argument `tokens` is the result of `attended_tokens`. Each head of queries and keys has a norm of width
-    `head_norms`, if that is not 0.
+    The argument `tokens` is the result of `attended_tokens`. Each head of queries and keys has a
+    norm of width `head_norms`, if that is not 0.
     """
     queries, keys = heads * head_width, kv_heads * head_width
-    together = products_shape(hidden, queries, keys, keys, bias=bias) + products_shape(queries, hidden,
-                                                                                       bias=output_bias) \
-        + held_values_shape(queries + 2 * keys) + LayerShape(kind="scores", mixing=4 * tokens * queries)
+    together = (
+        products_shape(hidden, queries, keys, keys, bias=bias)
+        + products_shape(queries, hidden, bias=output_bias)
+        + held_values_shape(queries + 2 * keys)
+        + LayerShape(kind="scores", mixing=4 * tokens * queries)
+    )
     if head_norms:
-        together += LayerShape(kind="norms", parameters=2 * head_norms, activation=VALUE_BYTES * (queries + keys))
+        together += LayerShape(
+            kind="norms", parameters=2 * head_norms, activation=VALUE_BYTES * (queries + keys)
+        )
     return together
 
 
-def latent_attention_shape(hidden: int, heads: int, tokens: float, *, query_rank: int | None, kv_rank: int, rotary: int,
-                           plain: int, value: int) -> LayerShape:
-    """Return size, work and memory of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), keys and values
-    expanded.
+def latent_attention_shape(
+    hidden: int,
+    heads: int,
+    tokens: float,
+    *,
+    query_rank: int | None,
+    kv_rank: int,
+    rotary: int,
+    plain: int,
+    value: int,
+) -> LayerShape:
+    """Return size, work and memory of latent attention, keys and values expanded.
 
-    The argument `tokens` is the result of `attended_tokens`. Queries are compressed to width `query_rank` (None: they
-    are not), keys and values to `kv_rank`. A head has `plain` + `rotary` query channels and `value` value channels.
+    DeepSeek-V2, arXiv 2405.04434, section 2.1. The argument `tokens` is the result of
+    `attended_tokens`. Queries are compressed to width `query_rank` (None: they are not), keys and
+    values to `kv_rank`. A head has `plain` + `rotary` query channels and `value` value channels.
     """
     query = heads * (plain + rotary)
     if query_rank is None:
         part = products_shape(hidden, query, kv_rank + rotary)
     else:
-        part = products_shape(hidden, query_rank,
-                              kv_rank + rotary) + norm_shape(query_rank) + products_shape(query_rank, query)
-    return part + norm_shape(kv_rank) + products_shape(kv_rank, heads * (plain + value)) + products_shape(heads * value,
-                                                                                                          hidden) \
-        + held_values_shape(2 * query + heads * value) \
+        part = (
+            products_shape(hidden, query_rank, kv_rank + rotary)
+            + norm_shape(query_rank)
+            + products_shape(query_rank, query)
+        )
+    return (
+        part
+        + norm_shape(kv_rank)
+        + products_shape(kv_rank, heads * (plain + value))
+        + products_shape(heads * value, hidden)
+        + held_values_shape(2 * query + heads * value)
         + LayerShape(kind="scores", mixing=2 * tokens * (query + heads * value))
+    )
 
 
 def feed_forward_shape(hidden: int, width: int, *, gated: bool, bias: bool = False) -> LayerShape:
     """Return size, work and memory of a feed-forward part of this hidden width.
 
-    It has two matrices with a function between them or, if gated, three, of which the outputs of two are multiplied.
+    It has two matrices with a function between them or, if gated, three, of which the outputs of
+    two are multiplied.
     """
     widths = [width] * (2 if gated else 1)
-    return products_shape(hidden, *widths, bias=bias) + products_shape(width, hidden,
-                                                                       bias=bias) + held_values_shape(sum(widths))
+    return (
+        products_shape(hidden, *widths, bias=bias)
+        + products_shape(width, hidden, bias=bias)
+        + held_values_shape(sum(widths))
+    )
 
 
 def experts_shape(hidden: int, width: int, *, number: int, chosen: int, gated: bool,
                   router_bias: bool = False) -> LayerShape:
-    """Return size, work and memory of `number` experts, of which each token uses `chosen`, and their router.
+    """Return size, work and memory of `number` experts and their router.
 
-    The experts' outputs are held, because the backward of their weights in the sum reads them.
+    Each token uses `chosen` of them. The experts' outputs are held, because the backward of their
+    weights in the sum reads them.
     """
     expert = feed_forward_shape(hidden, width, gated=gated)
     router, activation = products_shape(hidden, number), expert.activation + VALUE_BYTES * hidden
     return LayerShape(
-        kind="experts", parameters=router.parameters + router_bias * number + number * expert.parameters,
-        matrices=router.matrices + number * expert.matrices, used=router.used + chosen * expert.used,
-        activation=router.activation + chosen * activation, stash=router.stash + chosen * expert.stash,
-        experts=number, chosen=chosen, expert_activation=activation, expert_stash=expert.stash,
-        by_muon=router.by_muon + number * expert.by_muon, orthogonal=router.orthogonal + number * expert.orthogonal)
+        kind="experts",
+        parameters=router.parameters + router_bias * number + number * expert.parameters,
+        matrices=router.matrices + number * expert.matrices,
+        used=router.used + chosen * expert.used,
+        activation=router.activation + chosen * activation,
+        stash=router.stash + chosen * expert.stash,
+        experts=number,
+        chosen=chosen,
+        expert_activation=activation,
+        expert_stash=expert.stash,
+        by_muon=router.by_muon + number * expert.by_muon,
+        orthogonal=router.orthogonal + number * expert.orthogonal,
+    )
 
 
-def mamba_2_shape(hidden: int, *, heads: int, head_width: int, groups: int, state: int, kernel: int, chunk: int,
-                  convolution_bias: bool = True, bias: bool = False) -> LayerShape:
-    """Return size, work and memory of a Mamba-2 mixer, whose scan works in chunks of `chunk` tokens.
+def mamba_2_shape(
+    hidden: int,
+    *,
+    heads: int,
+    head_width: int,
+    groups: int,
+    state: int,
+    kernel: int,
+    chunk: int,
+    convolution_bias: bool = True,
+    bias: bool = False,
+) -> LayerShape:
+    """Return size, work and memory of a Mamba-2 mixer.
 
-    With q = `chunk`, g = `groups`, n = `state` and p = `heads` x `head_width`, the scan takes per token 2 q g n
-    operations for the scores, 2 q p for their values, and 4 p n into the states and out of them. The fused op keeps its
-    inputs and its output, and recomputes the convolution.
+    Its scan works in chunks of `chunk` tokens. With q = `chunk`, g = `groups`, n = `state` and p =
+    `heads` x `head_width`, the scan takes per token 2 q g n operations for the scores, 2 q p for
+    their values, and 4 p n into the states and out of them. The fused op keeps its inputs and its
+    output, and recomputes the convolution.
     """
     inner = heads * head_width
     convolved = inner + 2 * groups * state
     projected = inner + convolved + heads
     small = convolved * (kernel + convolution_bias) + 3 * heads
-    return products_shape(hidden, projected, bias=bias) + products_shape(inner, hidden, bias=bias) + norm_shape(inner) \
-        + held_values_shape(projected) \
-        + LayerShape(kind="scan", parameters=small, used=convolved * kernel,
-                     mixing=2 * chunk * (groups * state + inner) + 4 * inner * state)
+    return (
+        products_shape(hidden, projected, bias=bias)
+        + products_shape(inner, hidden, bias=bias)
+        + norm_shape(inner)
+        + held_values_shape(projected)
+        + LayerShape(
+            kind="scan",
+            parameters=small,
+            used=convolved * kernel,
+            mixing=2 * chunk * (groups * state + inner) + 4 * inner * state,
+        )
+    )
 
 
 def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
-    """Return the size of an embedding. It has no work: a lookup is no matrix product, and its gradient has only a few
-    rows."""
+    """Return the size of an embedding.
+
+    It has no work: a lookup is no matrix product, and its gradient has only a few rows.
+    """
     return LayerShape(kind="embedding", parameters=hidden * vocabulary)
 
 
 def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> LayerShape:
-    """Return size, work and memory of the last norm, the logits of `predicted` tokens per position, and their loss.
+    """Return size, work and memory of the last norm, the logits, and their loss.
 
-    The loss reads bf16 logits and keeps float32 ones for the backward.
+    There are logits of `predicted` tokens per position. The loss reads bf16 logits and keeps
+    float32 ones for the backward.
     """
     product = products_shape(hidden, vocabulary)
     loss = (VALUE_BYTES + LOGIT_BYTES) * vocabulary
     each = LayerShape(kind="head", used=product.used, stash=product.stash, loss_bytes=loss,
                       activation=product.activation + LOGIT_BYTES * vocabulary)
-    layer = LayerShape(kind="weights", parameters=product.parameters, matrices=product.matrices) + norm_shape(hidden)
+    layer = LayerShape(
+        kind="weights", parameters=product.parameters, matrices=product.matrices
+    ) + norm_shape(hidden)
     for _ in range(predicted):
         layer += each
     return combine_named("head", layer, recomputed=layer.activation)
 
 
 def combine_named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
-    """Return one layer named `kind` that has the sizes of all parts; if its activations are recomputed, it holds
-    `recomputed` bytes per token from F to I."""
+    """Return one layer named `kind` that has the sizes of all parts.
+
+    If its activations are recomputed, it holds `recomputed` bytes per token from F to I.
+    """
     return msgspec.structs.replace(combine_parts(parts), kind=kind, recomputed=recomputed)
 
 

@@ -1,7 +1,10 @@
-"""Read stage times from Chrome traces of the PyTorch profiler, of Slipstream, or of other tools by a name pattern.
+"""Read stage times from Chrome traces.
 
-Complete events (`"ph": "X"`) of micro-batches' ops are read. torch.distributed.pipelining names them `PP:2F0`;
-Slipstream names them `F 0.3` and has the stage among the arguments. For other tools the caller gives a pattern.
+They are of the PyTorch profiler, of Slipstream, or of other tools by a name pattern.
+
+Complete events (`"ph": "X"`) of micro-batches' ops are read. torch.distributed.pipelining names
+them `PP:2F0`; Slipstream names them `F 0.3` and has the stage among the arguments. For other tools
+the caller gives a pattern.
 """
 
 import gzip
@@ -21,8 +24,13 @@ from slipstream.schedules.schedule import OpKind
 MAX_BYTES = 2**30
 PYTORCH = r"PP:(?P<stage>\d+)(?P<kind>[FIBW])(?P<microbatch>\d+)"
 OURS = re.compile(r"([FIBW]) (\d+\.\d+)")
+KINDS = ("F", "I", "W", "B")
+"""Kinds of op whose times a trace may have."""
 GPU = "gpu_user_annotation"
-"""Category of trace events in which the PyTorch profiler repeats named ranges with their times on the GPU."""
+"""Category of trace events with the GPU's times of named ranges.
+
+The PyTorch profiler repeats them there.
+"""
 
 
 class ProfilerTraceError(ValueError):
@@ -57,9 +65,9 @@ class OpRange(NamedTuple):
 def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
     """Read the runs of ops from a trace file, `.json` or `.json.gz`.
 
-    The argument `pattern` is a regular expression for the whole name of an op, with groups `kind` (F, I, W or B),
-    `stage` and optionally `microbatch`; None: names such as `PP:2F0`. If the trace has ops with their times on the GPU,
-    only these are read. Raises ProfilerTraceError.
+    The argument `pattern` is a regular expression for the whole name of an op, with groups `kind`
+    (F, I, W or B), `stage` and optionally `microbatch`; None: names such as `PP:2F0`. If the trace
+    has ops with their times on the GPU, only these are read. Raises ProfilerTraceError.
     """
     name_pattern = _compile_pattern(pattern or PYTORCH)
     events = _read_events(path)
@@ -68,18 +76,23 @@ def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
                   if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)]
     ranges = [candidate for candidate in candidates if candidate is not None]
     if not ranges:
-        raise ProfilerTraceError(f"{path}: no op of a micro-batch among its {len(events)} events; names such as PP:2F0 "
-                                 "are known, others need --pattern")
+        raise ProfilerTraceError(
+            f"{path}: no op of a micro-batch among its {len(events)} events; names such as PP:2F0 "
+            "are known, others need --pattern"
+        )
     return ranges
 
 
-def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[float]], int | None, bool]:
-    """Compute the times of each stage from the runs of ops in a trace. `source` names the trace in errors.
+def stage_times(
+    ranges: Iterable[OpRange], source: str
+) -> tuple[dict[str, list[float]], int | None, bool]:
+    """Compute the times of each stage from the runs of ops in a trace.
 
-    Returns (times, number of micro-batches, whether backwards were whole). Times are median seconds per stage, as in
-    the `[time]` table. The first run of each op is a warm-up and left out if there are others. The number of
-    micro-batches is None if the names do not contain it. If the trace has whole backwards only, half of each counts as
-    I and half as W. Raises ProfilerTraceError if a stage lacks ops.
+    `source` names the trace in errors. Returns (times, number of micro-batches, whether backwards
+    were whole). Times are median seconds per stage, as in the `[time]` table. The first run of each
+    op is a warm-up and left out if there are others. The number of micro-batches is None if the
+    names do not contain it. If the trace has whole backwards only, half of each counts as I and
+    half as W. Raises ProfilerTraceError if a stage lacks ops.
     """
     seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
     microbatches: dict[int, set[str]] = defaultdict(set)
@@ -93,8 +106,10 @@ def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[
     for stage in range(stages):
         for kind in (OpKind.F, OpKind.B if whole else OpKind.W):
             if (kind, stage) not in median:
-                raise ProfilerTraceError(f"{source}: no {kind} of stage {stage}, but ops of stage {stages - 1}; give "
-                                         "the traces of all ranks")
+                raise ProfilerTraceError(
+                    f"{source}: no {kind} of stage {stage}, but ops of stage {stages - 1}; give "
+                    "the traces of all ranks"
+                )
     forward = [median[OpKind.F, stage] for stage in range(stages)]
     if whole:
         backward_input = [median[OpKind.B, stage] / 2 for stage in range(stages)]
@@ -109,12 +124,26 @@ def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[
     return times, max(counts) if counts else None, whole
 
 
-def job_tables(name: str, times: Mapping[str, Sequence[float]], *, pipelines: int, microbatches: int,
-               transfer: float) -> dict[str, Any]:
-    """Return the tables of a job file with one stage per column. The mapping `times` has the seconds of all stages by
-    key of `[time]`, such as `forward`; `transfer` is in seconds."""
-    return {"name": name, "pipelines": pipelines, "stages": len(times["forward"]), "microbatches": microbatches,
-            "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer}}
+def job_tables(
+    name: str,
+    times: Mapping[str, Sequence[float]],
+    *,
+    pipelines: int,
+    microbatches: int,
+    transfer: float,
+) -> dict[str, Any]:
+    """Return the tables of a job file with one stage per column.
+
+    The mapping `times` has the seconds of all stages by key of `[time]`, such as `forward`;
+    `transfer` is in seconds.
+    """
+    return {
+        "name": name,
+        "pipelines": pipelines,
+        "stages": len(times["forward"]),
+        "microbatches": microbatches,
+        "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer},
+    }
 
 
 def _read_events(path: Path) -> list[_Event]:
@@ -123,7 +152,9 @@ def _read_events(path: Path) -> list[_Event]:
         with (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise ProfilerTraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ProfilerTraceError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if len(data) > MAX_BYTES:
         raise ProfilerTraceError(f"{path}: more than {MAX_BYTES} bytes")
     try:
@@ -135,15 +166,23 @@ def _read_events(path: Path) -> list[_Event]:
 
 
 def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
-    """Return the op of a micro-batch that a trace event records; None if its name neither matches `wanted` nor is that
-    of an op in Slipstream's own traces."""
+    """Return the op of a micro-batch that a trace event records; None for others.
+
+    Its name matches `wanted`, or is that of an op in Slipstream's own traces.
+    """
     if not isinstance(event.name, str):
         return None
     seconds = event.dur / 1e6
     match = wanted.fullmatch(event.name)
     if match:
         groups = match.groupdict()
-        return OpRange(OpKind(groups["kind"]), int(groups["stage"]), groups.get("microbatch"), seconds)
+        kind, stage = groups["kind"], groups["stage"]
+        if kind not in KINDS or not (stage or "").isdecimal():
+            raise ProfilerTraceError(
+                f"pattern {wanted.pattern!r}: {event.name[:60]!r} is of kind {kind!r} and stage "
+                f"{stage!r}; expected one of {', '.join(KINDS)}, and a number"
+            )
+        return OpRange(OpKind(kind), int(stage), groups.get("microbatch"), seconds)
     own_match = OURS.fullmatch(event.name)
     stage = (event.args or {}).get("stage")
     if own_match and isinstance(stage, int) and 0 <= stage < 2**17:
@@ -159,7 +198,11 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ProfilerTraceError(f"pattern {pattern!r}: not a regular expression: {error}") from None
+        raise ProfilerTraceError(
+            f"pattern {pattern!r}: not a regular expression: {error}"
+        ) from None
     if not {"kind", "stage"} <= set(compiled.groupindex):
-        raise ProfilerTraceError(f"pattern {pattern!r}: expected groups (?P<kind>[FIBW]) and (?P<stage>\\d+)")
+        raise ProfilerTraceError(
+            f"pattern {pattern!r}: expected groups (?P<kind>[FIBW]) and (?P<stage>\\d+)"
+        )
     return compiled

@@ -1,7 +1,8 @@
-"""Read op times of ByteDance's StragglerAnalysis: parquet files with one row per op (arXiv 2505.05713).
+"""Read op times of ByteDance's StragglerAnalysis: parquet files with one row per op (arXiv
+2505.05713).
 
-These columns are read: dp_rank, stage, step, optype, start_ts, duration (both in seconds), mb_id. Traces with chunks of
-interleaved stages (mc) beyond the first are refused.
+These columns are read: dp_rank, stage, step, optype, start_ts, duration (both in seconds), mb_id.
+Traces with chunks of interleaved stages (mc) beyond the first are refused.
 """
 
 from collections import defaultdict
@@ -18,9 +19,12 @@ SUFFIX = ".parquet"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id", "mc")
 KINDS = ("forward-compute", "backward-compute")
 HOPS = (("forward-send", "forward-recv", 1), ("backward-send", "backward-recv", -1))
-"""Transfers, as (kind of the send, kind of the receive, offset from the sending to the receiving stage)."""
+"""Transfers, as (kind of the send, kind of the receive, stage offset).
+
+The offset is from the sending to the receiving stage.
+"""
 SLOW_FACTOR = 1.15
-"""Ratio of a worker's time to the median of its stage above which the worker counts as slow."""
+"""Ratio of a worker's time to its stage's median above which it is slow."""
 
 
 class StragglerTrace(NamedTuple):
@@ -39,11 +43,16 @@ class StragglerTrace(NamedTuple):
     Of both ends of a transfer, the shorter one counts, which waits less for the other.
     """
     measured: npt.NDArray[np.float64]
-    """Seconds of each iteration, from the start of its first op to the end of its last, [iterations]."""
+    """Seconds of each iteration, [iterations].
+
+    They reach from the start of its first op to the end of its last.
+    """
 
     def stage_seconds(self) -> npt.NDArray[np.float64]:
-        """Return the mean seconds of F and of the whole backward of each stage, over workers that are not slow,
-        [stages, 2]."""
+        """Return the mean seconds of F and of the whole backward, [stages, 2].
+
+        Workers that are slow do not count.
+        """
         usual = self._worker_factors() == 1
         totals = np.einsum("ipsmk,ps->sk", self.seconds, usual)
         means: npt.NDArray[np.float64] = totals / usual.sum(axis=0)[:, None] / (
@@ -51,27 +60,35 @@ class StragglerTrace(NamedTuple):
         return means
 
     def slow_factors(self) -> dict[str, float]:
-        """Return the ratio of each slow worker's op times to the median of its stage, by the worker's name."""
+        """Return each slow worker's ratio to the median of its stage, by name.
+
+        It is that of their op times.
+        """
         totals = np.median(self.seconds.sum(axis=4), axis=(0, 3))
         factors = totals / np.median(totals, axis=0)
         return {f"{pipeline}.{stage}": round(float(factors[pipeline, stage]), 3)
                 for pipeline, stage in np.argwhere(factors > SLOW_FACTOR).tolist()}
 
     def sample_costs(self) -> npt.NDArray[np.float64]:
-        """Return the times of F, I and W of each sample (micro-batch of any pipeline) as multiples of the usual time of
-        its stage, [iterations, samples, stages, 3].
+        """Return the times of F, I and W of each sample, [iterations, samples, stages, 3].
 
-        The factor of a slow worker applies to all of its samples, so it is not part of their costs. A replay of the job
-        with these costs reproduces the traced times.
+        They are multiples of the usual time of the stage; a sample is a micro-batch of any
+        pipeline. The factor of a slow worker applies to all of its samples, so it is not part of
+        their costs. A replay of the job with these costs reproduces the traced times.
         """
         iterations, pipelines, stages, microbatches, _ = self.seconds.shape
         usual = self.stage_seconds() * self._worker_factors()[:, :, None]
         relative = self.seconds / usual[None, :, :, None]
-        by_sample = relative.transpose(0, 1, 3, 2, 4).reshape(iterations, pipelines * microbatches, stages, 2)
+        by_sample = relative.transpose(0, 1, 3, 2, 4).reshape(
+            iterations, pipelines * microbatches, stages, 2
+        )
         return np.concatenate((by_sample, by_sample[..., 1:]), axis=-1)
 
     def _worker_factors(self) -> npt.NDArray[np.float64]:
-        """Return the factor by which each worker's ops take longer, 1 if it is not slow, [pipelines, stages]."""
+        """Return the factor by which each worker's ops take longer, [pipelines, stages].
+
+        1 if it is not slow.
+        """
         factors = np.ones(self.seconds.shape[1:3])
         for worker, factor in self.slow_factors().items():
             pipeline, stage = map(int, worker.split("."))
@@ -80,8 +97,10 @@ class StragglerTrace(NamedTuple):
 
 
 def read_straggler_trace(path: Path) -> StragglerTrace:
-    """Read the op times of a job from a parquet file of ByteDance's StragglerAnalysis. Raises ProfilerTraceError, also
-    if pyarrow is not installed."""
+    """Read the op times of a job from a parquet file of ByteDance's StragglerAnalysis.
+
+    Raises ProfilerTraceError, also if pyarrow is not installed.
+    """
     column = read_columns(path, COLUMNS)
     kinds = column["optype"]
     computing = np.isin(kinds, KINDS)
@@ -90,50 +109,81 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
     if column["mc"][computing].max() > 0:
         raise ProfilerTraceError(f"{path}: workers have several stages each; expected one")
     steps = np.unique(column["step"][computing])
-    pipelines, stages, microbatches = (int(column[name][computing].max()) + 1 for name in ("dp_rank", "stage", "mb_id"))
+    pipelines, stages, microbatches = (
+        int(column[name][computing].max()) + 1 for name in ("dp_rank", "stage", "mb_id")
+    )
     seconds = np.full((len(steps), pipelines, stages, microbatches, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
         is_kind = kinds == kind
-        seconds[np.searchsorted(steps, column["step"][is_kind]), column["dp_rank"][is_kind], column["stage"][is_kind],
-                column["mb_id"][is_kind], number] = column["duration"][is_kind]
+        seconds[
+            np.searchsorted(steps, column["step"][is_kind]),
+            column["dp_rank"][is_kind],
+            column["stage"][is_kind],
+            column["mb_id"][is_kind],
+            number,
+        ] = column["duration"][is_kind]
     if not np.isfinite(seconds).all() or (seconds < 0).any():
         missing = np.argwhere(~np.isfinite(seconds) | (seconds < 0))[0].tolist()
-        raise ProfilerTraceError(f"{path}: no {KINDS[missing[4]]} of micro-batch {missing[3]} on worker "
-                                 f"{missing[1]}.{missing[2]} in step {steps[missing[0]]}, or no time of it")
-    begin, end = column["start_ts"].astype(np.float64), column["start_ts"].astype(np.float64) + column["duration"]
+        raise ProfilerTraceError(
+            f"{path}: no {KINDS[missing[4]]} of micro-batch {missing[3]} on worker "
+            f"{missing[1]}.{missing[2]} in step {steps[missing[0]]}, or no time of it"
+        )
+    begin = column["start_ts"].astype(np.float64)
+    end = column["start_ts"].astype(np.float64) + column["duration"]
     number_of = np.searchsorted(steps, column["step"])
-    known = (number_of < len(steps)) & (steps[np.minimum(number_of, len(steps) - 1)] == column["step"])
-    measured = iteration_spans(number_of, begin, end, known, len(steps))
+    measurable = (number_of < len(steps)) & (
+        steps[np.minimum(number_of, len(steps) - 1)] == column["step"]
+    )
+    measured = iteration_spans(number_of, begin, end, measurable, len(steps))
     computed = iteration_spans(number_of, begin, end, computing, len(steps))
-    return StragglerTrace(seconds, float((measured - computed).mean()), _median_transfer(kinds, column), measured)
+    return StragglerTrace(
+        seconds, float((measured - computed).mean()), _median_transfer(kinds, column), measured
+    )
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return the named columns of a parquet file, by name. Raises ProfilerTraceError, also if pyarrow is not
-    installed."""
+    """Return the named columns of a parquet file, by name.
+
+    Raises ProfilerTraceError, also if pyarrow is not installed.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise ProfilerTraceError(f"{path}: parquet files are read with pyarrow, which is not installed: pip install "
-                                 "-e '.[parquet]'") from None
+        raise ProfilerTraceError(
+            f"{path}: parquet files are read with pyarrow, which is not installed: pip install "
+            "-e '.[parquet]'"
+        ) from None
     try:
         table: Any = parquet.read_table(path, columns=list(names))
-        columns = {name: np.array(table[name].to_pylist()) if name == "optype" else table[name].to_numpy()
-                   for name in names if name in table.column_names}
+        columns = {}
+        for name in names:
+            if name in table.column_names:
+                column = table[name]
+                is_text = name == "optype"
+                columns[name] = np.array(column.to_pylist()) if is_text else column.to_numpy()
     except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise ProfilerTraceError(f"{path}: not a trace of StragglerAnalysis: {str(error).splitlines()[0]}") from None
+        raise ProfilerTraceError(
+            f"{path}: not a trace of StragglerAnalysis: {str(error).splitlines()[0]}"
+        ) from None
     if missing := [name for name in names if name not in columns]:
-        raise ProfilerTraceError(f"{path}: no column {missing[0]}; expected those of StragglerAnalysis")
+        raise ProfilerTraceError(
+            f"{path}: no column {missing[0]}; expected those of StragglerAnalysis"
+        )
     return columns
 
 
-def iteration_spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
-                    some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
-    """Return the seconds from the first start to the last end of the ops that `some` selects, for each of `steps`
-    iterations.
+def iteration_spans(
+    step: npt.NDArray[np.int64],
+    begin: npt.NDArray[np.float64],
+    end: npt.NDArray[np.float64],
+    some: npt.NDArray[np.bool_],
+    steps: int,
+) -> npt.NDArray[np.float64]:
+    """Return the seconds of the ops that `some` selects, for each of `steps` iterations.
 
-    The argument `step` has the iteration of each op, `begin` and `end` its times in seconds.
+    They reach from the first start to the last end. The argument `step` has the iteration of each
+    op, `begin` and `end` its times in seconds.
     """
     first, last = np.full(steps, np.inf), np.full(steps, -np.inf)
     np.minimum.at(first, step[some], begin[some])
@@ -143,9 +193,9 @@ def iteration_spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64],
 
 
 def _median_transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArray[Any]]) -> float:
-    """Return the median seconds to send a tensor from stage to stage, 0 if the trace has none.
+    """Return the median seconds to send a tensor from stage to stage.
 
-    The n-th send between two workers is matched with the n-th receive.
+    0 if the trace has none. The n-th send between two workers is matched with the n-th receive.
     """
     seconds = []
     for send, receive, towards in HOPS:
@@ -154,7 +204,15 @@ def _median_transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArr
             ends.append(defaultdict(list))
             rows = np.flatnonzero(kinds == kind)
             for row in rows[np.argsort(column["start_ts"][rows], kind="stable")].tolist():
-                target = int(column["step"][row]), int(column["dp_rank"][row]), int(column["stage"][row]) + moved
+                target = (
+                    int(column["step"][row]),
+                    int(column["dp_rank"][row]),
+                    int(column["stage"][row]) + moved,
+                )
                 ends[-1][target].append(float(column["duration"][row]))
-        seconds += [min(pair) for target, sent in ends[0].items() for pair in zip(sent, ends[1][target], strict=False)]
+        seconds += [
+            min(pair)
+            for target, sent in ends[0].items()
+            for pair in zip(sent, ends[1][target], strict=False)
+        ]
     return float(np.median(seconds)) if seconds else 0.0

@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-# --- Reading: errors name the key, the value and what was expected ----------------------------------------------------
+# --- Reading: errors name the key, the value and what was expected --------------------------------
 
 
 MAX_NUMBER = 1e18
 MIN_SIMILARITY = 0.8
-"""Similarity above which an unknown key is taken for a misspelt one. No two keys of a job are that similar."""
+"""Similarity above which an unknown key is taken for a misspelt one.
+
+No two keys of a job are that similar.
+"""
 _T = TypeVar("_T")
 
 
@@ -20,9 +23,10 @@ class JobError(ValueError):
 
 
 class TomlTable:
-    """Table of a job file. Each key is taken once; `refuse_unknown_keys` refuses keys that were never requested.
+    """Table of a job file.
 
-    All methods that read a value raise JobError if it is missing or not as expected.
+    Each key is taken once; `refuse_unknown_keys` refuses keys that were never requested. All
+    methods that read a value raise JobError if it is missing or not as expected.
     """
 
     def __init__(self, name: str, values: object) -> None:
@@ -56,52 +60,75 @@ class TomlTable:
         return self._left.pop(key, default)
 
     def take_table(self, key: str, *, required: bool = False) -> "TomlTable":
-        """Take a key and return its nested table. If it is missing, return an empty one, or raise JobError if it is
-        required."""
+        """Take a key and return its nested table.
+
+        If it is missing, return an empty one, or raise JobError if it is required.
+        """
         given = self._take_required(key, None if required else {})
         if given is None:
             raise JobError(f"key {self.key_path(key)!r} is missing; expected a table")
         return TomlTable(self.key_path(key), given)
 
     def take_number(self, key: str, default: float | None = None) -> float:
-        """Take a key and return its value, a number of at least 0; `default`, if given, for a missing key."""
+        """Take a key and return its value, a number of at least 0.
+
+        `default`, if given, for a missing key.
+        """
         return checked_number(self.key_path(key), self._take_required(key, default))
 
     def take_count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
-        """Take a key and return its value, an integer from `low` to `high`; `default`, if given, for a missing key."""
+        """Take a key and return its value, an integer from `low` to `high`.
+
+        `default`, if given, for a missing key.
+        """
         return checked_count(self.key_path(key), self._take_required(key, default), low, high)
 
-    def take_counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
-        """Take a key and return `length` integers from `low` to `high`: its value is a list of them, or one integer for
-        all.
+    def take_counts(
+        self, key: str, length: int, per: str, *, low: int, high: int
+    ) -> tuple[int, ...]:
+        """Take a key and return `length` integers from `low` to `high`.
 
-        The argument `per` names what has one value each, such as a stage, in messages.
+        Its value is a list of them, or one integer for all. The argument `per` names what has one
+        value each, such as a stage, in messages.
         """
         return _read_list(self.key_path(key), self._take_required(key, None), length, per,
                           lambda name, value: checked_count(name, value, low, high))
 
-    def take_numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
-        """Take a key and return `length` numbers of at least 0: its value is a list of them, or one number for all. For
-        a missing key, all are `default`, if given.
+    def take_numbers(
+        self, key: str, length: int, per: str, default: float | None = None
+    ) -> tuple[float, ...]:
+        """Take a key and return `length` numbers of at least 0.
 
-        The argument `per` names what has one value each, such as a stage, in messages.
+        Its value is a list of them, or one number for all. For a missing key, all are `default`, if
+        given. The argument `per` names what has one value each, such as a stage, in messages.
         """
-        return _read_list(self.key_path(key), self._take_required(key, default), length, per, checked_number)
+        return _read_list(
+            self.key_path(key), self._take_required(key, default), length, per, checked_number
+        )
 
     def _take_required(self, key: str, default: object) -> object:
-        """Take a key and return its value. If the key is missing, return `default`; None means that there is no
-        default, and that the caller must raise JobError.
+        """Take a key and return its value.
 
-        Raises JobError itself if key and default are missing and a key that was not taken is similar, probably a
-        misspelling.
+        If the key is missing, return `default`; None means that there is no default, and that the
+        caller must raise JobError.
+
+        Raises JobError itself if key and default are missing and a key that was not taken is
+        similar, probably a misspelling.
         """
         value = self.take_value(key, default)
-        if value is None and (near := difflib.get_close_matches(key, self._left, 1, MIN_SIMILARITY)):
-            raise JobError(f"key {self.key_path(key)!r} is missing; is {near[0]!r} a misspelling of it?")
+        if value is None and (
+            near := difflib.get_close_matches(key, self._left, 1, MIN_SIMILARITY)
+        ):
+            raise JobError(
+                f"key {self.key_path(key)!r} is missing; is {near[0]!r} a misspelling of it?"
+            )
         return value
 
     def refuse_unknown_keys(self) -> None:
-        """Raise JobError if the table has a key that was not taken. The message names the most similar known key."""
+        """Raise JobError if the table has a key that was not taken.
+
+        The message names the most similar known key.
+        """
         for key in self._left:
             near = difflib.get_close_matches(key, self._known, 1)
             hint = f"did you mean {self.key_path(near[0])!r}?" if near \
@@ -110,18 +137,33 @@ class TomlTable:
 
 
 def checked_number(path: str, value: object, low: float = 0.0) -> float:
-    """Return a value as a float. Raises JobError, which names `path`, unless it is finite and at least `low`."""
+    """Return a value as a float.
+
+    Raises JobError, which names `path`, unless it is finite and at least `low`.
+    """
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a number of at least {low:g}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
-        raise JobError(f"{path} is {shorten_repr(value)}; expected a finite number of at least {low:g}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value < low
+    ):
+        raise JobError(
+            f"{path} is {shorten_repr(value)}; expected a finite number of at least {low:g}"
+        )
     if value > MAX_NUMBER:
-        raise JobError(f"{path} is {shorten_repr(value)}; expected a number of at most {MAX_NUMBER:g}")
+        raise JobError(
+            f"{path} is {shorten_repr(value)}; expected a number of at most {MAX_NUMBER:g}"
+        )
     return float(value)
 
 
 def checked_count(path: str, value: object, low: int, high: int) -> int:
-    """Return a value if it is an integer from `low` to `high`; else raise JobError, which names the key `path`."""
+    """Return a value if it is an integer from `low` to `high`.
+
+    Otherwise raise JobError, which names the key `path`.
+    """
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a whole number, {low} to {high}")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -135,33 +177,45 @@ def shorten_repr(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _read_list(path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]) -> tuple[_T, ...]:
-    """Return `length` values of the key `path`, from a list of them or from a single value that is used for all.
+def _read_list(
+    path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]
+) -> tuple[_T, ...]:
+    """Return `length` values of the key `path`.
 
-    Each is checked by the function `read`. The argument `per` names what has one value each, such as a stage, in
-    messages.
+    They are from a list of them or from a single value that is used for all. Each is checked by the
+    function `read`. The argument `per` names what has one value each, such as a stage, in messages.
     """
     if not isinstance(value, list):
         return (read(path, value),) * length
     if len(value) != length:
-        raise JobError(f"{path} has {len(value)} value{'s' * (len(value) != 1)}; expected {length}, one per {per}, or "
-                       "a single number")
+        raise JobError(
+            f"{path} has {len(value)} value{'s' * (len(value) != 1)}; expected {length}, one per "
+            f"{per}, or a single number"
+        )
     return tuple(read(f"{path}[{index}]", item) for index, item in enumerate(value))
 
 
-# --- Writing: tables of plain data, with a comment above each, and times rounded to a common step ---------------------
+# --- Writing: tables of plain data, with a comment above each, and times rounded to a common step -
 
 
 DIGITS = 4
-"""Number of digits of the longest time of a job. Finer times are below measurement accuracy, and slow down the
-planner."""
+"""Number of digits of the longest time of a job.
+
+Finer times are below measurement accuracy, and slow down the planner.
+"""
 
 
 def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
-    """Return the text of a job file with these tables, by name. `comments` has the lines to put above each table, by
-    its name ("" for the top)."""
+    """Return the text of a job file with these tables, by name.
+
+    `comments` has the lines to put above each table, by its name ("" for the top).
+    """
     lines = [f"# {line}" for line in comments.get("", ())]
-    lines += [f"{key} = {_value_text(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    lines += [
+        f"{key} = {_value_text(value)}"
+        for key, value in tables.items()
+        if not isinstance(value, dict)
+    ]
     for name, table in tables.items():
         if isinstance(table, dict) and table:
             lines += ["", *(f"# {line}" for line in comments.get(name, ())), f"[{name}]"]
@@ -170,8 +224,10 @@ def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -
 
 
 def table_comments(text: str) -> dict[str, list[str]]:
-    """Return the comment lines of a job file by the name of their table ("" for the top). A comment directly above a
-    table's header belongs to that table."""
+    """Return the comment lines of a job file by the name of their table.
+
+    The name is "" for the top. A comment directly above a table's header belongs to that table.
+    """
     comments: dict[str, list[str]] = {"": []}
     table, above = "", list[str]()
     for line in map(str.strip, text.splitlines()):
@@ -187,8 +243,11 @@ def table_comments(text: str) -> dict[str, list[str]]:
 
 
 def round_times(seconds: Sequence[float], longest: float | None = None) -> list[float]:
-    """Round times to multiples of one step, so that ticks stay coarse. The step is such that the time `longest`
-    (default: the longest of them) has `DIGITS` significant digits."""
+    """Round times to multiples of one step, so that ticks stay coarse.
+
+    The step is such that the time `longest` (default: the longest of them) has `DIGITS` significant
+    digits.
+    """
     longest = max(seconds) if longest is None else longest
     if not longest:
         return [0.0] * len(seconds)
@@ -198,7 +257,11 @@ def round_times(seconds: Sequence[float], longest: float | None = None) -> list[
 
 def _key_text(key: str) -> str:
     """Format a key in TOML, quoted if necessary."""
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _value_text(key)
+    return (
+        key
+        if key.replace("_", "").replace("-", "").isalnum() and key.isascii()
+        else _value_text(key)
+    )
 
 
 def _value_text(value: Any) -> str:
@@ -207,9 +270,16 @@ def _value_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08X}" for char in escaped) + '"'
+        text = ""
+        for char in escaped:
+            text += char if char.isprintable() else f"\\U{ord(char):08X}"
+        return f'"{text}"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value_text(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key_text(key)} = {_value_text(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_key_text(key)} = {_value_text(item)}" for key, item in value.items())
+            + "}"
+        )
     return repr(value)

@@ -1,6 +1,9 @@
-"""Make layouts whose orders are to be searched, the most promising first; in large clusters, group by group.
+"""Make layouts whose orders are to be searched, the most promising first.
 
-They include the layouts of published systems as special cases, so that the best one is never worse than theirs:
+In large clusters they are made group by group.
+
+They include the layouts of published systems as special cases, so that the best one is never worse
+than theirs:
 
 - re-cut pipelines, whole micro-batches (Oobleck, SOSP 2023; by speed: Malleus, arXiv 2410.13333);
 - one cut for all pipelines (ElasWave, arXiv 2510.00606);
@@ -25,16 +28,17 @@ from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, layers_in
 from slipstream.schedules.schedule import VirtualStage, Worker
 
-# --- Which live workers form replicas, and the layouts of published systems -------------------------------------------
+# --- Which live workers form replicas, and the layouts of published systems -----------------------
 
 
 def form_replicas(problem: Problem, *, anew: bool = False, narrow: bool = False) -> list[Replica]:
-    """Divide the live workers into replicas: rows of workers that together can hold all layers. A replica is a
-    pipeline, or what is left of one or several.
+    """Divide the live workers into replicas: rows of workers that together can hold all layers.
 
-    A pipeline without failed or slow workers keeps its stages. In all other replicas (`is_recut`), which come first,
-    the layers are to be divided again; with `anew`, in all replicas. If they are `narrow`, each has as few workers as
-    memory allows, whatever their pipelines. Raises LookupError if the workers have no room for all layers.
+    A replica is a pipeline, or what is left of one or several. A pipeline without failed or slow
+    workers keeps its stages. In all other replicas (`is_recut`), which come first, the layers are
+    to be divided again; with `anew`, in all replicas. If they are `narrow`, each has as few workers
+    as memory allows, whatever their pipelines. Raises LookupError if the workers have no room for
+    all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
@@ -56,24 +60,30 @@ def form_replicas(problem: Problem, *, anew: bool = False, narrow: bool = False)
             raise LookupError("the live workers have no room for all layers")
         if narrow:  # the rest stays idle: beside them, a replica would pass micro-batches on
             return [*replicas, *(Replica((worker,), is_recut=True) for worker in pool)]
-        weakest = min(replicas, key=lambda replica: (not replica.is_recut, len(replica.workers), replica.workers))
+        weakest = min(
+            replicas,
+            key=lambda replica: (not replica.is_recut, len(replica.workers), replica.workers),
+        )
         replicas.remove(weakest)
         replicas.append(Replica(tuple(_sorted_by_layers([*weakest.workers, *pool])), is_recut=True))
     return sorted(replicas, key=lambda replica: (not replica.is_recut, replica.workers[0].pipeline))
 
 
 def cut_all_pipelines(problem: Problem) -> Layout | None:
-    """Return a layout that divides the layers over columns in the same way for all pipelines; None if no division fits.
+    """Return a layout that divides the layers equally in all pipelines.
 
-    A column gets more layers the more live workers it has. This follows ElasWave (arXiv 2510.00606), which re-balances
-    layers between stages equally for all replicas. A worker stays in its column, and the workers of a column share all
-    micro-batches.
+    None if no division fits. A column gets more layers the more live workers it has. This follows
+    ElasWave (arXiv 2510.00606), which re-balances layers between stages equally for all replicas. A
+    worker stays in its column, and the workers of a column share all micro-batches.
     """
     columns = sorted({column for path in problem.path_by_chain for _, column in path})
-    rates = [sum(1000 / problem.slowness(worker) for worker in problem.live_workers if worker.column == column)
-             for column in columns]
+    rates = []
+    for column in columns:
+        workers = [worker for worker in problem.live_workers if worker.column == column]
+        rates.append(sum(1000 / problem.slowness(worker) for worker in workers))
     if len(problem.path_by_chain) > 1 or len(problem.path_by_chain[0]) != len(columns):
         return None
+    # Bisect for the least load at which the columns take all layers.
     low, high = 0.0, float(problem.ample_ticks)
     fitting: list[LayerRange] | None = None
     for _ in range(60):
@@ -83,8 +93,14 @@ def cut_all_pipelines(problem: Problem) -> Layout | None:
         fitting = ranges or fitting
     if fitting is None:
         return None
-    of_column = {column: (layers,) for column, layers in zip(columns, fitting, strict=True) if layers[0] < layers[1]}
-    stages = tuple(VirtualStage(column=column, layers=layers) for column, (layers,) in of_column.items())
+    of_column = {
+        column: (layers,)
+        for column, layers in zip(columns, fitting, strict=True)
+        if layers[0] < layers[1]
+    }
+    stages = tuple(
+        VirtualStage(column=column, layers=layers) for column, (layers,) in of_column.items()
+    )
     moved_problem = msgspec.structs.replace(
         problem, grid=msgspec.structs.replace(problem.grid, stages=stages), workers={
             worker: msgspec.structs.replace(state, holds=of_column.get(worker.column, ()))
@@ -95,16 +111,23 @@ def cut_all_pipelines(problem: Problem) -> Layout | None:
 
 def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[float],
                    limit: float) -> list[LayerRange] | None:
-    """Assign layers to columns, in order, so that the live workers of each column do the work within `limit` ticks.
+    """Assign layers to columns, in order, such that no column needs more than `limit` ticks.
 
-    The argument `rates` has, for each element of `columns`, the number of workers of the usual speed that it amounts
-    to. Return the range of layers of each column; None if some layers are left.
+    Live workers of a column share its work. The argument `rates` has, for each element of
+    `columns`, the number of workers of the usual speed that it amounts to. Return the range of
+    layers of each column; None if some layers are left.
     """
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
         first, work, closing = layer, 0, 0
-        room = min((problem.workers[worker].room for worker in problem.live_workers if worker.column == column),
-                   default=0)
+        room = min(
+            (
+                problem.workers[worker].room
+                for worker in problem.live_workers
+                if worker.column == column
+            ),
+            default=0,
+        )
         while layer < problem.grid.layer_count:
             work += problem.costs.work[layer] * problem.grid.total_microbatches
             closing += problem.costs.closing[layer]
@@ -117,70 +140,89 @@ def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[flo
 
 
 def _sorted_by_layers(workers: Sequence[Worker]) -> list[Worker]:
-    """Return workers sorted by column, that is, by the layers that they hold at first, so that few layers move."""
+    """Return workers sorted by column, so that few layers move."""
     return sorted(workers, key=lambda worker: (worker.column, worker.pipeline))
 
 
 def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether `workers` are all workers of one pipeline, none of them slow, each with the stages of its
-    column."""
+    """Return whether `workers` are a whole pipeline as in the job, none of them slow.
+
+    Each has the stages of its column.
+    """
     stages: dict[int, list[LayerRange]] = {}
     for layers, column in problem.path_by_chain[0]:
         stages.setdefault(column, []).append(layers)
-    return {worker.column for worker in workers} == set(stages) and all(
-        problem.slowness(worker) == 1000 and tuple(problem.workers[worker].holds) == tuple(stages[worker.column])
-        for worker in workers)
+    if {worker.column for worker in workers} != set(stages):
+        return False
+    return all(
+        problem.slowness(worker) == 1000
+        and tuple(problem.workers[worker].holds) == tuple(stages[worker.column])
+        for worker in workers
+    )
 
 
 def _can_hold_all(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether these workers have room for all layers if each holds consecutive ones, in order of columns."""
+    """Return whether these workers have room for all layers, consecutive ones each."""
     return pack_workloads(problem, _sorted_by_layers(workers), [1] * problem.grid.layer_count,
                           problem.ample_ticks * 4) is not None
 
 
-# --- Large clusters: those that share work, like ones alike -----------------------------------------------------------
+# --- Large clusters: those that share work, like ones alike ---------------------------------------
 
 
 def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
                    make: Callable[[Problem], Layout | None]) -> Layout | None:
-    """Make a layout of a problem from layouts of groups of pipelines that share work; None if some group has no layout.
+    """Make a layout of a problem from layouts of groups of pipelines that share work.
 
-    The function `make` returns the layout of one group's problem. It is called once for all groups that are equal.
-    Raises LookupError if the live workers cannot hold all layers.
+    None if some group has no layout. The function `make` returns the layout of one group's problem.
+    It is called once for all groups that are equal. Raises LookupError if the live workers cannot
+    hold all layers.
     """
     if len(groups) == 1:
         return make(problem)
-    known: dict[tuple[object, ...], Layout | None] = {}
+    layouts: dict[tuple[object, ...], Layout | None] = {}
     holds, routes, kind = {}, {}, ""
     for pipelines in groups:
         part = extract_pipelines(problem, pipelines)
         key = tuple(part.workers.items()), part.grid.microbatches
-        if key not in known:
-            known[key] = make(part)
-        layout = known[key]
+        if key not in layouts:
+            layouts[key] = make(part)
+        layout = layouts[key]
         if layout is None:
             return None
         kind = kind or layout.kind
-        holds.update({_whole_worker(worker, pipelines): ranges for worker, ranges in layout.holds.items()})
+        holds.update(
+            {_whole_worker(worker, pipelines): ranges for worker, ranges in layout.holds.items()}
+        )
+        # Equal groups share a layout, in which pipelines are numbered from 0.
         for batch, route in layout.routes.items():
             routes[MicroBatch(pipelines[batch.pipeline], batch.microbatch)] = tuple(
-                RouteSlice(slice_.layers, _whole_worker(slice_.worker, pipelines)) for slice_ in route)
+                RouteSlice(slice_.layers, _whole_worker(slice_.worker, pipelines))
+                for slice_ in route
+            )
     return Layout(kind=kind, holds=dict(sorted(holds.items())), routes=dict(sorted(routes.items())))
 
 
-def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iterator[tuple[int, ...]]:
-    """Iterate over groups of pipelines that share work: pipelines that lost workers or speed, with healthy ones that
-    help them; each other pipeline is a group of its own.
+def form_groups(
+    problem: Problem, params: LayoutParams = DEFAULTS.layouts
+) -> Iterator[tuple[int, ...]]:
+    """Iterate over groups of pipelines that share work.
 
-    A group that lost more may have more helpers. All pipelines are in one group if they are few. Raises LookupError if
-    the live workers cannot hold all layers.
+    Pipelines that lost workers or speed are grouped with healthy ones that help them; each other
+    pipeline is a group of its own.
+
+    A group that lost more may have more helpers. All pipelines are in one group if they are few.
+    Raises LookupError if the live workers cannot hold all layers.
     """
     replicas = form_replicas(problem)
     if len(problem.grid.microbatches) <= params.undivided:
         yield tuple(range(len(problem.grid.microbatches)))
         return
     kept = [replica.workers[0].pipeline for replica in replicas if not replica.is_recut]
-    weak = [tuple(sorted({worker.pipeline for worker in replica.workers})) for replica in replicas if replica.is_recut]
+    recut = [replica for replica in replicas if replica.is_recut]
+    weak: list[tuple[int, ...]] = []
+    for replica in recut:
+        weak.append(tuple(sorted({worker.pipeline for worker in replica.workers})))
     weak += [(pipeline,) for pipeline in range(len(problem.grid.microbatches))
              if not problem.live_by_pipeline[pipeline]]
     merged = {pipeline for group in weak for pipeline in group}
@@ -189,7 +231,8 @@ def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> It
     available, helpers = len(kept), dict[tuple[object, ...], int]()
     for group, lost in zip(weak, losses, strict=True):
         live = [worker for pipeline in group for worker in problem.live_by_pipeline[pipeline]]
-        key = len(group), tuple(sorted(map(problem.slowness, live)))  # the stages of these workers matter little
+        # the stages of these workers matter little
+        key = len(group), tuple(sorted(map(problem.slowness, live)))
         if key not in helpers:
             share = min(int(available * lost / sum(losses)), params.most_helpers)
             helpers[key] = _min_helpers(problem, group, kept[:share], params.fewer_helpers)
@@ -200,10 +243,10 @@ def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> It
 
 
 def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
-    """Return how many workers of the usual speed the pipelines in `group` lack: failed ones, and the missing speed of
-    slow ones.
+    """Return how many workers of the usual speed the pipelines in `group` lack.
 
-    The result is at least 1/1000, so that it is positive.
+    They lack failed workers, and the missing speed of slow ones. The result is at least 1/1000, so
+    that it is positive.
     """
     workers = len(group) * len(problem.path_by_chain[0])
     speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group
@@ -211,48 +254,57 @@ def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
     return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
 
 
-def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
-    """Return how many of the healthy pipelines in `most` suffice as helpers of a group, so that its longest load is
-    about as short as with all of them.
+def _min_helpers(
+    problem: Problem, group: tuple[int, ...], healthy: Sequence[int], tolerance: float
+) -> int:
+    """Return how many of the healthy pipelines suffice as helpers of a group.
 
-    The longest load, that of the group's busiest worker, may be longer by the share `tolerance`.
+    The group's longest load is then about as short as with all of them. The longest load, that of
+    the group's busiest worker, may be longer by the share `tolerance`.
     """
     def longest_load(count: int) -> float:
-        part = extract_pipelines(problem, (*group, *most[:count]))
+        part = extract_pipelines(problem, (*group, *healthy[:count]))
         try:
             division = Divider(part, form_replicas(part)).find_division(within=tolerance / 5)
         except LookupError:
             return math.inf
         return math.inf if division is None else division[0]
 
-    best, count = longest_load(len(most)), 1
-    while count < len(most) and longest_load(count) > (1 + tolerance) * best:
+    best, count = longest_load(len(healthy)), 1
+    while count < len(healthy) and longest_load(count) > (1 + tolerance) * best:
         count *= 2
-    return min(count, len(most))
+    return min(count, len(healthy))
 
 
 def _whole_worker(worker: Worker, pipelines: Sequence[int]) -> Worker:
-    """Return the worker of the whole problem that `worker` of a group's problem represents. The group's pipelines,
-    renumbered from 0 there, are `pipelines`."""
+    """Return the worker of the whole problem that `worker` of a group's problem represents.
+
+    The group's pipelines, renumbered from 0 there, are `pipelines`.
+    """
     return Worker(pipelines[worker.pipeline], worker.column)
 
 
-# --- All of them ------------------------------------------------------------------------------------------------------
+# --- All of them ----------------------------------------------------------------------------------
 
 
 def generate_layouts(problem: Problem, *, largest_fine: float = math.inf,
                      params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Iterate over different layouts, the most promising first; each is made when it is requested.
 
-    Layouts with moved layers and slices shorter than a stage are made only if all micro-batches together have at most
-    `largest_fine` of such slices, and within the limits in `params`. Raises LookupError if there is no layout: no
-    worker holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
+    Layouts with moved layers and slices shorter than a stage are made only if all micro-batches
+    together have at most `largest_fine` of such slices, and within the limits in `params`. Raises
+    LookupError if there is no layout: no worker holds some layer and none may be loaded from a
+    checkpoint, or there is no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
     seen = set()
     failure: LookupError | None = None
-    for make in _moving_makers(problem, fine, params) if problem.question.layers == "move" else _fixed_makers(problem):
+    for make in (
+        _moving_makers(problem, fine, params)
+        if problem.question.layers == "move"
+        else _fixed_makers(problem)
+    ):
         try:
             layout = make()
         except LookupError as error:
@@ -284,8 +336,8 @@ def _moving_makers(problem: Problem, largest_fine: float,
     def make_recut(**how: Any) -> Callable[[], Layout | None]:
         return lambda: make_by_groups(problem, groups(), partial(_make_recut, params=params, **how))
 
-    def is_small_enough(parts: int, most: float = math.inf) -> bool:
-        return problem.question.sliced and size * parts <= min(largest_fine, most)
+    def is_small_enough(parts: int, largest: float = math.inf) -> bool:
+        return problem.question.sliced and size * parts <= min(largest_fine, largest)
 
     yield make_recut(parts=1)
     if size <= params.largest_narrow:
@@ -312,55 +364,95 @@ def _moving_makers(problem: Problem, largest_fine: float,
 
 
 def _require_layers(problem: Problem) -> None:
-    """Raise LookupError if a layer is held by no live worker and the problem does not allow a checkpoint to be
-    loaded."""
-    held = layers_in(itertools.chain.from_iterable(worker.holds for worker in problem.workers.values()))
-    missing = sorted(set(range(problem.grid.layer_count)) - held)
+    """Raise LookupError if a layer is lost.
+
+    No live worker holds it, and the problem does not allow a checkpoint to be loaded.
+    """
+    layers = layers_in(
+        itertools.chain.from_iterable(worker.holds for worker in problem.workers.values())
+    )
+    missing = sorted(set(range(problem.grid.layer_count)) - layers)
     if missing and not (problem.question.layers == "move" and problem.question.from_checkpoint):
         raise LookupError(f"no live worker holds layer {missing[0]}")
 
 
-def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
-                separate: bool = False, anew: bool = False, narrow: bool = False, staggered: bool = False,
-                parts: int = 0, params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
-    """Divide the layers again in pipelines that lost workers or have slow ones, and return the layout in which the
-    busiest worker has the least load; None if nothing fits.
+def _make_recut(
+    problem: Problem,
+    *,
+    floating: bool = True,
+    spread: bool = True,
+    anywhere: bool = False,
+    separate: bool = False,
+    anew: bool = False,
+    narrow: bool = False,
+    staggered: bool = False,
+    parts: int = 0,
+    params: LayoutParams = DEFAULTS.layouts,
+) -> Layout | None:
+    """Divide the layers again in pipelines that lost workers or have slow ones.
 
-    With `anew` or `narrow`, the layers of all pipelines are divided again (`form_replicas`). The options `floating`,
-    `spread`, `anywhere`, `separate` and `staggered` are those of `Divider`. If `parts` is not 0, slices are then cut by
-    `with_finer_slices`.
+    Returns the layout in which the busiest worker has the least load; None if nothing fits. With
+    `anew` or `narrow`, the layers of all pipelines are divided again (`form_replicas`). The options
+    `floating`, `spread`, `anywhere`, `separate` and `staggered` are those of `Divider`. If `parts`
+    is not 0, slices are then cut by `with_finer_slices`.
     """
     replicas = form_replicas(problem, anew=anew, narrow=narrow)
-    division = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
-                       staggered=staggered, params=params).find_division()
+    division = Divider(
+        problem,
+        replicas,
+        floating=floating,
+        spread=spread,
+        anywhere=anywhere,
+        separate=separate,
+        staggered=staggered,
+        params=params,
+    ).find_division()
     if division is None:
         return None
-    where = " anywhere" if anywhere else " separately" if separate else ""
-    kind = ", ".join(["few workers a replica" if narrow else "all pipelines re-cut" if anew else "re-cut pipelines",
-                      "floating layers" if floating else "one cut each",
-                      f"the rest spread{where}" if spread else "whole micro-batches"])
+    replicas_text = "re-cut pipelines"
+    if narrow:
+        replicas_text = "few workers a replica"
+    elif anew:
+        replicas_text = "all pipelines re-cut"
+    layers_text = "floating layers" if floating else "one cut each"
+    rest_text = "whole micro-batches"
+    if spread and anywhere:
+        rest_text = "the rest spread anywhere"
+    elif spread:
+        rest_text = "the rest spread separately" if separate else "the rest spread"
+    kind = f"{replicas_text}, {layers_text}, {rest_text}"
     layout = build_layout(problem, replicas, division[1], kind)
     return with_finer_slices(problem, layout, parts) if parts else layout
 
 
 def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
-    """Return a copy of the layout whose slices are also cut at the ends of the job's stages and of `parts` equal ranges
-    of each stage's layers.
+    """Return a copy of the layout whose slices are cut at more layers.
 
-    The workers of a stage reduce gradients together; a later stage may end later. A slice over two stages would have to
-    end in time for the earlier one; of two slices, the second has more time. With several ranges per stage, a more
-    urgent op waits no longer than one range takes, and an idle worker receives work sooner than after a whole stage. No
-    tensor passes between slices of one worker.
+    They are also cut at the ends of the job's stages and of `parts` equal ranges of each stage's
+    layers.
+
+    The workers of a stage reduce gradients together; a later stage may end later. A slice over two
+    stages would have to end in time for the earlier one; of two slices, the second has more time.
+    With several ranges per stage, a more urgent op waits no longer than one range takes, and an
+    idle worker receives work sooner than after a whole stage. No tensor passes between slices of
+    one worker.
     """
-    ends = {first - (first - end) * number // parts for path in problem.path_by_chain for (first, end), _ in path
-            for number in range(1, parts + 1)}
+    ends = {
+        first - (first - end) * number // parts
+        for path in problem.path_by_chain
+        for (first, end), _ in path
+        for number in range(1, parts + 1)
+    }
 
     def cut_route(route: Route) -> Route:
         return tuple(RouteSlice((first, end), worker) for (low, high), worker in route
                      for first, end in _split_range(low, high, ends))
 
-    return msgspec.structs.replace(layout, routes={batch: cut_route(route) for batch, route in layout.routes.items()},
-                                   kind=f"{layout.kind}, {'slices end with stages' if parts == 1 else 'short slices'}")
+    return msgspec.structs.replace(
+        layout,
+        routes={batch: cut_route(route) for batch, route in layout.routes.items()},
+        kind=f"{layout.kind}, {'slices end with stages' if parts == 1 else 'short slices'}",
+    )
 
 
 def _split_range(low: int, high: int, ends: set[int]) -> Iterator[tuple[int, int]]:

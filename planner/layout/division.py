@@ -1,22 +1,24 @@
-"""Divide the work of an iteration over the live workers, and derive the route of each micro-batch.
+"""Divide the work of an iteration over the live workers, and derive the routes.
 
-A *replica* is a row of workers that runs layers 0..L-1 of whole micro-batches: a pipeline as it is, or the rest of one
-or several pipelines, re-cut. Its tasks are (layer, micro-batch). They are divided in order of layers into one workload
-for each worker. If a cut falls between two tasks of one layer, that layer *floats*: both neighbours hold it, and some
-micro-batches are cut before it, others after it.
+A *replica* is a row of workers that runs layers 0..L-1 of whole micro-batches: a pipeline as it is,
+or the rest of one or several pipelines, re-cut. Its tasks are (layer, micro-batch). They are
+divided in order of layers into one workload for each worker. If a cut falls between two tasks of
+one layer, that layer *floats*: both neighbours hold it, and some micro-batches are cut before it,
+others after it.
 
-Every replica takes as many whole micro-batches as the longest load allows. The tasks of the remaining micro-batches
-form one row, micro-batch after micro-batch, layers ascending. Each re-cut replica takes one segment of it; the workers
-of replicas that keep their stages take the rest, stage by stage (the wrap-around rule of McNaughton 1959). Since every
-worker takes consecutive tasks, in one order of workers, no two routes pass two workers in opposite order.
+Every replica takes as many whole micro-batches as the longest load allows. The tasks of the
+remaining micro-batches form one row, micro-batch after micro-batch, layers ascending. Each re-cut
+replica takes one segment of it; the workers of replicas that keep their stages take the rest, stage
+by stage (the wrap-around rule of McNaughton 1959). Since every worker takes consecutive tasks, in
+one order of workers, no two routes pass two workers in opposite order.
 
-With `anywhere`, that order does not hold: a re-cut replica first takes the tasks that the workers of each stage have no
-time for, so that loads are more even by up to a layer; with little memory, such a layout may have no valid order in
-time.
+With `anywhere`, that order does not hold: a re-cut replica first takes the tasks that the workers
+of each stage have no time for, so that loads are more even by up to a layer; with little memory,
+such a layout may have no valid order in time.
 
-With `separate`, each of the remaining micro-batches has a few replicas of its own that keep their stages, and re-cut
-replicas take none. So the replicas form small sets that share no micro-batch, most of them equal, whose orders are soon
-found.
+With `separate`, each of the remaining micro-batches has a few replicas of its own that keep their
+stages, and re-cut replicas take none. So the replicas form small sets that share no micro-batch,
+most of them equal, whose orders are soon found.
 """
 
 import itertools
@@ -30,62 +32,107 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from slipstream.planner.model.bounds_layouts import ticks_of_work, work_bound
-from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, RouteSlice, choose_evenly
+from slipstream.planner.model.problem import (
+    Layout,
+    MicroBatch,
+    Problem,
+    Route,
+    RouteSlice,
+    choose_evenly,
+)
 from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, merge_ranges
 from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Workload = dict[int, int]
-"""Work of one worker in an iteration: the number of micro-batches for each layer. Layers are consecutive and
-ascending."""
+"""Work of one worker in an iteration: the number of micro-batches for each layer.
+
+Layers are consecutive and ascending.
+"""
 
 
 class Replica(NamedTuple):
-    """Row of live workers that together run all layers of whole micro-batches, sorted by the layers that they run."""
+    """Row of live workers that together run all layers of whole micro-batches.
+
+    They are sorted by the layers that they run.
+    """
 
     workers: tuple[Worker, ...]
     is_recut: bool
-    """True if the layers are divided anew over the workers; otherwise these keep the stages that they hold."""
+    """True if the layers are divided anew over the workers.
+
+    Otherwise these keep the stages that they hold.
+    """
 
 
-def make_idle_function(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
-    """Return a function for the ticks that a worker idles at least between its first F and its first I.
+def make_idle_function(
+    problem: Problem, worker: Worker, hops: int
+) -> Callable[[int, int, int], int]:
+    """Return a function for a worker's least idle time, in ticks.
 
-    The function's arguments are the first layer that the worker holds, the end of these layers, and the number of
-    micro-batches that it runs. Each micro-batch has `hops` transfers to the end of the replica. The I of the first one
-    starts after F of the held layers, F and I of all layers after them, and the transfers of both ways. Until then the
-    worker runs only F, of at most the micro-batches that it has and that its memory has room for.
+    It idles between its first F and its first I.
+
+    The function's arguments are the first layer that the worker holds, the end of these layers, and
+    the number of micro-batches that it runs. Each micro-batch has `hops` transfers to the end of
+    the replica. The I of the first one starts after F of the held layers, F and I of all layers
+    after them, and the transfers of both ways. Until then the worker runs only F, of at most the
+    micro-batches that it has and that its memory has room for.
     """
     sums = problem.costs.prefix_sums
-    forward, backward, weights, most = sums.forward, sums.backward_input, sums.weights, sums.peak_memory
+    forward = sums.forward
+    backward = sums.backward_input
+    weights = sums.weights
+    peaks = sums.peak_memory
     slow, room = problem.slowness(worker), problem.workers[worker].room
     trip = forward[-1] + backward[-1] + 2 * hops * problem.times.transfer
 
     def idle_ticks(first: int, end: int, count: int) -> int:
-        own, held = forward[end] - forward[first], most[end] - most[first]
-        ran = count * own
-        if held and count * held > (free := room - weights[end] + weights[first]):
-            ran = max(0, free) * own // held
-        return max(0, trip - forward[end] - backward[end] + (own - ran) * slow // 1000)
+        forward_ticks, peak = forward[end] - forward[first], peaks[end] - peaks[first]
+        ran = count * forward_ticks
+        if peak and count * peak > (free := room - weights[end] + weights[first]):
+            ran = max(0, free) * forward_ticks // peak
+        return max(0, trip - forward[end] - backward[end] + (forward_ticks - ran) * slow // 1000)
 
     return idle_ticks
 
 
-def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
-                   floating: bool = True, staggered: bool = False) -> list[Workload] | None:
-    """Return the work of each worker of a replica: for each layer that it runs, the number of micro-batches. Together
-    they run counts[layer] micro-batches of each layer.
+def pack_workloads(
+    problem: Problem,
+    workers: Sequence[Worker],
+    counts: Sequence[int],
+    limit: int,
+    *,
+    floating: bool = True,
+    staggered: bool = False,
+) -> list[Workload] | None:
+    """Return the work of each worker of a replica; None if there are too few.
 
-    No worker gets more than `limit` ticks, which count its work and the least idle time for lack of memory
-    (`make_idle_function`). In order of layers, each worker takes as much work as fits; None if there are too few
-    workers. If not `floating`, workers take whole layers only. With `staggered`, the limit also counts F and a transfer
-    for each of a worker's stages but the last, since the last stage's reductions come that much later than the first
-    stage's.
+    It is the number of micro-batches for each layer that the worker runs. In order of layers, each
+    worker takes as much work as fits.
+
+    Parameters
+    ----------
+    problem
+        Problem whose work is packed.
+    workers
+        Workers of the replica, in order of layers.
+    counts
+        Number of micro-batches of each layer that they run together.
+    limit
+        Ticks that no worker exceeds. They count its work and the least idle time for lack of memory
+        (`make_idle_function`).
+    floating
+        False if workers take whole layers only.
+    staggered
+        True if the limit also counts F and a transfer for each of a worker's stages but the last,
+        since the last stage's reductions come that much later than the first stage's.
     """
     workloads: list[Workload] = []
     sums, work = problem.costs.prefix_sums, problem.costs.work
-    stages = [layers for layers, _ in problem.path_by_chain[0]] if staggered else []
+    stages: list[LayerRange] = []
+    if staggered:
+        stages = [layers for layers, _ in problem.path_by_chain[0]]
     layer, left = 0, counts[0]
     for position, worker in enumerate(workers):
         idle = make_idle_function(problem, worker, len(workers) - 1 - position)
@@ -95,14 +142,26 @@ def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence
             if not left:
                 layer += 1
                 left = counts[layer] if layer < len(counts) else 0
+                # A worker without work yet begins at this layer.
                 first = first if workload else layer
                 continue
+            # Room for the weights of layers [first, end), and for one micro-batch in all of them.
             end = layer + 1
-            if sums.weights[end] - sums.weights[first] + sums.peak_memory[end] - sums.peak_memory[first] > room:
+            if (
+                sums.weights[end]
+                - sums.weights[first]
+                + sums.peak_memory[end]
+                - sums.peak_memory[first]
+                > room
+            ):
                 break
+            # Time that the worker cannot compute: idle, in all-reduces and in optimizer steps.
             beside = idle(first, end, counts[layer]) + sums.closing[end] - sums.closing[first]
-            beside += sum(sums.forward[high] - sums.forward[low] + problem.times.transfer for low, high in stages
-                          if first < high <= layer)
+            beside += sum(
+                sums.forward[high] - sums.forward[low] + problem.times.transfer
+                for low, high in stages
+                if first < high <= layer
+            )
             ticks, free = work[layer] * slow, (limit - beside) * 1000 - load
             taken = left if left * ticks <= free or not ticks else max(0, free // ticks)
             if not taken or not (floating or taken == left):
@@ -118,9 +177,10 @@ def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence
 
 def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T,
                      within: float = 0.0) -> tuple[int, T]:
-    """Return the least limit above `low`, at most `high`, for which `attempt(limit)` is not None, and that result.
+    """Return the least limit for which `attempt(limit)` is not None, and that result.
 
-    The argument `best` is the result for `high`. The answer may exceed the least limit by the share `within` of it.
+    It is above `low`, and at most `high`. The argument `best` is the result for `high`. The answer
+    may exceed the least limit by the share `within` of it.
     """
     while high - low > max(1, within * high):
         middle = (low + high) // 2
@@ -132,19 +192,22 @@ def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, be
     return high, best
 
 
-# --- How many micro-batches each replica runs, and how the rest is spread over several --------------------------------
+# --- How many micro-batches each replica runs, and how the rest is spread over several ------------
 
 
 Task = tuple[int, int]
-"""One layer of one shared micro-batch, which no replica runs as a whole: (number among the shared ones, layer)."""
+"""One layer of one shared micro-batch, which no replica runs as a whole.
+
+(number among the shared ones, layer)
+"""
 
 
 class Slice(NamedTuple):
-    """Layers [first, end) of a micro-batch that several replicas share, with the replica or the worker that runs them.
+    """Layers [first, end) of a shared micro-batch, with the replica or worker that runs them.
 
-    The field `item` is the number of the micro-batch among the shared ones. In a replica that keeps its stages,
-    `worker` runs the layers; `worker` is None in a replica whose layers are divided again (`Replica.is_recut`), as its
-    workers are chosen later.
+    The field `item` is the number of the micro-batch among the shared ones. In a replica that keeps
+    its stages, `worker` runs the layers; `worker` is None in a replica whose layers are divided
+    again (`Replica.is_recut`), as its workers are chosen later.
     """
 
     item: int
@@ -155,31 +218,62 @@ class Slice(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of the work of an iteration over replicas (rows of workers that together hold all layers). A micro-batch
-    is run by one replica as a whole, or shared by several."""
+    """Division of the work of an iteration over replicas.
+
+    A micro-batch is run by one replica as a whole, or shared by several.
+    """
 
     whole: tuple[int, ...]
     """Number of micro-batches that each replica runs as a whole."""
     workloads: tuple[tuple[Workload, ...], ...]
-    """Number of micro-batches per layer of each worker of each re-cut replica; () for replicas that keep their
-    stages."""
+    """Number of micro-batches per layer of each worker of each re-cut replica.
+
+    () for replicas that keep their stages.
+    """
     slices: tuple[Slice, ...]
     items: int
     """Number of shared micro-batches, which no replica runs as a whole."""
 
 
 class Divider:
-    """Divider of the work of a problem over given replicas such that the busiest worker has the least load."""
+    """Divider of a problem's work over given replicas.
 
-    def __init__(self, problem: Problem, replicas: Sequence[Replica], *, floating: bool = True,
-                 spread: bool = True, anywhere: bool = False, separate: bool = False, staggered: bool = False,
-                 params: LayoutParams = DEFAULTS.layouts) -> None:
+    The busiest worker has the least load.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        replicas: Sequence[Replica],
+        *,
+        floating: bool = True,
+        spread: bool = True,
+        anywhere: bool = False,
+        separate: bool = False,
+        staggered: bool = False,
+        params: LayoutParams = DEFAULTS.layouts,
+    ) -> None:
         """Store how work may be divided.
 
-        With `floating`, two neighbours may hold one layer and take turns with it; with `spread`, a micro-batch may
-        visit several replicas; with `anywhere`, it may return to one that it has left; with `separate`, the replicas
-        form sets as small as possible, and a shared micro-batch visits only those of one set. For `staggered`, see the
-        function `pack_workloads`.
+        Parameters
+        ----------
+        problem
+            Problem whose work is divided.
+        replicas
+            Replicas that run it.
+        floating
+            Let two neighbours hold one layer and take turns with it.
+        spread
+            Let a micro-batch visit several replicas.
+        anywhere
+            Let a micro-batch return to a replica that it has left.
+        separate
+            Form sets of replicas as small as possible; a shared micro-batch visits only those of
+            one set.
+        staggered
+            As in the function `pack_workloads`.
+        params
+            Limits of the division.
         """
         self._problem, self._replicas, self._params = problem, tuple(replicas), params
         self._spread, self._anywhere, self._separate = spread, anywhere, separate
@@ -188,9 +282,9 @@ class Divider:
         self._known: dict[tuple[object, int], int] = {}
 
     def find_division(self, within: float = 0.0) -> tuple[int, Division] | None:
-        """Return the least possible load of the busiest worker, in ticks, and a division with it; None if nothing fits.
+        """Return the least load of the busiest worker, in ticks, and a division with it.
 
-        The load may exceed the least one by the share `within`.
+        None if nothing fits. The load may exceed the least one by the share `within`.
         """
         low = work_bound(self._problem) - 1
         high, best = low + low // 16 + 1, None
@@ -202,14 +296,16 @@ class Divider:
         return limit, self._with_workloads(division, limit)
 
     def _divide_within(self, limit: int) -> Division | None:
-        """Return a division in which no worker's load exceeds `limit` ticks, its `workloads` left empty; None if there
-        is none."""
+        """Return a division in which no load exceeds `limit` ticks; None if there is none.
+
+        Its `workloads` are left empty.
+        """
         left = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._replicas)):
-            most = min(left, self._max_microbatches(index, limit))
-            whole.append(most)
-            left -= most
+            count = min(left, self._max_microbatches(index, limit))
+            whole.append(count)
+            left -= count
         if left and not self._spread:
             return None
         segments = [] if self._separate else self._take_segments(whole, left, limit)
@@ -218,29 +314,40 @@ class Divider:
         return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
-        """Return a copy of the division with its `workloads` filled in: the work of each worker of replicas whose
-        layers are divided again (`is_recut`). No worker gets more than `limit` ticks, within which the division must be
-        possible."""
-        counts = self._task_counts(division.whole, [slice_ for slice_ in division.slices if slice_.worker is None])
-        return division._replace(workloads=tuple(
-            tuple(self._balance_workloads(replica, of, limit)) if replica.is_recut else ()
-            for replica, of in zip(self._replicas, counts, strict=True)))
+        """Return a copy of the division with its `workloads` filled in.
+
+        No worker gets more than `limit` ticks, within which the division must be possible.
+        """
+        segments = [slice_ for slice_ in division.slices if slice_.worker is None]
+        counts = self._task_counts(division.whole, segments)
+        workloads: list[tuple[Workload, ...]] = []
+        for replica, tasks_per_layer in zip(self._replicas, counts, strict=True):
+            if replica.is_recut:
+                workloads.append(tuple(self._balance_workloads(replica, tasks_per_layer, limit)))
+            else:
+                workloads.append(())
+        return division._replace(workloads=tuple(workloads))
 
     def _capacity_key(self, replica: Replica) -> tuple[object, ...]:
-        """Return a key of a replica; replicas with equal keys can run the same number of micro-batches in any time."""
+        """Return a key; replicas with equal keys run equally many micro-batches in any time."""
         problem = self._problem
-        return (replica.is_recut, *((worker.column, problem.slowness(worker), problem.workers[worker].room)
-                            for worker in replica.workers))
+        return (
+            replica.is_recut,
+            *(
+                (worker.column, problem.slowness(worker), problem.workers[worker].room)
+                for worker in replica.workers
+            ),
+        )
 
     def _max_microbatches(self, index: int, limit: int) -> int:
-        """Return how many micro-batches replica number `index` can run as a whole if no worker has more than `limit`
-        ticks."""
+        """Return how many whole micro-batches replica number `index` can run in `limit` ticks."""
         key = self._kinds[index], limit
         if key not in self._known:
             replica, low, step = self._replicas[index], 0, 0
             high = self._microbatch_limit(replica, limit)
             while low < high:
-                middle = max((low + high + 1) // 2, high - step)  # most often it is little less than all time takes
+                # most often it is little less than all time takes
+                middle = max((low + high + 1) // 2, high - step)
                 if self._can_run(replica, [middle] * self._problem.grid.layer_count, limit):
                     low = middle
                 else:
@@ -249,11 +356,15 @@ class Divider:
         return self._known[key]
 
     def _microbatch_limit(self, replica: Replica, limit: int) -> int:
-        """Return an upper bound on the micro-batches that a replica runs in `limit` ticks: as if no worker were ever
-        idle."""
+        """Return an upper bound on the micro-batches that a replica runs in `limit` ticks.
+
+        It holds as if no worker were ever idle.
+        """
         rate = sum(1000 / self._problem.slowness(worker) for worker in replica.workers)
         work = sum(self._problem.costs.work)
-        return min(self._problem.grid.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
+        return min(
+            self._problem.grid.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30
+        )
 
     def _can_run(self, replica: Replica, counts: Sequence[int], limit: int) -> bool:
         if replica.is_recut:
@@ -262,22 +373,30 @@ class Divider:
                    for position in range(len(replica.workers)))
 
     def _unchanged_load(self, replica: Replica, position: int, count: int) -> int:
-        """Return the load, in ticks, of worker number `position` of a replica that keeps its stages, if the replica
-        runs `count` micro-batches.
+        """Return a worker's load, in ticks, in a replica that keeps its stages.
 
-        The load is the worker's compute ops at its speed, the all-reduces and optimizer steps of its layers, and the
-        least time that the worker must idle between its first F and its first I (`make_idle_function`; taken as 0 if
-        its layers are not consecutive).
+        It is worker number `position`, and the replica runs `count` micro-batches. The load is the
+        worker's compute ops at its speed, the all-reduces and optimizer steps of its layers, and
+        the least time that the worker must idle between its first F and its first I
+        (`make_idle_function`; taken as 0 if its layers are not consecutive).
         """
         problem, worker = self._problem, replica.workers[position]
-        compute = count * sum(problem.costs.work[layer] for layer in problem.list_held_layers(worker))
-        idle = 0 if len(problem.workers[worker].holds) > 1 else make_idle_function(
-            problem, worker, len(replica.workers) - 1 - position)(*problem.workers[worker].holds[0], count)
-        return -(-compute * problem.slowness(worker) // 1000) + problem.held_closing_ticks(worker) + idle
+        compute = count * sum(
+            problem.costs.work[layer] for layer in problem.list_held_layers(worker)
+        )
+        idle, ranges = 0, problem.workers[worker].holds
+        if len(ranges) <= 1:
+            hops = len(replica.workers) - 1 - position
+            idle = make_idle_function(problem, worker, hops)(*ranges[0], count)
+        # Rounded up to whole ticks.
+        ticks = -(-compute * problem.slowness(worker) // 1000)
+        return ticks + problem.held_closing_ticks(worker) + idle
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """Return the slices of the `items` shared micro-batches that fit into replicas whose layers are divided again
-        (`is_recut`), next to their whole micro-batches, within `limit` ticks for each worker.
+        """Return the slices of shared micro-batches that fit into re-cut replicas.
+
+        There are `items` shared micro-batches. The slices fit next to a replica's whole
+        micro-batches, within `limit` ticks for each worker.
 
         The argument `whole` has the number of whole micro-batches of each replica.
         """
@@ -294,24 +413,36 @@ class Divider:
         for index, replica in enumerate(self._replicas):
             if not replica.is_recut:
                 continue
-            most = bisect_left(range(1, min(count - 1, len(left)) + 1), True, key=lambda some: not self._can_run(
-                replica, _tasks_per_layer(count, whole[index], left[:some]), limit))
-            slices += _join_tasks(sorted(left[:most]), index, None)
-            left = left[most:]
+            taken = bisect_left(
+                range(1, min(count - 1, len(left)) + 1),
+                True,
+                key=lambda some: (
+                    not self._can_run(
+                        replica, _tasks_per_layer(count, whole[index], left[:some]), limit
+                    )
+                ),
+            )
+            slices += _join_tasks(sorted(left[:taken]), index, None)
+            left = left[taken:]
         return slices
 
     def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Return, for each worker of a replica that keeps its stages, the ticks of `limit` that its replica's whole
-        micro-batches leave it. The argument `whole` has the number of these for each replica."""
+        """Return the ticks of `limit` that whole micro-batches leave each worker.
+
+        The workers are those of replicas that keep their stages; `whole` has the number of whole
+        micro-batches of each replica.
+        """
         return {worker: limit - self._unchanged_load(replica, position, whole[index])
                 for index, replica in enumerate(self._replicas) if not replica.is_recut
                 for position, worker in enumerate(replica.workers)}
 
-    def _overflow_tasks(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Task]:
-        """Return the first (micro-batch, layer) tasks of a stage, as many as its workers have no ticks left for.
+    def _overflow_tasks(
+        self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]
+    ) -> list[Task]:
+        """Return the first tasks of a stage, those that its workers lack ticks for.
 
-        The stage has these layers and this column; there are `items` shared micro-batches; `free` has the ticks left to
-        each worker.
+        The stage has these layers and this column; there are `items` shared micro-batches; `free`
+        has the ticks left to each worker.
         """
         tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
         longest = max(self._problem.costs.work[layer] for layer in range(*layers))
@@ -321,13 +452,18 @@ class Divider:
 
     def _spread_over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
                              limit: int) -> list[Slice] | None:
-        """Spread those layers of the `items` shared micro-batches that are not in `segments` over the workers of
-        replicas that keep their stages.
+        """Spread what is left of the shared micro-batches over replicas that keep their stages.
 
-        The argument `whole` has the number of whole micro-batches of each replica. Return the slices of these workers,
-        or None if they do not fit into `limit` ticks.
+        There are `items` shared micro-batches, and `segments` has the layers that others run. The
+        argument `whole` has the number of whole micro-batches of each replica. Return the slices of
+        these workers, or None if they do not fit into `limit` ticks.
         """
-        problem, taken = self._problem, {(one.item, layer) for one in segments for layer in range(one.first, one.end)}
+        problem = self._problem
+        taken = {
+            (segment.item, layer)
+            for segment in segments
+            for layer in range(segment.first, segment.end)
+        }
         slices: list[Slice] = []
         free = self._free_ticks(whole, limit) if items else {}
         for (first, end), column in problem.path_by_chain[0]:
@@ -355,97 +491,136 @@ class Divider:
     def _spread_over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
         """Spread `items` shared micro-batches evenly over sets of replicas that keep their stages.
 
-        In each set, the workers of a stage take even shares of the stage's work. The argument `whole` has the number of
-        micro-batches that each replica runs as a whole. Return each worker's layers of shared micro-batches (`Slice`),
-        or None if a worker's load would exceed `limit` ticks.
+        In each set, the workers of a stage take even shares of the stage's work. The argument
+        `whole` has the number of micro-batches that each replica runs as a whole. Return each
+        worker's layers of shared micro-batches (`Slice`); None if a worker's load would exceed
+        `limit` ticks, or if no replica keeps its stages and micro-batches are shared.
         """
         free, slices = self._free_ticks(whole, limit) if items else {}, []
         for batches, replicas in self._form_sets(items):
             for layers, column in self._problem.path_by_chain[0]:
-                workers = [(index, worker) for index in replicas for worker in self._replicas[index].workers
-                           if worker.column == column]
-                for (index, worker), tasks in zip(workers, self._even_shares(batches, layers, len(workers)),
-                                                  strict=True):
+                workers = [
+                    (index, worker)
+                    for index in replicas
+                    for worker in self._replicas[index].workers
+                    if worker.column == column
+                ]
+                for (index, worker), tasks in zip(
+                    workers, self._even_shares(batches, layers, len(workers)), strict=True
+                ):
                     parts = _join_tasks(tasks, index, worker)
-                    free[worker] -= sum(self._problem.slice_ticks((part.first, part.end), worker) for part in parts)
+                    free[worker] -= sum(
+                        self._problem.slice_ticks((part.first, part.end), worker) for part in parts
+                    )
                     if free[worker] < 0:
                         return None
                     slices += parts
         return slices if slices or not items else None
 
     def _form_sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
-        """Iterate over sets of replicas that keep their stages and share micro-batches with no other set.
+        """Iterate over sets of replicas that share no micro-batch with other sets.
 
-        Each is yielded as (numbers of its micro-batches among the `items` shared ones, numbers of its replicas). There
-        are as many sets, and each has as few replicas, as is possible with hardly longer loads.
+        They keep their stages. Each is yielded as (numbers of its micro-batches among the `items`
+        shared ones, numbers of its replicas). There are as many sets, and each has as few replicas,
+        as is possible with hardly longer loads.
         """
         kept = [index for index, replica in enumerate(self._replicas) if not replica.is_recut]
         counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
         if not counts:
             return
-        most = {count: self._max_stage_work(items // count, len(kept) // count) for count in counts}
-        enough = min(most.values()) + Fraction(self._params.fewer_sets) * max(self._problem.grid.microbatches)
-        count = max(count for count in counts if most[count] <= enough)
+        largest = {
+            count: self._max_stage_work(items // count, len(kept) // count) for count in counts
+        }
+        enough = min(largest.values()) + Fraction(self._params.fewer_sets) * max(
+            self._problem.grid.microbatches
+        )
+        count = max(count for count in counts if largest[count] <= enough)
         each = items // count
-        size = next(size for size in itertools.count(1) if self._max_stage_work(each, size) <= most[count])
+        size = next(
+            size
+            for size in itertools.count(1)
+            if self._max_stage_work(each, size) <= largest[count]
+        )
         for number in range(count):
             yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
 
     def _max_stage_work(self, items: int, replicas: int) -> Fraction:
-        """Return the largest work of a worker at any stage if `replicas` replicas share `items` micro-batches by whole
-        layers.
+        """Return the largest work of a worker at any stage.
 
-        The unit is the work of a whole stage for one micro-batch. Results below `LayoutParams.least_share` are raised
-        to it: slices shorter than that wait longer than they take, so that more replicas would not help.
+        It holds if `replicas` replicas share `items` micro-batches by whole layers. The unit is the
+        work of a whole stage for one micro-batch. Results below `LayoutParams.least_share` are
+        raised to it: slices shorter than that wait longer than they take, so that more replicas
+        would not help.
         """
         counts = [end - first for (first, end), _ in self._problem.path_by_chain[0]]
         least = Fraction(self._params.least_share)
         return max(least, *(Fraction(-(-items * count // replicas), count) for count in counts))
 
     def _even_shares(self, items: range, layers: LayerRange, count: int) -> list[list[Task]]:
-        """Divide the (micro-batch, layer) tasks of a stage into `count` consecutive shares of even work. The
-        micro-batches are `items`, numbers among the shared ones."""
+        """Divide the (micro-batch, layer) tasks of a stage into `count` consecutive shares of even
+        work.
+
+        The micro-batches are `items`, numbers among the shared ones.
+        """
         work = self._problem.costs.work
         total, before = sum(work[slice(*layers)]) * len(items), 0
         shares: list[list[Task]] = [[] for _ in range(count)]
         for item in items:
             for layer in range(*layers):
-                shares[min(count - 1, (2 * before + work[layer]) * count // max(1, 2 * total))].append((item, layer))
+                shares[
+                    min(count - 1, (2 * before + work[layer]) * count // max(1, 2 * total))
+                ].append((item, layer))
                 before += work[layer]
         return shares
 
     def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Return, for each replica and layer, how many micro-batches run the layer there: the replica's whole ones,
-        given by `whole`, and the shared ones of which `segments` gives it the layer."""
-        counts = [[most] * self._problem.grid.layer_count for most in whole]
+        """Return how many micro-batches run each layer in each replica, [replica][layer].
+
+        They are the replica's whole ones, given by `whole`, and the shared ones of which `segments`
+        gives it the layer.
+        """
+        counts = [[count] * self._problem.grid.layer_count for count in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):
                 counts[slice_.replica][layer] += 1
         return counts
 
-    def _balance_workloads(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
-        """Return the work of each worker of a replica, the number of micro-batches by layer, such that the busiest one
-        has the least load. All layers of the replica are divided again.
+    def _balance_workloads(
+        self, replica: Replica, counts: Sequence[int], limit: int
+    ) -> list[Workload]:
+        """Return the work of each worker of a replica whose layers are all divided again.
 
-        Together the workers run counts[layer] micro-batches of each layer. No layer is held by two workers if no worker
-        then needs more than `limit` ticks.
+        Work is the number of micro-batches by layer; the busiest worker has the least load.
+        Together the workers run counts[layer] micro-batches of each layer. No layer is held by two
+        workers if no worker then needs more than `limit` ticks.
         """
         whole_layers = partial(self._cut, floating=False)
-        cut_within = self._cut if whole_layers(self._problem, replica.workers, counts, limit) is None else whole_layers
+        cut_within = (
+            self._cut
+            if whole_layers(self._problem, replica.workers, counts, limit) is None
+            else whole_layers
+        )
         problem, slowness = self._problem, map(self._problem.slowness, replica.workers)
         work = sum(ticks * count for ticks, count in zip(problem.costs.work, counts, strict=True))
         attempt = partial(cut_within, problem, replica.workers, counts)
         workloads = attempt(limit)
-        if workloads is None:  # shared tasks may leave less room than the limit that whole micro-batches allow
+        # shared tasks may leave less room than the limit that whole micro-batches allow
+        if workloads is None:
             limit, workloads = 4 * problem.ample_ticks, attempt(4 * problem.ample_ticks)
         if workloads is None:
-            raise LookupError("the live workers have no room for the layers of shared micro-batches")
-        return find_least_limit(attempt, max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit, workloads)[1]
+            raise LookupError(
+                "the live workers have no room for the layers of shared micro-batches"
+            )
+        return find_least_limit(
+            attempt, max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit, workloads
+        )[1]
 
 
 def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
-    """Return, for each of `count` layers, how many micro-batches run it: `whole`, plus the (micro-batch, layer) tasks
-    in `more`."""
+    """Return how many micro-batches run each of `count` layers.
+
+    They are `whole`, plus the tasks in `more`.
+    """
     counts = [whole] * count
     for _, layer in more:
         counts[layer] += 1
@@ -453,8 +628,11 @@ def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
 
 
 def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
-    """Join sorted (micro-batch, layer) tasks to slices of consecutive layers. They run on `worker` of replica number
-    `replica`, or on workers of this replica that are chosen later (None)."""
+    """Join sorted (micro-batch, layer) tasks to slices of consecutive layers.
+
+    They run on `worker` of replica number `replica`, or on workers of this replica that are chosen
+    later (None).
+    """
     slices: list[Slice] = []
     for item, layer in tasks:
         if slices and slices[-1].item == item and slices[-1].end == layer:
@@ -464,23 +642,41 @@ def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> l
     return slices
 
 
-# --- From a division to routes, one for each micro-batch --------------------------------------------------------------
+# --- From a division to routes, one for each micro-batch ------------------------------------------
 
 
 GOLDEN_FRACTION = 0.6180339887498949
-"""Golden ratio minus 1. The fractional parts of its first n multiples lie evenly in [0, 1) for any n."""
+"""Golden ratio minus 1.
+
+The fractional parts of its first n multiples lie evenly in [0, 1) for any n.
+"""
 
 
-def build_layout(problem: Problem, replicas: Sequence[Replica], division: Division, kind: str) -> Layout:
-    """Return the layout of a division, with the route of each micro-batch. The text `kind` (`Layout.kind`) says how the
-    layout was made."""
+def build_layout(
+    problem: Problem, replicas: Sequence[Replica], division: Division, kind: str
+) -> Layout:
+    """Return the layout of a division, with the route of each micro-batch.
+
+    The text `kind` (`Layout.kind`) says how the layout was made.
+    """
     whole, items = _name_microbatches(problem, replicas, division)
-    where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
+    where: dict[MicroBatch, dict[int, Worker]] = {
+        batch: {} for names in (*whole, items) for batch in names
+    }
     for index, replica in enumerate(replicas):
-        parts = [slice_ for slice_ in division.slices if slice_.replica == index and slice_.worker is None]
+        parts = [
+            slice_
+            for slice_ in division.slices
+            if slice_.replica == index and slice_.worker is None
+        ]
         if replica.is_recut:
-            _choose_cuts(division.workloads[index], replica, whole[index],
-                         [(items[slice_.item], slice_.first, slice_.end) for slice_ in parts], where)
+            _choose_cuts(
+                division.workloads[index],
+                replica,
+                whole[index],
+                [(items[slice_.item], slice_.first, slice_.end) for slice_ in parts],
+                where,
+            )
         else:
             for worker in replica.workers:
                 for layer in problem.list_held_layers(worker):
@@ -488,35 +684,41 @@ def build_layout(problem: Problem, replicas: Sequence[Replica], division: Divisi
                         where[batch][layer] = worker
     for slice_ in division.slices:
         if slice_.worker is not None:
-            where[items[slice_.item]].update(dict.fromkeys(range(slice_.first, slice_.end), slice_.worker))
+            where[items[slice_.item]].update(
+                dict.fromkeys(range(slice_.first, slice_.end), slice_.worker)
+            )
     routes = {batch: build_route(layers) for batch, layers in sorted(where.items())}
     return Layout(kind=kind, holds=_layers_held(problem, replicas, routes), routes=routes)
 
 
 def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
                        division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """Choose which micro-batches each replica runs as a whole, its own first, and which are shared by several.
-    `Division.whole` has the number of whole ones for each replica.
+    """Choose which micro-batches each replica runs as a whole, and which are shared.
 
-    Return a list for each replica, and the shared ones. Those that leave their own replica are evenly spread over the
+    A replica runs its own first; `Division.whole` has the number of whole ones. Return a list for
+    each replica, and the shared ones. Those that leave their own replica are evenly spread over the
     iteration.
     """
     whole: list[list[MicroBatch]] = []
     rest: list[MicroBatch] = []
-    of_pipeline = {replica.workers[0].pipeline: index for index, replica in reversed(list(enumerate(replicas)))}
-    own: dict[int, list[MicroBatch]] = defaultdict(list)
+    of_pipeline = {
+        replica.workers[0].pipeline: index for index, replica in reversed(list(enumerate(replicas)))
+    }
+    staying: dict[int, list[MicroBatch]] = defaultdict(list)
     for pipeline, count in enumerate(problem.grid.microbatches):
         batches = [MicroBatch(pipeline, number) for number in range(count)]
         stay = min(count, division.whole[of_pipeline[pipeline]]) if pipeline in of_pipeline else 0
         leaving = choose_evenly(count - stay, count)
         rest += [batch for batch in batches if batch.microbatch in leaving]
         if stay:
-            own[of_pipeline[pipeline]] = [batch for batch in batches if batch.microbatch not in leaving]
+            staying[of_pipeline[pipeline]] = [
+                batch for batch in batches if batch.microbatch not in leaving
+            ]
     rest.sort(key=_turn_key)
     taken = 0
     for index, count in enumerate(division.whole):
-        more = count - len(own[index])
-        whole.append(sorted(own[index] + rest[taken:taken + more], key=_turn_key))
+        more = count - len(staying[index])
+        whole.append(sorted(staying[index] + rest[taken:taken + more], key=_turn_key))
         taken += more
     return whole, rest[taken:]
 
@@ -525,16 +727,23 @@ def _turn_key(batch: MicroBatch) -> tuple[int, int]:
     return batch.microbatch, batch.pipeline
 
 
-def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches: Sequence[MicroBatch],
-                 parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
-    """Choose the worker of each layer of the micro-batches on a replica whose layers are divided again; store it as
-    `where`[micro-batch][layer].
+def _choose_cuts(
+    workloads: Sequence[dict[int, int]],
+    replica: Replica,
+    batches: Sequence[MicroBatch],
+    parts: Iterable[tuple[MicroBatch, int, int]],
+    where: dict[MicroBatch, dict[int, Worker]],
+) -> None:
+    """Choose the worker of each layer of the micro-batches on a re-cut replica.
 
-    Micro-batches in `batches` run on the replica as a whole, those in `parts`, (micro-batch, first, end), only with
-    layers [first, end). The mapping `workloads`[i] has the number of micro-batches of each layer on the i-th worker.
-    With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All
-    cuts of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give
-    or take one; and phases of successive micro-batches are spread evenly.
+    It is stored as `where`[micro-batch][layer].
+
+    Micro-batches in `batches` run on the replica as a whole, those in `parts`, (micro-batch, first,
+    end), only with layers [first, end). The mapping `workloads`[i] has the number of micro-batches
+    of each layer on the i-th worker. With x_k the number of layers before the k-th cut, a real
+    number, micro-batch i is cut at floor(x_k + phase(i)). All cuts of a micro-batch share its
+    phase, so that every worker runs the same number of layers of each micro-batch, give or take
+    one; and phases of successive micro-batches are spread evenly.
     """
     phase = {batch: GOLDEN_FRACTION * number % 1 for number, batch in enumerate(batches)}
     spans = [(batch, 0, len(workloads) and 1 << 30) for batch in batches] + list(parts)
@@ -547,7 +756,9 @@ def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches:
             sharers[layer].append((worker, count))
     for layer, shares in sharers.items():
         present = [batch for batch, first, end in order if first <= layer < end]
-        assert len(present) == sum(count for _, count in shares), "a layer's tasks are its micro-batches"
+        assert len(present) == sum(count for _, count in shares), (
+            "a layer's tasks are its micro-batches"
+        )
         at = 0
         for worker, count in shares:
             for batch in present[at:at + count]:
@@ -556,8 +767,10 @@ def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches:
 
 
 def build_route(layers: dict[int, Worker]) -> Route:
-    """Return the route of a micro-batch from the worker of each layer, with consecutive layers on one worker as one
-    slice."""
+    """Return the route of a micro-batch from the worker of each layer.
+
+    Consecutive layers on one worker become one slice.
+    """
     slices: list[RouteSlice] = []
     for layer in sorted(layers):
         worker = layers[layer]
@@ -570,12 +783,17 @@ def build_route(layers: dict[int, Worker]) -> Route:
 
 def _layers_held(problem: Problem, replicas: Sequence[Replica],
                  routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
-    """Return the layers that each worker holds: in replicas whose layers are divided again, those that it runs on any
-    of the `routes`; in all others, those that it held before."""
+    """Return the layers that each worker holds.
+
+    In re-cut replicas, they are those that it runs on any of the `routes`; in all others, those
+    that it held before.
+    """
     anew = {worker for replica in replicas if replica.is_recut for worker in replica.workers}
     run: dict[Worker, set[int]] = defaultdict(set)
     for route in routes.values():
         for slice_ in route:
             run[slice_.worker].update(range(*slice_.layers))
-    return {worker: merge_ranges((layer, layer + 1) for layer in run[worker]) if worker in anew else
-            problem.workers[worker].holds for worker in problem.live_workers}
+    holds = {worker: problem.workers[worker].holds for worker in problem.live_workers}
+    for worker in anew & holds.keys():
+        holds[worker] = merge_ranges((layer, layer + 1) for layer in run[worker])
+    return holds

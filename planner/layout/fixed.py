@@ -1,25 +1,34 @@
-"""Make layouts in which no worker holds more than before: live holders share the micro-batches of each stage.
+"""Make layouts in which no worker holds more than before.
 
-A *part* is a range of layers that the same workers hold; at first, a stage. Every micro-batch runs on its own worker
-while that is alive and has time. The rest goes to other holders: whole micro-batches while a holder has time for one,
-then slices, as in `planner.layout.division`.
+Live holders share the micro-batches of each stage.
+
+A *part* is a range of layers that the same workers hold; at first, a stage. Every micro-batch runs
+on its own worker while that is alive and has time. The rest goes to other holders: whole
+micro-batches while a holder has time for one, then slices, as in `planner.layout.division`.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from slipstream.planner.layout.division import build_route, find_least_limit
-from slipstream.planner.model.problem import HeldRange, Layout, MicroBatch, Problem, choose_evenly, iterate_held_ranges
+from slipstream.planner.model.problem import (
+    HeldRange,
+    Layout,
+    MicroBatch,
+    Problem,
+    choose_evenly,
+    iterate_held_ranges,
+)
 from slipstream.schedules.schedule import Worker
 
 
 def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) -> Layout:
-    """Return, for the layers that workers hold now, the layout whose busiest worker has the least load, with few
-    slices.
+    """Return the layout whose busiest worker has the least load, with no layer moved.
 
-    With `sliced`, a micro-batch may be cut between any two layers; otherwise, one worker runs all consecutive layers
-    that the same workers hold. The load may exceed the least one by the share `within` of it; then fewer micro-batches
-    are cut. Raises LookupError if no worker holds a layer.
+    It has few slices. With `sliced`, a micro-batch may be cut between any two layers; otherwise,
+    one worker runs all consecutive layers that the same workers hold. The load may exceed the least
+    one by the share `within` of it; then fewer micro-batches are cut. Raises LookupError if no
+    worker holds a layer.
     """
     sharing = _Sharing(problem, sliced=sliced)
     ample = problem.ample_ticks * 2
@@ -29,55 +38,74 @@ def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) 
     if within:
         best = sharing.share_within(round(least * (1 + within))) or best
     routes = {batch: build_route(layers) for batch, layers in sorted(best.items())}
-    return Layout(kind="layers fixed, " + ("slices" if sliced else "whole micro-batches"),
-                  holds={worker: one.holds for worker, one in problem.workers.items()}, routes=routes)
+    return Layout(
+        kind="layers fixed, " + ("slices" if sliced else "whole micro-batches"),
+        holds={worker: state.holds for worker, state in problem.workers.items()},
+        routes=routes,
+    )
 
 
 class _Sharing:
-    """Distributor of all micro-batches over the holders of each range of layers, such that no worker has more than a
-    given load."""
+    """Distributor of all micro-batches over the holders of each range of layers.
+
+    No worker gets more than a given load.
+    """
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
-        self._parts = sorted(iterate_held_ranges(problem), key=lambda part: (len(part.holders), part.layers))
-        self._closing = {worker: problem.held_closing_ticks(worker) for worker in problem.live_workers}
+        self._parts = sorted(
+            iterate_held_ranges(problem), key=lambda part: (len(part.holders), part.layers)
+        )
+        self._closing = {
+            worker: problem.held_closing_ticks(worker) for worker in problem.live_workers
+        }
         self._own = [self._by_own_worker(part) for part in self._parts]
 
     def share_within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
-        """Return, by micro-batch and layer, the worker that runs it, such that no worker has more than `limit` ticks of
-        work.
+        """Return, by micro-batch and layer, the worker that runs it.
 
-        Return None if no such distribution is found.
+        No worker has more than `limit` ticks of work. Return None if no such distribution is found.
         """
         free = {worker: limit - closing for worker, closing in self._closing.items()}
         if min(free.values()) < 0:
             return None
         where: dict[MicroBatch, dict[int, Worker]] = defaultdict(dict)
         away: list[tuple[HeldRange, list[MicroBatch]]] = []
-        for part, own in zip(self._parts, self._own, strict=True):  # own work first, of all parts
-            away.append((part, self._keep_own(part, own, free, where)))
-        return where if all(self._share_rest(part, batches, free, where) for part, batches in away) else None
+        # own work first, of all parts
+        for part, by_worker in zip(self._parts, self._own, strict=True):
+            away.append((part, self._keep_own(part, by_worker, free, where)))
+        if all(self._share_rest(part, batches, free, where) for part, batches in away):
+            return where
+        return None
 
     def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
-        """Group all micro-batches by the worker of their own pipeline that holds the range of layers of `part`.
-        Micro-batches of pipelines without such a worker have the key None."""
-        own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
+        """Group all micro-batches by their own worker for the layers of `part`.
+
+        It is the worker of their own pipeline that holds these layers; None is the key of the
+        others.
+        """
+        by_worker: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
                 batch = MicroBatch(pipeline, number)
-                own[self._own_worker(part, batch)].append(batch)
-        return own
+                by_worker[self._own_worker(part, batch)].append(batch)
+        return by_worker
 
-    def _keep_own(self, part: HeldRange, own: Mapping[Worker | None, list[MicroBatch]], free: dict[Worker, int],
-                  where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
-        """Assign to each worker as many micro-batches of its own pipeline as it has time for; return the other
-        micro-batches, in order.
+    def _keep_own(
+        self,
+        part: HeldRange,
+        by_worker: Mapping[Worker | None, list[MicroBatch]],
+        free: dict[Worker, int],
+        where: dict[MicroBatch, dict[int, Worker]],
+    ) -> list[MicroBatch]:
+        """Assign to each worker the micro-batches of its own pipeline that it has time for.
 
-        The layers are those of `part`, and `own` the result of `_by_own_worker` for it. The worker is stored as
-        `where`[micro-batch][layer]; `free`, the ticks left to each worker, is reduced.
+        Returns the other micro-batches, in order. The layers are those of `part`, and `by_worker`
+        the result of `_by_own_worker` for it. The worker is stored as `where`[micro-batch][layer];
+        `free`, the ticks left to each worker, is reduced.
         """
         away = list[MicroBatch]()
-        for worker, batches in own.items():
+        for worker, batches in by_worker.items():
             if worker is None:
                 away += batches
                 continue
@@ -93,10 +121,10 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
-        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`: the one in the column of
-        these layers, if it holds them.
+        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`.
 
-        Otherwise return another holder of these layers in that pipeline; None if there is none.
+        It is the one in the column of these layers, if it holds them. Otherwise return another
+        holder of these layers in that pipeline; None if there is none.
         """
         path = self._problem.path_by_chain[batch.microbatch % len(self._problem.path_by_chain)]
         column = next(column for (first, end), column in path if first <= part.layers[0] < end)
@@ -107,10 +135,10 @@ class _Sharing:
 
     def _share_rest(self, part: HeldRange, batches: Sequence[MicroBatch], free: dict[Worker, int],
                     where: dict[MicroBatch, dict[int, Worker]]) -> bool:
-        """Assign `batches`, micro-batches that their own pipeline's worker does not run, to holders of the layers of
-        `part`; return False if these lack time.
+        """Assign `batches` to holders of the layers of `part`; return False if these lack time.
 
-        The worker is stored as `where`[micro-batch][layer]; `free`, the ticks left to each worker, is reduced.
+        Their own pipeline's worker does not run them. The worker is stored as
+        `where`[micro-batch][layer]; `free`, the ticks left to each worker, is reduced.
         """
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
@@ -123,6 +151,7 @@ class _Sharing:
             where[waiting.pop(0)].update(dict.fromkeys(range(*part.layers), worker))
         if not self._sliced:
             return not waiting
+        # What is left is cut into layers, and holders take consecutive ones (McNaughton 1959).
         tasks = deque((batch, layer) for batch in waiting for layer in range(*part.layers))
         for worker in part.holders:
             while tasks:

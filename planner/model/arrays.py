@@ -1,9 +1,10 @@
 """The problem as arrays of integers, for loops that run over all ops many times.
 
-The number of an op is unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and place
-in the route, so that the unit at the next slice has the next number. An *order* lists all ops so that each comes after
-the ops that it waits for; each worker runs its ops in that order. The memory of a worker changes only at the ends of
-its own ops, so it depends on the order alone: once an order is known to fit, start times may be chosen freely.
+The number of an op is unit x number of kinds + index of its kind. Units are numbered by pipeline,
+micro-batch and place in the route, so that the unit at the next slice has the next number. An
+*order* lists all ops so that each comes after the ops that it waits for; each worker runs its ops
+in that order. The memory of a worker changes only at the ends of its own ops, so it depends on the
+order alone: once an order is known to fit, start times may be chosen freely.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +27,10 @@ Ints = NDArray[np.int64]
 
 
 class ProblemArrays:
-    """Integer arrays of a problem and the worker of each unit, read by everything that times, orders or improves its
-    ops.
+    """Integer arrays of a problem and the worker of each unit.
 
-    Workers are numbered by row: their index among the live workers.
+    All that times, orders or improves its ops reads them. Workers are numbered by row: their index
+    among the live workers.
     """
 
     def __init__(self, problem: Problem, hosts: Mapping[Unit, Worker]) -> None:
@@ -42,25 +43,35 @@ class ProblemArrays:
         self.workers = problem.live_workers
         """Live workers by row (their number in all arrays)."""
         self.group = to_ints([problem.group_number(worker) for worker in self.workers])
-        """Number of the worker's reduce group (the workers that hold the same layers), by row."""
-        self.ticks_after_group = to_ints([problem.ticks_after_group(worker) for worker in self.workers])
-        """Ticks from the end of the worker's group to the end of its busy window, by row; see
-        `Problem.ticks_after_group`."""
+        """Number of the worker's reduce group, by row."""
+        self.ticks_after_group = to_ints(
+            [problem.ticks_after_group(worker) for worker in self.workers]
+        )
+        """Ticks from the end of the worker's group to that of its window, by row.
+
+        See `Problem.ticks_after_group`.
+        """
         self.reductions = build_reduction_arrays(problem)
         self.ops = self._build_ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
         """Number of units that the worker runs, by row."""
 
     def with_assignment(self, worker: Ints) -> "ProblemArrays":
-        """Return a copy of these arrays in which `worker` has the row of the worker that runs each unit.
+        """Return a copy of these arrays with other workers.
 
-        Arrays that do not depend on the assignment are shared.
+        The array `worker` has the row of the worker that runs each unit. Arrays that do not depend
+        on the assignment are shared.
         """
         other, ops = copy(self), self.ops
-        other.hosts = {unit: self.workers[row] for unit, row in zip(self.units, worker.tolist(), strict=True)}
+        other.hosts = {
+            unit: self.workers[row] for unit, row in zip(self.units, worker.tolist(), strict=True)
+        }
         other.ops = ops._replace(
-            worker=worker, duration=self._op_durations(ops.slice, worker),
-            predecessors=_with_hops(ops.predecessors, worker, ops), successors=_with_hops(ops.successors, worker, ops))
+            worker=worker,
+            duration=self._op_durations(ops.slice, worker),
+            predecessors=_with_hops(ops.predecessors, worker, ops),
+            successors=_with_hops(ops.successors, worker, ops),
+        )
         other.load = np.bincount(worker, minlength=len(self.workers))
         return other
 
@@ -71,7 +82,10 @@ class ProblemArrays:
 
     @cached_property
     def home_rows(self) -> Ints:
-        """Row of the worker that runs a unit if its pipeline is healthy, by unit; -1 if that worker is down."""
+        """Row of the worker that runs a unit if its pipeline is healthy, by unit.
+
+        -1 if that worker is down.
+        """
         return to_ints([self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
                         for unit in self.units])
 
@@ -83,41 +97,69 @@ class ProblemArrays:
         worker = to_ints([self.row_of[self.hosts[unit]] for unit in self.units])
         position, length = _route_places(problem)
         predecessors, successors = _build_arcs(problem, position, length, worker)
-        # Positions are layers and not slice indices, so that routes of different lengths are comparable.
-        position, end = to_ints(problem.layers_by_slice)[number].T.copy()  # the kernel requires contiguous arrays
+        # Positions are layers and not slice indices, so that routes of different lengths are
+        # comparable.
+        # the kernel requires contiguous arrays
+        position, end = to_ints(problem.layers_by_slice)[number].T.copy()
         back = end.max() - end
         depth = 1 + int(max(position.max(), back.max()))
-        return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_by_slice) > problem.grid.columns,
-                   unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, slice=number, position=position,
-                   back=back, worker=worker, duration=self._op_durations(number, worker),
-                   predecessors=predecessors, successors=successors)
+        return Ops(
+            kinds=kinds,
+            depth=depth,
+            mixed=len(problem.layers_by_slice) > problem.grid.columns,
+            unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds,
+            slice=number,
+            position=position,
+            back=back,
+            worker=worker,
+            duration=self._op_durations(number, worker),
+            predecessors=predecessors,
+            successors=successors,
+        )
 
     def _op_durations(self, number: Ints, worker: Ints) -> Ints:
-        """Return the ticks of each op, by its number, if unit i is of slice `number[i]` and runs on the worker in row
-        `worker[i]`."""
+        """Return the ticks of each op, by its number.
+
+        Unit i is of slice `number[i]` and runs on the worker in row `worker[i]`.
+        """
         problem, rows = self.problem, len(self.workers)
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
-        costs = [[problem.op_ticks(kind, pair // rows, self.workers[pair % rows]) for kind in problem.op_kinds]
-                 for pair in pairs.tolist()]
+        costs = []
+        for pair in pairs.tolist():
+            slice_, worker_ = pair // rows, self.workers[pair % rows]
+            costs.append([problem.op_ticks(kind, slice_, worker_) for kind in problem.op_kinds])
         return to_ints(costs)[inverse].ravel()
 
     def make_solution(self, order: Ints, start: Ints) -> "Solution":
-        """Return the solution with these start ticks of all ops, by op. Ops that start together keep their sequence in
-        `order`, the numbers of the ops."""
-        return Solution(self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start)
+        """Return the solution with these start ticks of all ops, by op.
+
+        Ops that start together keep their sequence in `order`, the numbers of the ops.
+        """
+        return Solution(
+            self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start
+        )
 
     def iterate_op_keys(self) -> Iterator[OpKey]:
-        """Iterate over the keys (kind, slice, pipeline, micro-batch) of all ops, in the order of their numbers."""
+        """Iterate over the keys of all ops, in the order of their numbers.
+
+        A key is (kind, slice, pipeline, micro-batch).
+        """
         return ((kind, *unit) for unit in self.units for kind in self.problem.op_kinds)
 
 
 class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Solution of a problem: workers and start times of all compute ops, without all-reduces and optimizer steps."""
+    """Workers and start times of all compute ops of a problem.
+
+    All-reduces and optimizer steps are not part of it.
+    """
 
     arrays: ProblemArrays
     """Arrays of the problem with the worker of each unit."""
     order: Ints
-    """Numbers of all ops, sorted by start. Ops without duration may share an instant: they run in this order."""
+    """Numbers of all ops, sorted by start.
+
+    Ops without duration may share an instant: they run in this order.
+    """
     start: Ints
     """Start tick of each op, by its number."""
 
@@ -137,16 +179,19 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def start_by_key(self) -> Mapping[OpKey, int]:
-        """Start tick of each compute op by its key (kind, slice, pipeline, micro-batch), in order of start."""
+        """Start tick of each compute op by its key, in order of start.
+
+        A key is (kind, slice, pipeline, micro-batch).
+        """
         keys, start = list(self.arrays.iterate_op_keys()), self.start.tolist()
         return {keys[op]: start[op] for op in self.order.tolist()}
 
 
 def build_reduction_arrays(problem: Problem) -> "Reductions":
-    """Return the gradient reductions as arrays. A reduction is of a range of layers that the same groups (workers that
-    hold the same layers) hold.
+    """Return the gradient reductions as arrays.
 
-    They are empty unless `Problem.times_each_reduction`: `Problem.ticks_after_group` then includes the reductions.
+    A reduction is of a range of layers that the same groups hold. They are empty unless
+    `Problem.times_each_reduction`: `Problem.ticks_after_group` then includes the reductions.
     """
     from slipstream.planner.kernel import Reductions
 
@@ -155,16 +200,24 @@ def build_reduction_arrays(problem: Problem) -> "Reductions":
     for number, (_, groups) in enumerate(shared):
         for group in groups:
             of_group[group].append(number)
+    of_slice = []
+    for first, end in problem.layers_by_slice:
+        of_slice.append(
+            [number for number, ((low, high), _) in enumerate(shared) if low < end and first < high]
+        )
     return Reductions(
         sharers=pad_rows([groups for _, groups in shared]),
         ticks=to_ints([problem.reduction_ticks(layers) for layers, _ in shared]),
         between=pad_rows(of_group),
-        awaiting=pad_rows([[number for number, ((low, high), _) in enumerate(shared) if low < end and first < high]
-                           for first, end in problem.layers_by_slice]))
+        awaiting=pad_rows(of_slice),
+    )
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Ints:
-    """Return lists of unequal length as the rows of one array, with -1 after the end of each."""
+    """Return lists of unequal length as the rows of one array.
+
+    -1 stands after the end of each.
+    """
     width = max([1, *map(len, rows)])
     return to_ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
@@ -175,20 +228,30 @@ def to_ints(values: Sequence[Any]) -> Ints:
 
 
 def _route_places(problem: Problem) -> tuple[Ints, Ints]:
-    """Return, for each unit, the position of its slice in its route, and the number of slices of the route."""
+    """Return the position of each unit's slice in its route, and the route's length.
+
+    Lengths count slices.
+    """
     grid = problem.grid
-    lengths = to_ints([len(problem.routes[MicroBatch(pipeline, microbatch)])
-                       for pipeline, count in enumerate(grid.microbatches) for microbatch in range(count)])
+    lengths = to_ints(
+        [
+            len(problem.routes[MicroBatch(pipeline, microbatch)])
+            for pipeline, count in enumerate(grid.microbatches)
+            for microbatch in range(count)
+        ]
+    )
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.arange(len(first), dtype=np.int64) - first, np.repeat(lengths, lengths)
 
 
-def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
-    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs: from each op to those for
-    which it waits, and to those that wait for it.
+def _build_arcs(
+    problem: Problem, position: Ints, length: Ints, worker: Ints
+) -> "tuple[Arcs, Arcs]":
+    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs.
 
-    By unit, `position` has the index of its slice in its route, `length` the number of slices of the route, and
-    `worker` the row of its worker.
+    They lead from each op to those for which it waits, and to those that wait for it. By unit,
+    `position` has the index of its slice in its route, `length` the number of slices of the route,
+    and `worker` the row of its worker.
     """
     kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
@@ -201,30 +264,40 @@ def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) ->
             waiting = units[where]
             ops.append(waiting * len(kinds) + kinds.index(rule.kind))
             awaited.append((waiting + rule.step) * len(kinds) + kinds.index(rule.awaited))
-            transfers.append(np.full(len(waiting), problem.times.transfer if rule.tensor else 0, dtype=np.int64))
+            transfers.append(
+                np.full(len(waiting), problem.times.transfer if rule.tensor else 0, dtype=np.int64)
+            )
     later, earlier, transfer = map(np.concatenate, (ops, awaited, transfers))
     hop = transfer * (worker[later // len(kinds)] != worker[earlier // len(kinds)])
     count = len(position) * len(kinds)
-    return _compress_arcs(count, later, earlier, transfer, hop), _compress_arcs(count, earlier, later, transfer, hop)
+    return _compress_arcs(count, later, earlier, transfer, hop), _compress_arcs(
+        count, earlier, later, transfer, hop
+    )
 
 
 def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """Return a copy of the arcs with the transfer times for another assignment: `worker` has the row of each unit's
-    worker."""
-    own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
-    return arcs._replace(hop=arcs.transfer * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]))
+    """Return a copy of the arcs with the transfer times for another assignment.
+
+    The array `worker` has the row of each unit's worker.
+    """
+    waiting = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
+    return arcs._replace(
+        hop=arcs.transfer * (worker[ops.unit[waiting]] != worker[ops.unit[arcs.op]])
+    )
 
 
-def _compress_arcs(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op. Precedence i joins the ops
-    own[i] and other[i] and becomes an arc of the former; there are `count` ops.
+def _compress_arcs(count: int, op: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
+    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op.
 
-    An arc adds `transfer` ticks between different workers, `hop` under the present assignment. The arcs of an op stay
-    in the given order.
+    Precedence i joins the ops op[i] and other[i] and becomes an arc of the former; there are
+    `count` ops.
+
+    An arc adds `transfer` ticks between different workers, `hop` under the present assignment. The
+    arcs of an op stay in the given order.
     """
     from slipstream.planner.kernel import Arcs
 
-    order = np.argsort(own, kind="stable")
+    order = np.argsort(op, kind="stable")
     start = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(np.bincount(own, minlength=count), out=start[1:])
+    np.cumsum(np.bincount(op, minlength=count), out=start[1:])
     return Arcs(start=start, op=other[order], transfer=transfer[order], hop=hop[order])

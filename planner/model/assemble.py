@@ -1,4 +1,7 @@
-"""Build a schedule from solved pieces: put them on one clock, then add all-reduces and optimizer steps."""
+"""Build a schedule from solved pieces.
+
+They are put on one clock, then all-reduces and optimizer steps are added.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,12 +32,13 @@ ForeignNames = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
 def align_pieces(problem: Problem, solutions: Sequence[Solution],
                  deadlines: Sequence[int] | None = None) -> list[Solution]:
-    """Return the solutions of all subproblems shifted onto one clock, on which the first op of all starts at tick 0.
+    """Return the solutions of all subproblems shifted onto one clock.
 
-    With a staggered optimizer and several subproblems, each op then starts as late as the common end of its worker's
-    group (workers that hold the same layers) allows, so that busy windows are as short as the orders permit. Of three
-    choices of the common ends, the one with the shortest period is used: `deadlines`, if given; the ends of the longest
-    subproblem; and the latest ends of all subproblems when each begins at tick 0.
+    On it, the first op of all starts at tick 0. With a staggered optimizer and several subproblems,
+    each op then starts as late as the common end of its worker's group allows, so that busy windows
+    are as short as the orders permit. Of three choices of the common ends, the one with the
+    shortest period is used: `deadlines`, if given; the ends of the longest subproblem; and the
+    latest ends of all subproblems when each begins at tick 0.
     """
     at_0 = [solution.with_starts(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":
@@ -43,14 +47,16 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
     periods = [solution_period(solution) for solution in solutions]
     least = max(periods)
     longest = solutions[periods.index(least)]
-    own = get_deadlines(longest)
+    of_longest = get_deadlines(longest)
     common = get_deadlines(*at_0)
     choices += [latest_group_ends(longest.arrays, choice).tolist()
-                for choice in (np.where(own > NEVER, own, common), common)]
+                for choice in (np.where(of_longest > NEVER, of_longest, common), common)]
     best: tuple[int, list[Solution]] | None = None
     for choice in choices:
         late = [with_latest_starts(solution, choice) for solution in solutions]
-        longest_of_late = _aligned_period(late, compute_group_ends(*late) if problem.anneals_reductions else choice)
+        longest_of_late = _aligned_period(
+            late, compute_group_ends(*late) if problem.anneals_reductions else choice
+        )
         if best is None or longest_of_late < best[0]:
             best = longest_of_late, late
         if longest_of_late <= least:
@@ -60,10 +66,14 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
     return [solution.with_starts(solution.start - first) for solution in best[1]]
 
 
-def compute_period(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> int:
-    """Return the period, in ticks, of the schedule that `build_schedule` would make of the solutions of all
-    subproblems. The argument `deadlines` has the ticks by which groups (workers that hold the same layers) end their
-    compute ops; see `align_pieces`."""
+def compute_period(
+    problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None
+) -> int:
+    """Return the period, in ticks, of the schedule that `build_schedule` would make.
+
+    It is made of the solutions of all subproblems. The argument `deadlines` has the ticks by which
+    groups end their compute ops; see `align_pieces`.
+    """
     aligned = align_pieces(problem, solutions, deadlines)
     return _aligned_period(aligned, compute_group_ends(*aligned))
 
@@ -73,34 +83,69 @@ def _aligned_period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> 
     return max(solution_period(solution, last, saved) for solution in aligned)
 
 
-def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
-                   bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
-    """Build the schedule of one solution, or of the solutions of all subproblems, which are put on one clock.
+def build_schedule(
+    problem: Problem,
+    solved: Solution | Sequence[tuple[Piece, Solution]],
+    *,
+    method: str,
+    bound: Bound | None = None,
+    deadlines: Sequence[int] | None = None,
+) -> Schedule:
+    """Build the schedule of one solution, or of the solutions of all subproblems.
 
-    The schedule names the search `method` and the proven `bound` (None: no bound is known). The argument `deadlines`
-    has the ticks by which groups (workers that hold the same layers) end their compute ops; see `align_pieces`.
+    They are put on one clock.
+
+    Parameters
+    ----------
+    problem
+        Problem that is solved.
+    solved
+        The solution, or each subproblem with its solution.
+    method
+        Search that the schedule names.
+    bound
+        Proven bound that it names; None: no bound is known.
+    deadlines
+        Ticks by which groups end their compute ops; see `align_pieces`.
     """
     if isinstance(solved, Solution):
         solved = [(make_whole_piece(problem), solved)]
     aligned = align_pieces(problem, [solution for _, solution in solved], deadlines)
     last = compute_group_ends(*aligned)
-    closing = build_closing_programs(problem, last.tolist(), _begin_reductions(problem, aligned, last).tolist())
+    closing = build_closing_programs(
+        problem, last.tolist(), _begin_reductions(problem, aligned, last).tolist()
+    )
     programs: dict[Worker, Program] = {}
     for (piece, _), placed in zip(solved, aligned, strict=True):
         programs |= _build_programs(piece, placed, closing)
     ticks = _aligned_period(aligned, last)
     seats, stored = _share_programs(problem, programs)
     bound = bound or Bound(0, problem.bound_scope)
-    return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid,
-                    slices=problem.slices, times=problem.times, memory=problem.memory,
-                    backward=problem.backward, optimizer=problem.optimizer, failed=tuple(sorted(problem.failed)),
-                    seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=bound.ticks,
-                    status="optimal" if ticks <= bound.ticks else "feasible", method=method, bound_scope=bound.scope)
+    return Schedule(
+        job=problem.name,
+        tick_seconds=problem.tick_seconds,
+        grid=problem.grid,
+        slices=problem.slices,
+        times=problem.times,
+        memory=problem.memory,
+        backward=problem.backward,
+        optimizer=problem.optimizer,
+        failed=tuple(sorted(problem.failed)),
+        seats=seats,
+        programs=stored,
+        period_ticks=ticks,
+        lower_bound_ticks=bound.ticks,
+        status="optimal" if ticks <= bound.ticks else "feasible",
+        method=method,
+        bound_scope=bound.scope,
+    )
 
 
 def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints) -> Ints:
-    """Return the start tick of each reduction if groups (workers that hold the same layers) end compute at `last`;
-    empty if reductions simply follow that end."""
+    """Return the start tick of each reduction if groups end compute at `last`.
+
+    Empty if reductions simply follow that end.
+    """
     if problem.can_reduce_early:
         return compute_reduction_begins(aligned)
     if problem.reduces_in_bubbles:
@@ -109,22 +154,30 @@ def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints)
 
 
 def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
-    """Return a copy of the schedule with another bound, converted from ticks of `tick_seconds` to those of the schedule
-    and rounded down."""
-    return schedule.with_bound(math.floor(bound.ticks * limited_ratio(tick_seconds, schedule.tick_seconds)),
-                               bound.scope)
+    """Return a copy of the schedule with another bound, in its own ticks.
+
+    The bound is converted from ticks of `tick_seconds`, and rounded down.
+    """
+    return schedule.with_bound(
+        math.floor(bound.ticks * limited_ratio(tick_seconds, schedule.tick_seconds)), bound.scope
+    )
 
 
-def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> dict[Worker, Program]:
-    """Return the programs of the roles in all copies of a subproblem. Equal programs of several copies are one object.
+def _build_programs(
+    piece: Piece, solution: Solution, closing: Sequence[Program]
+) -> dict[Worker, Program]:
+    """Return the programs of the roles in all copies of a subproblem.
 
-    The programs in `closing` are the reductions and optimizer step of each group of workers that hold the same layers.
+    Equal programs of several copies are one object. The programs in `closing` are the reductions
+    and optimizer step of each group of workers that hold the same layers.
     """
     arrays = solution.arrays
     kinds, row_of = piece.problem.op_kinds, arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
     owners: list[list[MicroBatch]] = [[] for _ in arrays.workers]
-    for op, begin in zip(solution.order.tolist(), solution.start[solution.order].tolist(), strict=True):
+    for op, begin in zip(
+        solution.order.tolist(), solution.start[solution.order].tolist(), strict=True
+    ):
         number, kind = divmod(op, len(kinds))
         unit, row = arrays.units[number], row_of[number]
         bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))
@@ -137,27 +190,35 @@ def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]
     program_of: dict[tuple[int, ForeignNames], Program] = {}
     programs: dict[Worker, Program] = {}
     for copy in piece.copies:
-        names = [_find_foreign_names(piece, copy, pipeline, batches_run[pipeline]) for pipeline in range(len(copy))]
+        names = [
+            _find_foreign_names(piece, copy, pipeline, batches_run[pipeline])
+            for pipeline in range(len(copy))
+        ]
         for row, worker in enumerate(arrays.workers):
-            own = names[worker.pipeline]
-            if (row, own) not in program_of:
-                program_of[row, own] = _rename_microbatches(*closed[row], owners[row], dict(own))
-            programs[Worker(copy[worker.pipeline], worker.column)] = program_of[row, own]
+            key = row, names[worker.pipeline]
+            if key not in program_of:
+                program_of[key] = _rename_microbatches(*closed[row], owners[row], dict(key[1]))
+            programs[Worker(copy[worker.pipeline], worker.column)] = program_of[key]
     return programs
 
 
-def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> ForeignNames:
-    """Return pairs (micro-batch in the subproblem, its name in the whole problem) for those micro-batches of `ran`
-    whose name changes.
+def _find_foreign_names(
+    piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]
+) -> ForeignNames:
+    """Return the micro-batches of `ran` whose name changes, with their new names.
 
-    The argument `ran` has the micro-batches that run on a worker of `pipeline`, a number in the subproblem; `copy` has
-    the numbers of the subproblem's pipelines in the whole problem. A name is (pipeline, number), where the pipeline is
-    None if it is the worker's own.
+    They are pairs (micro-batch in the subproblem, its name in the whole problem). The argument
+    `ran` has the micro-batches that run on a worker of `pipeline`, a number in the subproblem;
+    `copy` has the numbers of the subproblem's pipelines in the whole problem. A name is (pipeline,
+    number), where the pipeline is None if it is the worker's own.
     """
     names = []
     for batch in sorted(ran):
-        known = piece.original_microbatch(copy, *batch)
-        name = None if known.pipeline == copy[pipeline] else known.pipeline, known.microbatch
+        original = piece.original_microbatch(copy, *batch)
+        name = (
+            None if original.pipeline == copy[pipeline] else original.pipeline,
+            original.microbatch,
+        )
         if name != (None, batch.microbatch):
             names.append((batch, name))
     return tuple(names)
@@ -165,12 +226,11 @@ def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: I
 
 def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
                         closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
-    """Return a worker's program of its compute ops `body` and its closing ops, and the indices of the compute ops in
-    it.
+    """Return a worker's program, and the indices of its compute ops in it.
 
-    The closing ops are the reductions and the optimizer step, in `closing` by number of the worker's group (workers
-    that hold the same layers). They follow the compute ops, or lie between them if `problem.can_reduce_early` or
-    `problem.reduces_in_bubbles`.
+    The program has the compute ops `body` and the closing ops. The closing ops are the reductions
+    and the optimizer step, in `closing` by number of the worker's group. They follow the compute
+    ops, or lie between them if `problem.can_reduce_early` or `problem.reduces_in_bubbles`.
     """
     last = closing[problem.group_number(worker)]
     if not (problem.can_reduce_early or problem.reduces_in_bubbles):
@@ -179,7 +239,9 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
     places: list[int] = []
     pending = list(last)
     for op in body:
-        while pending and pending[0].start_ticks < op.start_ticks + problem.op_ticks(op.kind, op.slice or 0, worker):
+        while pending and pending[0].start_ticks < op.start_ticks + problem.op_ticks(
+            op.kind, op.slice or 0, worker
+        ):
             program.append(pending.pop(0))
         places.append(len(program))
         program.append(op)
@@ -190,9 +252,10 @@ def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequen
                          names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
     """Return a worker's program with micro-batches named as in the whole problem.
 
-    The mapping `names` has, by micro-batch of the subproblem, the names that differ: (pipeline, number), where the
-    pipeline is None if it is the worker's own. The arguments `places` and `owners` have the indices of the compute ops
-    in the program, and their micro-batches in the subproblem.
+    The mapping `names` has, by micro-batch of the subproblem, the names that differ: (pipeline,
+    number), where the pipeline is None if it is the worker's own. The arguments `places` and
+    `owners` have the indices of the compute ops in the program, and their micro-batches in the
+    subproblem.
     """
     if not names:
         return program
@@ -200,54 +263,73 @@ def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequen
     for index, owner in zip(places, owners, strict=True):
         if owner in names:
             pipeline, microbatch = names[owner]
-            ops[index] = msgspec.structs.replace(ops[index], pipeline=pipeline, microbatch=microbatch)
+            ops[index] = msgspec.structs.replace(
+                ops[index], pipeline=pipeline, microbatch=microbatch
+            )
     return tuple(ops)
 
 
-def _share_programs(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...],
-                                                                                   tuple[Program, ...]]:
-    """Return the seats, sorted by worker, and each distinct program once, in the order of first use."""
+def _share_programs(
+    problem: Problem, programs: Mapping[Worker, Program]
+) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
+    """Return the seats, sorted by worker, and each distinct program once.
+
+    Programs are in the order of first use.
+    """
     index: dict[Program, int] = {}
-    known: dict[int, int] = {}
+    number_of: dict[int, int] = {}
     seats, usual = [], problem.grid.held_layers_by_column
     for worker, program in sorted(programs.items()):
-        if id(program) not in known:
-            known[id(program)] = index.setdefault(program, len(index))
-        held = problem.workers[worker].holds
-        seats.append(Seat(worker, worker, known[id(program)], None if held == usual[worker.column] else held))
+        if id(program) not in number_of:
+            number_of[id(program)] = index.setdefault(program, len(index))
+        ranges = problem.workers[worker].holds
+        listed = None if ranges == usual[worker.column] else ranges
+        seats.append(Seat(worker, worker, number_of[id(program)], listed))
     return tuple(seats), tuple(index)
 
 
-# --- The ops that end an iteration ------------------------------------------------------------------------------------
+# --- The ops that end an iteration ----------------------------------------------------------------
 
 
-def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> list[Program]:
-    """Return the closing ops of each group (workers that hold the same layers): reductions by start, then optimizer
-    step.
+def build_closing_programs(
+    problem: Problem, ends: Sequence[int], begins: Sequence[int]
+) -> list[Program]:
+    """Return the closing ops of each group.
 
-    The order of shared reductions is the same on all workers that share them. Among reductions that start together,
-    those that take no time come first. `ends` has the end of the last compute op of each group, `begins` the start of
-    each reduction if groups share some or they lie in bubbles. Otherwise the reductions follow the last compute op of
-    their group one after the other. With a synchronous optimizer, the step waits for the last compute op of the whole
-    job.
+    They are reductions by start, then the optimizer step.
+
+    The order of shared reductions is the same on all workers that share them. Among reductions that
+    start together, those that take no time come first. `ends` has the end of the last compute op of
+    each group, `begins` the start of each reduction if groups share some or they lie in bubbles.
+    Otherwise the reductions follow the last compute op of their group one after the other. With a
+    synchronous optimizer, the step waits for the last compute op of the whole job.
     """
     ready = list(ends) if problem.reduces_in_bubbles else [max(begins, default=0)] * len(ends)
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
     if not (problem.groups.has_shared_reductions or problem.reduces_in_bubbles):
         begins, ready = _place_reductions(problem, ends, ticks)
     bodies: list[list[ProgramOp]] = [[] for _ in ends]
-    for begin, taken, (layers, groups) in sorted(zip(begins, ticks, problem.groups.reductions, strict=True)):
+    for begin, taken, (layers, groups) in sorted(
+        zip(begins, ticks, problem.groups.reductions, strict=True)
+    ):
         for group in groups:
             bodies[group].append(ProgramOp(OpKind.A, problem.number_of_slice[layers], None, begin))
-            ready[group] = max(begin + taken, ends[group]) if problem.reduces_in_bubbles else begin + taken
-    return [(*body, _make_optimizer_op(problem, clock, ends)) for body, clock in zip(bodies, ready, strict=True)]
+            ready[group] = (
+                max(begin + taken, ends[group]) if problem.reduces_in_bubbles else begin + taken
+            )
+    return [
+        (*body, _make_optimizer_op(problem, clock, ends))
+        for body, clock in zip(bodies, ready, strict=True)
+    ]
 
 
-def _place_reductions(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the start tick of each reduction and the end of the last one of each group (workers that hold the same
-    layers), if no reduction is shared by groups.
+def _place_reductions(
+    problem: Problem, ends: Sequence[int], ticks: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the start tick of each reduction, and each group's end of the last one.
 
-    The argument `ends` has the end of each group's compute ops, and `ticks` the duration of each reduction.
+    No reduction is shared by groups. The argument `ends` has the end of each group's compute ops,
+    and `ticks` the duration of each reduction.
     """
     clock, begins = list(ends), []
     for taken, (_, (group,)) in zip(ticks, problem.groups.reductions, strict=True):
@@ -257,4 +339,6 @@ def _place_reductions(problem: Problem, ends: Sequence[int], ticks: Sequence[int
 
 
 def _make_optimizer_op(problem: Problem, ready: int, ends: Sequence[int]) -> ProgramOp:
-    return ProgramOp(OpKind.O, None, None, max(ready, *ends) if problem.optimizer == "synchronous" else ready)
+    return ProgramOp(
+        OpKind.O, None, None, max(ready, *ends) if problem.optimizer == "synchronous" else ready
+    )

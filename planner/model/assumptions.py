@@ -1,6 +1,7 @@
 """Assumptions of the lemmas on bounds (docs/bounds.md), as predicates of problems.
 
-A lemma is used only where its predicates are true. Each predicate names what a schedule of the problem can not do.
+A lemma is used only where its predicates are true. Each predicate names what a schedule of the
+problem can not do.
 """
 
 from slipstream.planner.model.memory import activation_memory
@@ -9,18 +10,27 @@ from slipstream.schedules.schedule import Worker
 
 
 def is_single_stage(problem: Problem, stage: int) -> bool:
-    """Return whether the holders of a stage hold nothing else, so that all they compute comes before their A.
+    """Return whether the holders of a stage hold nothing else.
 
-    If micro-batches may be cut, the layers of the stage must be equal, too.
+    All they compute then comes before their A. If micro-batches may be cut, the layers of the stage
+    must be equal, too.
     """
-    return problem.grid.chains == 1 and len(problem.grid.stages_of_column(problem.column_of[stage])) == 1 \
+    return (
+        problem.grid.chains == 1
+        and len(problem.grid.stages_of_column(problem.column_of[stage])) == 1
         and problem.count_parts(stage) > 0
+    )
 
 
 def has_single_stages(problem: Problem) -> bool:
-    """Return whether every worker holds at most one stage, and all micro-batches go one way through the stages."""
+    """Return whether every worker holds at most one stage.
+
+    All micro-batches must go one way through the stages.
+    """
     grid = problem.grid
-    return grid.chains == 1 and all(len(grid.stages_of_column(column)) <= 1 for column in range(grid.columns))
+    return grid.chains == 1 and all(
+        len(grid.stages_of_column(column)) <= 1 for column in range(grid.columns)
+    )
 
 
 def has_whole_stages(problem: Problem) -> bool:
@@ -39,19 +49,25 @@ def has_equal_holders(problem: Problem, stage: int) -> bool:
 
 
 def is_synchronous(problem: Problem) -> bool:
-    """Return whether every optimizer step waits for the last compute op of the job, so that all windows begin at 0."""
+    """Return whether every optimizer step waits for the last compute op of the job.
+
+    All windows then begin at 0.
+    """
     return problem.optimizer == "synchronous"
 
 
 def runs_own_microbatches(problem: Problem) -> bool:
-    """Return whether live workers run the micro-batches of their own pipeline, each in its direction."""
+    """Return whether live workers run the micro-batches of their own pipeline, each in its
+    direction.
+    """
     return not (problem.sharing or problem.shedding)
 
 
 def keeps_microbatches_together(problem: Problem, stage: int) -> bool:
-    """Return whether a holder of a stage runs all its stages of a micro-batch, or none of them.
+    """Return whether a stage's holder runs all its stages of a micro-batch, or none.
 
-    It does if it is the only live one, or if all are alive and run the micro-batches of their pipeline.
+    It does if it is the only live one, or if all are alive and run the micro-batches of their
+    pipeline.
     """
     holders = len(problem.holders_by_slice[stage])
     return problem.grid.chains == 1 and (
@@ -59,26 +75,30 @@ def keeps_microbatches_together(problem: Problem, stage: int) -> bool:
 
 
 def has_equal_pipelines(problem: Problem) -> bool:
-    """Return whether all workers are alive, at the usual speed, with the memory of their column, and run their own."""
+    """Return whether all workers are alive and alike, and run their own.
+
+    They have the usual speed, and the memory of their column.
+    """
     return runs_own_microbatches(problem) and not (
         problem.failed or problem.has_slow_workers or problem.has_unequal_room)
 
 
 def fills_memory_with_forwards(problem: Problem, worker: Worker) -> bool:
-    """Return whether each layer that a worker holds takes memory from its F to its I."""
+    """Return whether each layer that a worker holds takes memory from F to I."""
     return bool(problem.costs.activation) and all(
         problem.costs.activation[layer] for layer in problem.list_held_layers(worker))
 
 
 def is_memory_limited(problem: Problem, stage: int) -> bool:
-    """Return whether a micro-batch takes memory of its worker from F to I at this stage."""
+    """Return whether a micro-batch takes memory from F to I at this stage."""
     return activation_memory(problem, stage) > 0
 
 
 def is_provable_by_search(problem: Problem) -> bool:
-    """Return whether CP-SAT's model includes every schedule of a problem: layers in place, each held by one group.
+    """Return whether CP-SAT's model includes every schedule of a problem.
 
-    A group is the workers that hold the same layers; its windows end together.
+    Layers are then in place, each held by one group. A group is the workers that hold the same
+    layers; its windows end together.
     """
     return not problem.assigned and not problem.groups.has_shared_reductions
 

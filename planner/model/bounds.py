@@ -1,8 +1,10 @@
-"""Proven lower bounds on the period with layers in place, and the best one for each question.
+"""Prove lower bounds on the period with layers in place.
 
-Each lemma of docs/bounds.md is valid separately, under assumptions that `planner.model.assumptions` tests, and the
-largest counts. All hold for any order of ops and for both backward modes. Times of a schedule with slices, and so its
-bounds, need not be whole numbers of the problem's ticks.
+It also finds the best one for each question.
+
+Each lemma of docs/bounds.md is valid separately, under assumptions that `planner.model.assumptions`
+tests, and the largest counts. All hold for any order of ops and for both backward modes. Times of a
+schedule with slices, and so its bounds, need not be whole numbers of the problem's ticks.
 """
 
 import math
@@ -37,25 +39,32 @@ def lower_bound(problem: Problem) -> int:
 
 
 def strongest_bound(problem: Problem) -> Bound:
-    """Return the best proven lower bound on the period, in whole ticks, with the scope for which it holds.
+    """Return the best proven lower bound on the period, in whole ticks, with its scope.
 
-    It is 0 if a layout is given: the problem that the layout was made for has a bound (`layout_lower_bound`).
+    It is 0 if a layout is given: the problem that the layout was made for has a bound
+    (`layout_lower_bound`).
     """
     if problem.assigned:
         return Bound(0, Scope.LAYERS)
     ticks, counts = exact_bound(problem)
-    return Bound((math.floor if problem.can_cut_stages else math.ceil)(ticks), problem.bound_scope, counts)
+    return Bound(
+        (math.floor if problem.can_cut_stages else math.ceil)(ticks), problem.bound_scope, counts
+    )
 
 
 def exact_bound(problem: Problem) -> NamedBound:
-    """Return the best proven lower bound with layers in place: a fraction of ticks, and words for what it counts."""
+    """Return the best proven lower bound with layers in place.
+
+    It is a fraction of ticks, and words for what it counts.
+    """
     return max(_bounds_in_place(problem), key=lambda bound: bound[0])
 
 
 def layout_lower_bound(below: Problem) -> Bound:
-    """Return a lower bound for all layouts in the scope of the problem `below`, whose costs are rounded down.
+    """Return a lower bound for all layouts in the scope of the problem `below`.
 
-    If workers share micro-batches in `below`, layers are in place, and `exact_bound` counts, too.
+    Its costs are rounded down. If workers share micro-batches in `below`, layers are in place, and
+    `exact_bound` counts, too.
     """
     bound = period_bound(below)
     if below.sharing:
@@ -65,37 +74,62 @@ def layout_lower_bound(below: Problem) -> Bound:
 
 
 def _bounds_in_place(problem: Problem) -> list[NamedBound]:
-    """Return all lower bounds on the period for layers in place, each with words that say what it counts.
+    """Return all lower bounds on the period for layers in place.
 
-    Each holds if any live holder of a stage may run any micro-batch of it, and so also if workers keep their own.
+    Each comes with words that say what it counts. Each holds if any live holder of a stage may run
+    any micro-batch of it, and so also if workers keep their own.
     """
     bounds = _work_bounds(problem)
-    for stage in filter(lambda stage: is_single_stage(problem, stage), range(len(problem.grid.stages))):
+    for stage in filter(
+        lambda stage: is_single_stage(problem, stage), range(len(problem.grid.stages))
+    ):
         column = problem.column_of[stage]
         window = busiest_window(problem, stage)
         bounds.append((window, f"work and round trips of the busiest worker of column {column}"))
         bounds.append((scarce_stage_bound(problem, stage),
                        f"the wait of column {column} for fewer workers at other stages"))
-        bounds.append((fill_and_drain_bound(problem, stage), f"the way to stage {stage}, its work, and the way back"))
+        bounds.append(
+            (
+                fill_and_drain_bound(problem, stage),
+                f"the way to stage {stage}, its work, and the way back",
+            )
+        )
         if is_synchronous(problem):
-            bounds.append((_earliest_forward(problem, stage) + window, f"the way to column {column}, and its work"))
-    bounds += [(Fraction(ticks), f"how micro-batches pass stage {stage} and come back to it, one after the other")
-               for stage, ticks in enumerate(passage_bounds(problem))]
+            bounds.append(
+                (
+                    _earliest_forward(problem, stage) + window,
+                    f"the way to column {column}, and its work",
+                )
+            )
+    bounds += [
+        (
+            Fraction(ticks),
+            f"how micro-batches pass stage {stage} and come back to it, one after the other",
+        )
+        for stage, ticks in enumerate(passage_bounds(problem))
+    ]
     bounds += chunk_bounds(problem)
     if (whole := compute_whole_fill(problem)) is not None:
-        bounds.append((Fraction(whole.period), "work, and what whole forwards leave of the round trips"))
+        bounds.append(
+            (Fraction(whole.period), "work, and what whole forwards leave of the round trips")
+        )
     return bounds
 
 
 def _work_bounds(problem: Problem) -> list[NamedBound]:
-    """Return the bounds of lemma 1, one or two for each set of columns that hold copies of the same stages."""
+    """Return the bounds of lemma 1, by set of columns.
+
+    There are one or two for each set of columns that hold copies of the same stages.
+    """
     bounds = []
     for first in sorted(set(problem.reduction_root)):
         columns = [column for column, tied in enumerate(problem.reduction_root) if tied == first]
         stages = [stage for column in columns for stage in problem.grid.stages_of_column(column)]
         if not stages:
             continue
-        reach = min(_earliest_forward(problem, stage) for stage in stages) if is_synchronous(problem) else 0
+        reach = 0
+        if is_synchronous(problem):
+            reach = min(_earliest_forward(problem, stage) for stage in stages)
         work = reach + column_work(problem, columns)
         bounds.append((work, f"the work of column {first}, shared by its live workers"))
         if runs_own_microbatches(problem):
@@ -106,13 +140,16 @@ def _work_bounds(problem: Problem) -> list[NamedBound]:
 
 
 def _earliest_forward(problem: Problem, stage: int) -> int:
-    """Return the least ticks from the start of an iteration to the first F of a stage."""
+    """Return the least ticks until the first F of a stage.
+
+    They count from the start of an iteration.
+    """
     forward_ticks, _ = problem.min_path_ticks
     return forward_ticks[stage] - forward_ticks[stage - problem.grid.original_stage(stage)]
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """Return the least ticks in which the live workers of some columns do the work of these columns.
+    """Return the least ticks in which columns' live workers do the columns' work.
 
     Lemma 1, and lemma 20; the shortest reductions and optimizer step of these workers are added.
     """
@@ -127,20 +164,37 @@ def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
 
 
 def _least_work(problem: Problem, stage: int) -> int:
-    """Return the ticks of all ops of a micro-batch at a stage, or at that copy of it which takes least."""
-    return min(sum(problem.usual_ticks(kind, copy) for kind in problem.op_kinds) for copy in problem.copies_of(stage))
+    """Return the ticks of all ops of a micro-batch at a stage.
+
+    Of copies of the stage, it is the one that takes least.
+    """
+    ticks = []
+    for copy in problem.copies_of(stage):
+        ticks.append(sum(problem.usual_ticks(kind, copy) for kind in problem.op_kinds))
+    return min(ticks)
 
 
 def _busiest_own_work(problem: Problem, column: int) -> Fraction:
-    """Return the longest time, in ticks, that a live worker of a column needs for its own micro-batches, A and O."""
-    stages, counts, grid = problem.grid.stages_of_column(column), problem.grid.microbatches, problem.grid
-    return Fraction(problem.column_closing_ticks(column) + max(
-        sum(problem.op_ticks(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
-                                                                                grid.chains))
-            for stage in stages for kind in problem.op_kinds) for pipeline in problem.live_pipelines_by_column[column]))
+    """Return the longest time that a column's live worker needs for its own micro-batches.
+
+    It is in ticks, A and O included.
+    """
+    grid, longest = problem.grid, 0
+    for pipeline in problem.live_pipelines_by_column[column]:
+        worker, work = Worker(pipeline, column), 0
+        for stage in grid.stages_of_column(column):
+            # With two directions, micro-batches take them in turn.
+            count = len(range(stage // grid.depth, grid.microbatches[pipeline], grid.chains))
+            work += count * sum(problem.op_ticks(kind, stage, worker) for kind in problem.op_kinds)
+        longest = max(longest, work)
+    return Fraction(problem.column_closing_ticks(column) + longest)
 
 
 def window_bound(problem: Problem, column: int) -> int:
-    """Return a lower bound, in ticks, on the busy window of the busiest worker of a column."""
-    stages = [stage for stage in problem.grid.stages_of_column(column) if is_single_stage(problem, stage)]
-    return math.ceil(busiest_window(problem, stages[0]) if stages else column_work(problem, [column]))
+    """Return a lower bound, in ticks, on the window of a column's busiest worker."""
+    stages = [
+        stage for stage in problem.grid.stages_of_column(column) if is_single_stage(problem, stage)
+    ]
+    return math.ceil(
+        busiest_window(problem, stages[0]) if stages else column_work(problem, [column])
+    )

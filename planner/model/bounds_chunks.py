@@ -1,4 +1,6 @@
-"""Bounds on workers that hold several stages, by memory and round trips: lemmas 18 and 19.
+"""Bound the windows of workers that hold several stages.
+
+Lemmas 18 and 19, by memory and round trips.
 
 They are proven in docs/bounds.md. Times are in ticks, memory in units of the problem.
 """
@@ -40,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """All stages of one worker, and the least time of what it does and waits for."""
+    """All stages of one worker, and the least time of what it does and awaits."""
 
     chunks: tuple[Chunk, ...]
     room: int
@@ -53,7 +55,10 @@ class Chunks(NamedTuple):
     awaited_weight: int
     """Time of the W of that I."""
     is_full: bool
-    """True if memory never holds all its micro-batches at once: some F follows its first I."""
+    """True if memory never holds all its micro-batches at once.
+
+    Some F then follows its first I.
+    """
 
     @property
     def fill(self) -> Fraction:
@@ -63,7 +68,7 @@ class Chunks(NamedTuple):
 
     @property
     def most_left(self) -> Fraction:
-        """Most time of I and W that is left when the last F ends: lemma 18b."""
+        """Most time of I and W left when the last F ends (lemma 18b)."""
         all_left, kinds = 0, list(self._stashes)
         for chunk in self.chunks:
             all_left += (chunk.gradient + chunk.weight) * chunk.most
@@ -83,7 +88,7 @@ class Chunks(NamedTuple):
 
     @property
     def rest(self) -> Fraction:
-        """Least idle time from the end of the last F to the awaited W: lemma 18b."""
+        """Least idle time from the last F's end to the awaited W (lemma 18b)."""
         return max(Fraction(0), self.last + self.awaited_weight - self.most_left)
 
     @property
@@ -106,12 +111,14 @@ def most_ticks(ops: Iterable[tuple[int, int, int]], room: int) -> Fraction:
     Ops are given by kind, as memory, time and largest number. The last one may be cut.
     """
     kinds = list(ops)
-    total = Fraction(sum(ticks * most for size, ticks, most in kinds if not size))
+    total = Fraction(sum(ticks * largest for size, ticks, largest in kinds if not size))
     kinds = [kind for kind in kinds if kind[0]]
-    free = room - room % math.gcd(*(size for size, _, _ in kinds)) if kinds else 0
+    free = 0
+    if kinds:
+        free = room - room % math.gcd(*(size for size, _, _ in kinds))
     kinds.sort(key=lambda kind: Fraction(kind[1], kind[0]), reverse=True)
-    for size, ticks, most in kinds:
-        taken = min(free, size * most)
+    for size, ticks, largest in kinds:
+        taken = min(free, size * largest)
         total += Fraction(taken * ticks, size)
         free -= taken
     return total
@@ -190,20 +197,20 @@ def _busiest_chunks(problem: Problem, holders: Sequence[Worker], stages: Sequenc
         is_full=work * held_per_work > room)
 
 
-def _make_chunk(problem: Problem, stage: int, worker: Worker, most: int) -> Chunk:
+def _make_chunk(problem: Problem, stage: int, worker: Worker, count: int) -> Chunk:
     forward, gradient, *weight = (problem.op_ticks(kind, stage, worker)
                                   for kind in problem.op_kinds)
     return Chunk(forward, gradient, sum(weight), activation_memory(problem, stage),
-                 stash_memory(problem, stage), most)
+                 stash_memory(problem, stage), count)
 
 
 def _hop(problem: Problem, stage: int) -> int:
-    """Return the least time of the transfer from a stage to the next one, if there is one."""
+    """Return the least time of the transfer from a stage to the next, if any."""
     return problem.min_transfer_ticks(stage) if stage + 1 < len(problem.grid.stages) else 0
 
 
 def _round_trip(problem: Problem, stage: int) -> int:
-    """Return the least time from the end of an F to the start of its I."""
+    """Return the least time from the end of an F to its I."""
     out, home = problem.min_path_ticks
     return out[-1] - out[stage + 1] + home[-1] - home[stage + 1] + 2 * _hop(problem, stage)
 
@@ -221,9 +228,10 @@ def _window_bound(problem: Problem, column: int, chunks: Chunks) -> Fraction:
 
 
 def _return_bound(problem: Problem, stage: int, until_last_gradient: Fraction) -> Fraction:
-    """Return a bound from stage 0 to a worker whose first stage is `stage`, and back to the end.
+    """Return a bound from stage 0 to a worker, and back to the end.
 
-    The worker takes so many ticks from its first F to the end of its last I: lemmas 18d and 19.
+    The worker's first stage is `stage`. The worker takes so many ticks from its first F to the end
+    of its last I: lemmas 18d and 19.
     """
     if not stage:
         return Fraction(0)
@@ -236,7 +244,10 @@ def _return_bound(problem: Problem, stage: int, until_last_gradient: Fraction) -
 
 
 def _lifetime_bound(problem: Problem, column: int) -> Fraction:
-    """Return a bound by memory, and the time for which ops of a column hold it: lemma 19."""
+    """Return a bound by memory, and the time for which a column's ops hold it.
+
+    Lemma 19.
+    """
     stages = problem.grid.stages_of_column(column)
     room = sum(activation_room(problem, worker) for worker in problem.holders_by_slice[stages[0]])
     active = stashed = 0

@@ -13,31 +13,40 @@ from slipstream.schedules.schedule import Worker
 
 
 def work_bound(problem: Problem) -> int:
-    """Return a bound on the period, in ticks, for any distribution of layers over workers: the total work.
+    """Return a bound on the period, in ticks, for any distribution of layers.
 
-    Lemma 7.
+    It is the total work, over all workers. Lemma 7.
     """
     work = sum(problem.costs.work) * problem.grid.total_microbatches
-    return min(problem.costs.closing) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live_workers)))
+    return min(problem.costs.closing) + math.ceil(
+        ticks_of_work(work, map(problem.slowness, problem.live_workers))
+    )
 
 
 def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
-    """Return the ticks in which workers together do what takes one worker of the usual speed `work` ticks.
+    """Return the ticks in which workers together do `work`.
 
-    The argument `slowness` has the time that each worker takes, per mille of the usual time.
+    A worker of the usual speed takes `work` ticks for it. The argument `slowness` has the time that
+    each worker takes, per mille of the usual time.
     """
     kinds = Counter(slowness)
-    return work / sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
+    return work / sum(
+        (Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0)
+    )
 
 
 def period_bound(problem: Problem) -> Bound:
-    """Return the best bound on the period for the layouts that the problem allows, by the work of all layers.
+    """Return the best bound on the period for the layouts that the problem allows.
 
-    It is `any_layers_bound` if layers may move, else `fixed_bound`, and at least `work_bound`.
+    It is by the work of all layers. It is `any_layers_bound` if layers may move, else
+    `fixed_bound`, and at least `work_bound`.
     """
     moving = problem.question.layers == "move"
-    return Bound(max(work_bound(problem), any_layers_bound(problem) if moving else fixed_bound(problem)),
-                 problem.question.bound_scope, "the work of all layers that workers share")
+    return Bound(
+        max(work_bound(problem), any_layers_bound(problem) if moving else fixed_bound(problem)),
+        problem.question.bound_scope,
+        "the work of all layers that workers share",
+    )
 
 
 def any_layers_bound(problem: Problem) -> int:
@@ -48,14 +57,19 @@ def any_layers_bound(problem: Problem) -> int:
     unit, total = math.gcd(*problem.costs.work), problem.grid.total_microbatches
     if not unit:
         return 0
-    most = [total * work for work in accumulate(sorted(problem.costs.work, reverse=True))]
+    # A worker with n layers has at most the work of the n largest, and closes at least the n least.
+    works = [total * work for work in accumulate(sorted(problem.costs.work, reverse=True))]
     closings = list(accumulate(sorted(problem.costs.closing)))
     kinds = Counter(map(problem.slowness, problem.live_workers))
 
     def is_enough(limit: int) -> bool:
-        return sum(count * max(min(work, max(0, limit - closing) * 1000 // (slow * unit) * unit)
-                               for work, closing in zip(most, closings, strict=True))
-                   for slow, count in kinds.items()) >= most[-1]
+        done = 0
+        for slow, count in kinds.items():
+            done += count * max(
+                min(work, max(0, limit - closing) * 1000 // (slow * unit) * unit)
+                for work, closing in zip(works, closings, strict=True)
+            )
+        return done >= works[-1]
 
     return bisect_left(range(4 * problem.ample_ticks), True, key=is_enough)
 
@@ -66,8 +80,11 @@ def fixed_bound(problem: Problem) -> int:
     Lemma 9, and lemma 11 if no micro-batch is cut.
     """
     parts = list(iterate_held_ranges(problem))
-    idle_of_kind = {kind: problem.held_closing_ticks(worker) + min_fill_ticks(problem, worker)
-                    for kind, worker in {problem.workers[worker]: worker for worker in problem.live_workers}.items()}
+    examples = {problem.workers[worker]: worker for worker in problem.live_workers}
+    idle_of_kind = {
+        kind: problem.held_closing_ticks(worker) + min_fill_ticks(problem, worker)
+        for kind, worker in examples.items()
+    }
     idle = {worker: idle_of_kind[problem.workers[worker]] for worker in problem.live_workers}
     best = 0
     for first in range(len(parts)):
@@ -75,56 +92,88 @@ def fixed_bound(problem: Problem) -> int:
         work = 0
         for part in parts[first:]:
             holders.update(part.holders)
-            work += sum(problem.costs.work[layer] for layer in range(*part.layers)) * problem.grid.total_microbatches
+            work += (
+                sum(problem.costs.work[layer] for layer in range(*part.layers))
+                * problem.grid.total_microbatches
+            )
             best = max(best, _min_shared_period(problem, holders, work, idle))
     return best if problem.question.sliced else max(best, whole_bound(problem))
 
 
 def whole_bound(problem: Problem) -> int:
-    """Return a bound, in ticks, if no micro-batch is cut within layers that the same workers hold.
+    """Return a bound, in ticks, if micro-batches are cut only where holders differ.
 
-    Lemma 11.
+    None is cut within layers that the same workers hold. Lemma 11.
     """
     best = 0
     for part in iterate_held_ranges(problem):
         work = sum(problem.costs.work[layer] for layer in range(*part.layers))
-        kinds = Counter((problem.held_closing_ticks(worker), problem.slowness(worker)) for worker in part.holders)
+        kinds = Counter(
+            (problem.held_closing_ticks(worker), problem.slowness(worker))
+            for worker in part.holders
+        )
 
-        def is_enough(limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds) -> bool:
-            return not work or sum(count * (max(0, limit - closing) * 1000 // (work * slow))
-                                   for (closing, slow), count in kinds.items()) >= problem.grid.total_microbatches
+        def is_enough(
+            limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds
+        ) -> bool:
+            return (
+                not work
+                or sum(
+                    count * (max(0, limit - closing) * 1000 // (work * slow))
+                    for (closing, slow), count in kinds.items()
+                )
+                >= problem.grid.total_microbatches
+            )
 
         best = max(best, bisect_left(range(4 * problem.ample_ticks), True, key=is_enough))
     return best
 
 
 def min_fill_ticks(problem: Problem, worker: Worker) -> int:
-    """Return the least ticks of a period that a worker, with its present layers, idles before its first I.
+    """Return the least ticks that a worker idles before its first I.
 
-    Lemma 10; 0 where its assumptions are not met.
+    It has its present layers. Lemma 10; 0 where its assumptions are not met.
     """
-    held = problem.list_held_layers(worker)
-    if not held or held[-1] + 1 == problem.grid.layer_count:
+    layers = problem.list_held_layers(worker)
+    if not layers or layers[-1] + 1 == problem.grid.layer_count:
         return 0
-    end, slow, sums = held[-1] + 1, problem.slowness(worker), problem.costs.prefix_sums
-    behind = sums.forward[-1] - sums.forward[end] + sums.backward_input[-1] - sums.backward_input[end]
+    end, slow, sums = layers[-1] + 1, problem.slowness(worker), problem.costs.prefix_sums
+    behind = (
+        sums.forward[-1] - sums.forward[end] + sums.backward_input[-1] - sums.backward_input[end]
+    )
     fastest = min(1000, problem.min_slowness)
-    trip = min(problem.costs.forward[layer] for layer in held) * slow // 1000 + behind * fastest // 1000
+    trip = (
+        min(problem.costs.forward[layer] for layer in layers) * slow // 1000
+        + behind * fastest // 1000
+    )
     trip += 2 * problem.times.transfer
     if not fills_memory_with_forwards(problem, worker):
         return 0
-    room = problem.workers[worker].room - sum(problem.costs.weights[layer] for layer in held)
-    rate = max(Fraction(problem.costs.forward[layer] * slow, 1000 * problem.costs.activation[layer]) for layer in held)
-    rounding = len(held) * problem.grid.total_microbatches if slow != 1000 else 0  # each F is rounded up to a tick
+    room = problem.workers[worker].room - sum(problem.costs.weights[layer] for layer in layers)
+    rate = max(
+        Fraction(problem.costs.forward[layer] * slow, 1000 * problem.costs.activation[layer])
+        for layer in layers
+    )
+    # each F is rounded up to a tick
+    rounding = len(layers) * problem.grid.total_microbatches if slow != 1000 else 0
     return max(0, trip - int(room * rate) - rounding - 1)
 
 
 def _min_shared_period(problem: Problem, workers: Iterable[Worker], work: int,
                        unavailable: Mapping[Worker, int]) -> int:
-    """Return the least T, in ticks, with sum of (T - unavailable) / slowness >= `work` over these workers."""
+    """Return the least T, in ticks, in which these workers do `work`.
+
+    The sum of (T - unavailable) / slowness over them must be at least `work`.
+    """
     kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 
     def is_enough(limit: int) -> bool:
-        return sum(Fraction(max(0, limit - lost) * 1000 * count, slow) for (slow, lost), count in kinds.items()) >= work
+        return (
+            sum(
+                Fraction(max(0, limit - lost) * 1000 * count, slow)
+                for (slow, lost), count in kinds.items()
+            )
+            >= work
+        )
 
     return bisect_left(range(problem.ample_ticks * 4), True, key=is_enough)

@@ -16,33 +16,44 @@ from slipstream.planner.model.bounds_stage import StageShares, make_shares, roun
 from slipstream.planner.model.memory import activation_memory, activation_room
 from slipstream.planner.model.problem import Problem
 
-# --- One after the other ----------------------------------------------------------------------------------------------
+# --- One after the other --------------------------------------------------------------------------
 
 MAX_PASSAGE_STEPS = 20_000
-"""Largest size of a problem (stages squared times micro-batches) for which `passage_bounds` are computed."""
+"""Largest size of a problem (stages squared times micro-batches) for which `passage_bounds` are
+computed.
+"""
 
 
 def passage_bounds(problem: Problem) -> list[int]:
-    """Return, for each stage, a bound in ticks from how its micro-batches pass this and later stages.
+    """Return, for each stage, a bound in ticks from the passage of its micro-batches.
 
-    Lemma 5; empty where its assumptions are not met, or if the problem is larger than `MAX_PASSAGE_STEPS`.
+    They pass this and later stages. Lemma 5; empty where its assumptions are not met, or if the
+    problem is larger than `MAX_PASSAGE_STEPS`.
     """
     stages, count = len(problem.grid.stages), problem.grid.total_microbatches
-    if not (has_whole_stages(problem) and has_single_stages(problem)) or stages**2 * count > MAX_PASSAGE_STEPS:
+    if (
+        not (has_whole_stages(problem) and has_single_stages(problem))
+        or stages**2 * count > MAX_PASSAGE_STEPS
+    ):
         return []
     return [_passage_bound(problem, stage, count) for stage in range(stages)]
 
 
 def _passage_bound(problem: Problem, first: int, count: int) -> int:
-    """Return the bound of lemma 5, in ticks, for the workers of stage `first`, which run `count` micro-batches."""
+    """Return the bound of lemma 5, in ticks, for the workers of stage `first`.
+
+    They run `count` micro-batches.
+    """
     stages = range(first, len(problem.grid.stages))
-    forward, gradient = ({stage: problem.fastest_ticks(kind, stage) for stage in stages}
-                         for kind in problem.op_kinds[:2])
+    forward_kind, gradient_kind = problem.op_kinds[:2]
+    forward = {stage: problem.fastest_ticks(forward_kind, stage) for stage in stages}
+    gradient = {stage: problem.fastest_ticks(gradient_kind, stage) for stage in stages}
     workers = {stage: len(problem.holders_by_slice[stage]) for stage in stages}
     waiting = {stage: _max_waiting(problem, stage, count) for stage in stages}
     begun: dict[int, list[int]] = {stage: [] for stage in stages}
     returned: dict[int, list[int]] = {stage: [] for stage in stages}  # e(s, k) - I
-    served: dict[int, list[int]] = {stage: [] for stage in stages}  # last line of the bound on e(s, k)
+    # last line of the bound on e(s, k)
+    served: dict[int, list[int]] = {stage: [] for stage in stages}
     for number in range(count):
         earliest = 0
         for stage in stages:
@@ -51,7 +62,9 @@ def _passage_bound(problem: Problem, first: int, count: int) -> int:
             if number >= waiting[stage]:
                 earliest = max(earliest, returned[stage][-waiting[stage]] + gradient[stage])
             begun[stage].append(earliest)
-            earliest += forward[stage] + (problem.min_transfer_ticks(stage) if stage < stages[-1] else 0)
+            earliest += forward[stage] + (
+                problem.min_transfer_ticks(stage) if stage < stages[-1] else 0
+            )
         for stage in reversed(stages):
             free = served[stage][-workers[stage]] if number >= workers[stage] else 0
             served[stage].append(max(begun[stage][number], free) + forward[stage] + gradient[stage])
@@ -59,49 +72,78 @@ def _passage_bound(problem: Problem, first: int, count: int) -> int:
             if number >= workers[stage]:
                 earliest = max(earliest, returned[stage][-workers[stage]] + gradient[stage])
             returned[stage].append(earliest)
-            earliest += gradient[stage] + (problem.min_transfer_ticks(stage - 1) if stage > first else 0)
-    after = gradient[first] + sum(problem.fastest_ticks(kind, first) for kind in problem.op_kinds[2:])
-    ends = (max(returned[first][number] + after * (rounds := -(-(count - number) // workers[first])),
-                begun[first][number] + (forward[first] + after) * rounds) for number in range(count))
+            earliest += gradient[stage] + (
+                problem.min_transfer_ticks(stage - 1) if stage > first else 0
+            )
+    after = gradient[first] + sum(
+        problem.fastest_ticks(kind, first) for kind in problem.op_kinds[2:]
+    )
+    ends = (
+        max(
+            returned[first][number] + after * (rounds := -(-(count - number) // workers[first])),
+            begun[first][number] + (forward[first] + after) * rounds,
+        )
+        for number in range(count)
+    )
     return max(ends) + problem.column_closing_ticks(problem.column_of[first])
 
 
 def _max_waiting(problem: Problem, stage: int, count: int) -> int:
-    """Return the number of micro-batches that all workers of a stage together can hold between F and I."""
+    """Return how many micro-batches a stage's workers together can hold between F and I."""
     if not is_memory_limited(problem, stage):
         return count
     amount = activation_memory(problem, stage)
-    return max(1, sum(activation_room(problem, worker) // amount for worker in problem.holders_by_slice[stage]))
+    return max(
+        1,
+        sum(
+            activation_room(problem, worker) // amount for worker in problem.holders_by_slice[stage]
+        ),
+    )
 
 
-# --- How pipelines fill where workers run whole forwards only, which are their own ------------------------------------
+# --- How pipelines fill where workers run whole forwards only, which are their own ----------------
 
 
 class StageFill(NamedTuple):
-    """Times and memory of a stage that decide how long its worker idles before its first I (`compute_whole_fill`)."""
+    """Times and memory of a stage that decide how long its worker idles at first.
+
+    It idles before its first I (`compute_whole_fill`).
+    """
 
     forward: int
     """Ticks of an F."""
     max_forwards: int
-    """Number of micro-batches whose F can run before the first I, for lack of memory or of micro-batches."""
+    """Number of micro-batches whose F can run before the first I.
+
+    Memory or the micro-batches limit it.
+    """
     return_ticks: int
-    """Ticks of the I of the next stage, with the transfers to it and back; 0 at the last stage."""
+    """Ticks of the next stage's I, with the transfers there and back.
+
+    0 at the last stage.
+    """
 
 
 class WholeFill(NamedTuple):
-    """Lower bound on the period if workers run whole forwards only, and the idle ticks that it allows at each stage
-    (`compute_whole_fill`)."""
+    """Lower bound on the period if workers run whole forwards only.
+
+    It has the idle ticks that it allows at each stage (`compute_whole_fill`).
+    """
 
     period: int
     """Lower bound on the period, in ticks."""
     idle: tuple[int, ...]
-    """Ticks, by stage, that a worker may idle before its first I in a plan whose period is this bound."""
+    """Ticks, by stage, that a worker may idle before its first I.
+
+    The plan's period is this bound.
+    """
 
 
 def compute_whole_fill(problem: Problem) -> WholeFill | None:
-    """Compute a bound from how all stages fill together before their first I, and the idle time it allows each.
+    """Compute a bound from how all stages fill together before their first I.
 
-    Lemma 6; None where its assumptions are not met.
+    It has the idle time that the bound allows each stage. Lemma 6; None where its assumptions are
+    not met.
     """
     if not (has_equal_pipelines(problem) and has_single_stages(problem)):
         return None
@@ -109,10 +151,14 @@ def compute_whole_fill(problem: Problem) -> WholeFill | None:
     count, stages = max(grid.microbatches), range(len(grid.stages))
     shares = [make_shares(problem, stage, problem.home_worker(stage, 0), 1) for stage in stages]
     without_fill = [_period_without_fill(problem, stage, shares[stage], count) for stage in stages]
-    back = [problem.fastest_ticks(problem.gradient_kind, stage + 1) + 2 * problem.min_transfer_ticks(stage)
-            for stage in stages[:-1]]
-    fills = [StageFill(one.forward, min(count, one.max_waiting), after) for one,
-             after in zip(shares, [*back, 0], strict=True)]
+    back = [
+        problem.fastest_ticks(problem.gradient_kind, stage + 1)
+        + 2 * problem.min_transfer_ticks(stage)
+        for stage in stages[:-1]
+    ]
+    fills = []
+    for share, after in zip(shares, [*back, 0], strict=True):
+        fills.append(StageFill(share.forward, min(count, share.max_waiting), after))
     least = max(without_fill)
     enough = sum(2 * fill.forward + fill.return_ticks for fill in fills)
     period = least + bisect_left(range(enough), True, key=lambda more: _can_fill(
@@ -121,21 +167,29 @@ def compute_whole_fill(problem: Problem) -> WholeFill | None:
 
 
 def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
-    """Return the least period of a worker of this stage with `count` shares, less its idle ticks before its first I."""
+    """Return the least period of a worker with `count` shares, less its idle ticks.
+
+    They are before its first I.
+    """
     window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
     if is_synchronous(problem):
         window += problem.min_path_ticks[0][stage]
-    return max(window, math.ceil(round_trip_bound(problem, stage, shares, count))) - shares.fill_idle(count)
+    return max(
+        window, math.ceil(round_trip_bound(problem, stage, shares, count))
+    ) - shares.fill_idle(count)
 
 
 def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
-    """Return whether every stage can idle before its first I for at most the ticks that `idle` has for it."""
+    """Return whether every stage idles no longer than `idle` allows.
+
+    It idles before its first I; `idle` is in ticks.
+    """
     wait = 0
-    for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
+    for (forward, count, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back
-        done = min(most, wait // forward) if forward else most
+        done = min(count, wait // forward) if forward else count
         if wait - done * forward > allowed:
-            if not forward or done == most:
+            if not forward or done == count:
                 return False
             wait = (done + 1) * forward
     return True

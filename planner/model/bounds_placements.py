@@ -1,5 +1,6 @@
 """Bounds that hold wherever virtual stages are placed: lemma 12 of docs/bounds.md."""
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -9,47 +10,57 @@ from slipstream.schedules.schedule import Scope
 
 
 def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
-    """Return a bound on the period for all placements of virtual stages, with no failures, by work and by memory.
+    """Return a bound on the period for all placements of virtual stages.
 
-    With `input_free`, the first stage has no I, whichever layers it has; all of its backward is W.
+    There are no failures; it is by work and by memory. With `input_free`, the first stage has no I,
+    whichever layers it has; all of its backward is W.
     """
     from_work = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
                       "the work of all layers, shared by a pipeline's workers")
-    from_memory = Bound(memory_bound(problem, input_free=input_free), Scope.PLACEMENT,
-                        "how long the activations of all layers are held, in the memory of all workers")
+    from_memory = Bound(
+        memory_bound(problem, input_free=input_free),
+        Scope.PLACEMENT,
+        "how long the activations of all layers are held, in the memory of all workers",
+    )
     return from_work | from_memory
 
 
 def memory_bound(problem: Problem, *, input_free: bool) -> int:
-    """Return the least period, in ticks, that memory allows, wherever the virtual stages are placed.
+    """Return the least period, in ticks, that memory allows, wherever the virtual stages are
+    placed.
 
     Lemma 12. With `input_free`, it is the least over all numbers of layers of the first stage.
     """
     costs, grid = problem.costs, problem.grid
     if problem.memory is None or not any(costs.activation):
         return 0
-    room = sum(worker.room for worker in problem.workers.values()) - grid.pipelines * sum(costs.weights)
+    room = sum(worker.room for worker in problem.workers.values()) - grid.pipelines * sum(
+        costs.weights
+    )
     if room <= 0:
         return 0
     fused = problem.backward == "fused"
-    back = costs.backward_input if not fused else tuple(map(sum, zip(
-        costs.backward_input, costs.backward_weight, strict=True)))
+    back, stashed = costs.backward_input, 0
+    if fused:
+        back = tuple(map(operator.add, costs.backward_input, costs.backward_weight))
+    else:
+        stashed = sum(map(operator.mul, costs.weight_stash, costs.backward_weight))
     behind = _suffix_sums(costs.forward)
-    stashed = 0 if fused else sum(stash * weight for stash, weight in zip(
-        costs.weight_stash, costs.backward_weight, strict=True))
     total, slow = grid.total_microbatches, min(1000, problem.min_slowness)
     least = None
     work = list(accumulate(costs.work, initial=0))
     for first in range(1, grid.layer_count + 1) if input_free and not fused else (0,):
-        # In each pipeline one worker runs the layers of the first stage, or two with two directions.
+        # In each pipeline one worker runs the layers of the first stage, or two with two
+        # directions.
         alone = work[first] * min(grid.microbatches) * slow // 2000
-        after = _suffix_sums(tuple(0 if layer < first else ticks for layer, ticks in enumerate(back)))
-        held = sum(activation * (behind[layer] + after[layer]) for layer, activation in enumerate(costs.activation))
-        ticks = max(alone, -(-total * (held + stashed) * slow // (1000 * room)))
+        after = _suffix_sums((*[0] * first, *back[first:]))
+        lifetimes = map(operator.add, behind, after)
+        held_ticks = sum(map(operator.mul, costs.activation, lifetimes))
+        ticks = max(alone, -(-total * (held_ticks + stashed) * slow // (1000 * room)))
         least = ticks if least is None else min(least, ticks)
     return min(costs.closing) + (least or 0)
 
 
 def _suffix_sums(values: Sequence[int]) -> list[int]:
-    """Return, for each layer, the sum of its value and of the values of all layers behind it."""
+    """Return, for each layer, the sum of its value and those behind it."""
     return list(accumulate(reversed(values)))[::-1]

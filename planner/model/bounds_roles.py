@@ -1,8 +1,11 @@
-"""Bounds that hold for any assignment of roles to the live workers: lemma 13 of docs/bounds.md.
+"""Bound the period for any assignment of roles to the live workers.
 
-A worker keeps its speed and its own memory in any role. So slow workers, and those with a capacity of their own, may
-play any role, too; the others are alike. For each column, number of workers there and number of unlike ones among them,
-a bound is proven with the best of these, and with the best workers in all other columns.
+Lemma 13 of docs/bounds.md.
+
+A worker keeps its speed and its own memory in any role. So slow workers, and those with a capacity
+of their own, may play any role, too; the others are alike. For each column, number of workers there
+and number of unlike ones among them, a bound is proven with the best of these, and with the best
+workers in all other columns.
 """
 
 import math
@@ -18,14 +21,23 @@ from slipstream.schedules.memory import weights_of
 from slipstream.schedules.schedule import Scope, Worker
 
 MAX_WINDOWS = 2000
-"""Maximum number of bounds of a column that are computed. Beyond it, unlike workers count as the best."""
+"""Maximum number of bounds of a column that are computed.
+
+Beyond it, unlike workers count as the best.
+"""
 
 RoomOf = Callable[[Worker, int], int]
-"""Function of a worker and a column: the memory units that it has there for weights and activations together."""
+"""Function of a worker and a column that returns its memory there.
+
+Memory units for weights and activations together.
+"""
 
 
 Distribution = tuple[tuple[int, int], ...]
-"""Number of vacant roles of each column, and number of unlike workers that play others of its roles."""
+"""Number of vacant roles of each column, and of unlike workers.
+
+Unlike workers play others of its roles.
+"""
 
 
 class _Unlike(NamedTuple):
@@ -38,40 +50,47 @@ class _Unlike(NamedTuple):
 
 
 def roles_bound(whole: Problem, failed: Collection[Worker], room_of: RoomOf | None = None) -> Bound:
-    """Return a bound on the period, whichever roles are vacant and whichever live workers play the others.
+    """Return a bound on the period for any roles.
 
-    In `whole`, all workers are alive; `failed` ones are left out. The function `room_of` has the memory of a worker in
-    a column; None: as `Memory.capacity_for` says.
+    Any roles may be vacant, and any live workers may play the others. In `whole`, all workers are
+    alive; `failed` ones are left out. The function `room_of` has the memory of a worker in a
+    column; None: as `Memory.capacity_for` says.
     """
     return RoleBounds(whole, failed, room_of).best_bound()
 
 
 def _make_room_of(whole: Problem) -> RoomOf:
-    memory, held = whole.memory, whole.grid.held_layers_by_column
+    memory, layers = whole.memory, whole.grid.held_layers_by_column
 
     def room_of(worker: Worker, column: int) -> int:
-        return UNLIMITED if memory is None else \
-            memory.capacity_for(worker, column) + weights_of(memory, held[column])
+        if memory is None:
+            return UNLIMITED
+        return memory.capacity_for(worker, column) + weights_of(memory, layers[column])
 
     return room_of
 
 
 class RoleBounds:
-    """Bounds by column, number of live workers in it, and number of unlike ones among these."""
+    """Bounds by column, number of live workers in it, and of unlike ones."""
 
-    def __init__(self, whole: Problem, failed: Collection[Worker], room_of: RoomOf | None = None) -> None:
+    def __init__(
+        self, whole: Problem, failed: Collection[Worker], room_of: RoomOf | None = None
+    ) -> None:
         """Take the arguments of `roles_bound`."""
         self._whole, self._room_of = whole, room_of or _make_room_of(whole)
         self._live = [worker for worker in whole.live_workers if worker not in failed]
-        memory = whole.memory
-        own = {room.worker for room in (memory.capacity_of if memory else None) or ()}
-        unlike = [_Unlike(worker, whole.slowness(worker), worker in own) for worker in self._live
-                  if whole.slowness(worker) != 1000 or worker in own]
+        limits = (whole.memory.capacity_of if whole.memory else None) or ()
+        with_room = {limit.worker for limit in limits}
+        unlike = [
+            _Unlike(worker, whole.slowness(worker), worker in with_room)
+            for worker in self._live
+            if whole.slowness(worker) != 1000 or worker in with_room
+        ]
         columns, vacant = whole.grid.columns, len(whole.workers) - len(self._live)
         if columns * (vacant + 1) * (len(unlike) + 1) > MAX_WINDOWS:
             # Unlike workers count as usual ones, which are given the best speed and memory of all.
             self._unlike, self._usual = [], _best_speed(unlike)
-            self._with_own_room = [one.worker for one in unlike if one.own_room]
+            self._with_own_room = [other.worker for other in unlike if other.own_room]
         else:
             self._unlike, self._usual, self._with_own_room = unlike, 1000, []
         self._window: dict[tuple[int, int, int], int] = {}
@@ -83,26 +102,37 @@ class RoleBounds:
                      "the work and the waits of each column, whichever workers play its roles")
 
     def best_distributions(self, kept: int) -> list[Distribution]:
-        """Return the best few distributions of vacant roles and unlike workers over columns, best first.
+        """Return the best few distributions of vacant roles and unlike workers over columns, best
+        first.
 
-        They are ranked by the bound of the longest column, then by the sum of all. Empty if live workers are alike, or
-        if too many are unlike.
+        They are ranked by the bound of the longest column, then by the sum of all. Empty if live
+        workers are alike, or if too many are unlike.
         """
-        return [distribution for _, _, distribution in self._rank_distributions(kept)] if self._unlike else []
+        if not self._unlike:
+            return []
+        return [distribution for _, _, distribution in self._rank_distributions(kept)]
 
     def _total_work_ticks(self) -> int:
-        """Return the ticks in which all live workers together can do all work, whatever their roles."""
+        """Return the ticks in which all live workers together can do all work.
+
+        Their roles may be any.
+        """
         problem = self._whole
-        stages, grid = range(problem.grid.depth), problem.grid
-        work = sum(min(sum(problem.usual_ticks(kind, copy) for kind in problem.op_kinds)
-                       for copy in problem.copies_of(stage)) for stage in stages) * grid.total_microbatches
+        grid, work = problem.grid, 0
+        for stage in range(grid.depth):
+            # Of copies of a stage, the one that takes least counts.
+            ticks = []
+            for copy in problem.copies_of(stage):
+                ticks.append(sum(problem.usual_ticks(kind, copy) for kind in problem.op_kinds))
+            work += min(ticks) * grid.total_microbatches
         closing = min(map(problem.column_closing_ticks, range(grid.columns)))
         return closing + math.floor(ticks_of_work(work, map(problem.slowness, self._live)))
 
     def _distribute_alike(self) -> int:
-        """Return the least value, over all distributions of alike workers, of the largest bound of a column.
+        """Return the least of the largest bounds of a column, over all distributions.
 
-        Bounds grow with the number of vacant roles. So each in turn goes to the column where the bound is then least.
+        Workers are alike. Bounds grow with the number of vacant roles. So each in turn goes to the
+        column where the bound is then least.
         """
         down = [0] * self._whole.grid.columns
         longest = self._column_ticks(0, 0, 0)
@@ -120,10 +150,11 @@ class RoleBounds:
         return next((longest for longest, _, _ in self._rank_distributions(1)), 0)
 
     def _rank_distributions(self, kept: int) -> list[tuple[int, int, Distribution]]:
-        """Return the best few distributions, each after the largest bound of a column and the sum of all.
+        """Return the best few distributions, each with its bounds.
 
-        Dynamic programming over columns: best[v, u] are the least few if v roles of the columns so far are vacant, and
-        unlike workers play u of the others. The first is exact.
+        They are the largest bound of a column and the sum of all. Dynamic programming over columns:
+        best[v, u] are the least few if v roles of the columns so far are vacant, and unlike workers
+        play u of the others. The first is exact.
         """
         grid, usual = self._whole.grid, len(self._live) - len(self._unlike)
         best: dict[tuple[int, int], list[tuple[int, int, Distribution]]] = {(0, 0): [(0, 0, ())]}
@@ -133,7 +164,9 @@ class RoleBounds:
                 usual_left = usual - (column * grid.pipelines - vacant - unlike)
                 for down in range(min(self._most_vacant, self._vacant - vacant) + 1):
                     count = grid.pipelines - down
-                    for some in range(max(0, count - usual_left), min(count, len(self._unlike) - unlike) + 1):
+                    for some in range(
+                        max(0, count - usual_left), min(count, len(self._unlike) - unlike) + 1
+                    ):
                         ticks = self._column_ticks(column, down, some)
                         after.setdefault((vacant + down, unlike + some), []).extend(
                             (max(longest, ticks), total + ticks, (*before, (down, some)))
@@ -148,12 +181,19 @@ class RoleBounds:
 
     @property
     def _most_vacant(self) -> int:
-        """Largest number of vacant roles of a column. With two directions, another column holds its layers, too."""
+        """Largest number of vacant roles of a column.
+
+        With two directions, another column holds its layers, too.
+        """
         return self._whole.grid.pipelines - int(self._whole.grid.chains == 1)
 
     def _column_ticks(self, column: int, down: int, unlike: int) -> int:
-        """Return a bound on the period if `down` roles of a column are vacant, and `unlike` workers play others."""
-        key = (column, down, unlike) if self._unlike or down else (0, 0, 0)  # alike, the same problem
+        """Return a bound on the period for a column with vacant roles.
+
+        `down` roles are vacant, and `unlike` workers play others.
+        """
+        # alike, the same problem
+        key = (column, down, unlike) if self._unlike or down else (0, 0, 0)
         if key not in self._window:
             fewer = self._column_ticks(column, down - 1, unlike) if down and not self._unlike else 0
             count = self._whole.grid.pipelines - down
@@ -161,36 +201,44 @@ class RoleBounds:
         return self._window[key]
 
     def _with_workers(self, column: int, count: int, unlike: int) -> Problem:
-        """Return the problem in which a column has these workers, the best ones, and the others the best of all."""
+        """Return the problem in which a column has these workers, the best ones.
+
+        The other columns have the best of all.
+        """
         problem, workers = self._whole, dict[Worker, LiveWorker]()
         for other in range(problem.grid.columns):
             if other != column:
                 speed = min(self._usual, _best_speed(self._unlike))
                 best = LiveWorker(per_mille=speed, room=self._best_room(other, self._unlike),
                                   holds=problem.grid.held_layers_by_column[other])
-                workers |= {Worker(pipeline, other): best for pipeline in range(problem.grid.pipelines)}
+                workers |= {
+                    Worker(pipeline, other): best for pipeline in range(problem.grid.pipelines)
+                }
         usual = LiveWorker(per_mille=self._usual, room=self._best_room(column, ()),
                            holds=problem.grid.held_layers_by_column[column])
         properties = [usual] * (count - unlike) + [
             msgspec.structs.replace(usual, per_mille=speed, room=room)
             for speed, room in zip(*self._best_unlike(column, unlike), strict=True)]
-        workers |= {Worker(pipeline, column): one for pipeline, one in enumerate(properties)}
+        for pipeline, state in enumerate(properties):
+            workers[Worker(pipeline, column)] = state
         return msgspec.structs.replace(problem, workers=dict(sorted(workers.items())))
 
     def _best_unlike(self, column: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return speeds and rooms of which any `count` unlike workers have no better: pairs, in order.
+        """Return speeds and rooms of which any `count` unlike workers have no better.
 
-        If they differ in both, each has the largest room.
+        They are pairs, in order. If they differ in both, each has the largest room.
         """
-        speeds = sorted(one.per_mille for one in self._unlike)
-        rooms = sorted((self._room_of(one.worker, column) for one in self._unlike), reverse=True)
+        speeds = sorted(other.per_mille for other in self._unlike)
+        rooms = [self._room_of(other.worker, column) for other in self._unlike]
+        rooms.sort(reverse=True)
         if len(set(speeds)) > 1:
             rooms = rooms[:1] * len(rooms)
         return speeds[:count], rooms[:count]
 
     def _best_room(self, column: int, unlike: Iterable[_Unlike]) -> int:
-        """Return the largest memory in a column of a usual worker, or of one of `unlike`."""
-        workers = [*self._with_own_room, *(one.worker for one in unlike), *self._usual_example]
+        """Return the largest memory in a column of a usual worker or of `unlike`."""
+        unlike_workers = [other.worker for other in unlike]
+        workers = [*self._with_own_room, *unlike_workers, *self._usual_example]
         return max(self._room_of(worker, column) for worker in workers)
 
     @property
@@ -200,5 +248,5 @@ class RoleBounds:
 
 
 def _best_speed(unlike: Iterable[_Unlike]) -> int:
-    """Return the least time, per mille of the usual one, of the usual workers and these."""
-    return min([1000, *(one.per_mille for one in unlike)])
+    """Return the least time, per mille, of the usual workers and these."""
+    return min([1000, *(other.per_mille for other in unlike)])

@@ -1,8 +1,11 @@
-"""Bounds on the busy windows of the workers of one stage, which hold nothing else: lemmas 2 to 4 of docs/bounds.md.
+"""Bound the busy windows of the workers of one stage.
 
-A *share* is one of the p equal layers of a stage for one micro-batch, with p = 1 if micro-batches are not cut. A slice
-is at least one share, so no wait begins or ends with less than one. To use whole numbers, times and memory of a stage
-are multiplied by p: a share then takes F, I and W of the stage, in ticks / p.
+They hold nothing else: lemmas 2 to 4 of docs/bounds.md.
+
+A *share* is one of the p equal layers of a stage for one micro-batch, with p = 1 if micro-batches
+are not cut. A slice is at least one share, so no wait begins or ends with less than one. To use
+whole numbers, times and memory of a stage are multiplied by p: a share then takes F, I and W of the
+stage, in ticks / p.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,7 +15,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from slipstream.planner.model.assumptions import has_equal_holders, has_whole_stages, is_single_stage, is_synchronous
+from slipstream.planner.model.assumptions import (
+    has_equal_holders,
+    has_whole_stages,
+    is_single_stage,
+    is_synchronous,
+)
 from slipstream.planner.model.memory import activation_memory, activation_room, stash_memory
 from slipstream.planner.model.problem import Problem
 from slipstream.schedules.schedule import OpKind, Worker
@@ -22,18 +30,27 @@ class StageShares(NamedTuple):
     """Times and memory of the shares of a stage on one of its holders. Times are in ticks / p."""
 
     parts: int
-    """Number p of equal layers of the stage, into which a micro-batch may be cut there."""
+    """Number p of equal layers into which a micro-batch may be cut."""
     forward: int
     gradient: int
     """Time of an I, or of a B when fused."""
     weight: int
     """Time of a W; 0 when fused."""
     round_trip: int
-    """Time from the end of an F to the start of its I: to the last stage and back."""
+    """Time from the end of an F to the start of its I.
+
+    It passes to the last stage and back.
+    """
     activation: int
-    """Memory units, times p, that a share takes from the start of its F to the end of its I."""
+    """Memory units, times p, that a share takes during F and until I ends.
+
+    They are taken from the start of F.
+    """
     stash: int
-    """Memory units, times p, that a share takes from the end of its I to the end of its W."""
+    """Memory units, times p, that a share takes from I to W.
+
+    They are taken from the end of I to the end of W.
+    """
     room: int
     """Memory units, times p, that the holder has for activations."""
     most: int
@@ -47,25 +64,31 @@ class StageShares(NamedTuple):
         return self.forward + self.gradient + self.weight
 
     def capacity_for(self, amount: int) -> int:
-        """Return how many shares fit in the holder's memory at once if each takes `amount` (memory units times p)."""
+        """Return how many shares fit in the holder's memory at once.
+
+        Each takes `amount` (memory units times p).
+        """
         return self.room // amount if amount else self.most
 
     @property
     def max_waiting(self) -> int:
-        """Number of shares that can be between F and I at once in the holder's memory."""
+        """Number of shares that memory can hold between F and I at once."""
         return self.capacity_for(self.activation)
 
     def fill_idle(self, count: int) -> int:
-        """Return the least idle time, in ticks / p, before the first I of a worker that runs `count` shares.
+        """Return the least idle time, in ticks / p, before a worker's first I.
 
-        Lemma 2a.
+        It runs `count` shares. Lemma 2a.
         """
-        return max(0, self.round_trip + self.late - (min(count, self.max_waiting) - 1) * self.forward)
+        return max(
+            0, self.round_trip + self.late - (min(count, self.max_waiting) - 1) * self.forward
+        )
 
     def drain_idle(self, count: int, *, until_weight: bool) -> int:
-        """Return the least idle time, in ticks / p, from the last F to the end of the last W (`until_weight`) or I.
+        """Return the least idle time, in ticks / p, from the last F on.
 
-        Lemma 2b, for a worker with `count` shares. It is disjoint from the time of `fill_idle`.
+        It reaches to the end of the last W (`until_weight`) or I. Lemma 2b, for a worker with
+        `count` shares. It is disjoint from the time of `fill_idle`.
         """
         if count <= self.max_waiting:
             return 0
@@ -75,40 +98,52 @@ class StageShares(NamedTuple):
         return max(0, idle - self.max_waiting * self.gradient)
 
     def max_remaining_work(self, count: int) -> int:
-        """Return the most time of I and W, in ticks / p, that is left when the last F of `count` shares starts.
+        """Return the most time of I and W, in ticks / p, left at last.
 
-        Lemma 2c.
+        That is when the last F of `count` shares starts. Lemma 2c.
         """
-        most = min(count, self.max_waiting)
-        ends = {1, most}
+        largest = min(count, self.max_waiting)
+        ends = {1, largest}
         if self.activation != self.stash:
             corner = (self.room - count * self.stash) // (self.activation - self.stash)
-            ends |= {min(max(1, corner + more), most) for more in (0, 1)}
-        return max(waiting * self.gradient + self._remaining_weight_ticks(waiting, count) for waiting in ends)
+            ends |= {min(max(1, corner + more), largest) for more in (0, 1)}
+        return max(
+            waiting * self.gradient + self._remaining_weight_ticks(waiting, count)
+            for waiting in ends
+        )
 
     def _remaining_weight_ticks(self, waiting: int, count: int) -> int:
-        """Return the most time of W, in ticks / p, that can be due while `waiting` of `count` shares wait for I."""
+        """Return the most time of W, in ticks / p, that can be due.
+
+        `waiting` of `count` shares wait for I meanwhile.
+        """
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
         return min(count * self.weight, waiting * self.weight + free * self.weight // self.stash)
 
     def min_window(self, count: int) -> int:
-        """Return the shortest time, in ticks / p, from the first to the last compute op of a worker with `count`
-        shares.
+        """Return the shortest time, in ticks / p, of a worker's compute ops.
 
-        Lemma 2.
+        It reaches from the first to the last one of a worker with `count` shares. Lemma 2.
         """
-        return count * self.work + self.fill_idle(count) + self.drain_idle(count, until_weight=True) if count else 0
+        return (
+            count * self.work + self.fill_idle(count) + self.drain_idle(count, until_weight=True)
+            if count
+            else 0
+        )
 
     def min_gradient_window(self, count: int) -> int:
-        """Return the shortest time, in ticks / p, from the first F to the last I of a worker with `count` shares.
+        """Return the shortest time, in ticks / p, from first F to last I.
 
-        Lemma 4a: all W are done in it except those that memory can hold until later.
+        The worker has `count` shares. Lemma 4a: all W are done in it except those that memory can
+        hold until later.
         """
-        unavoidable = max((count - min(count, self.capacity_for(self.stash))) * self.weight,
-                          (count - min(count, self.capacity_for(min(self.activation, self.stash)))) * self.weight
-                          + self.drain_idle(count, until_weight=False))
+        unavoidable = max(
+            (count - min(count, self.capacity_for(self.stash))) * self.weight,
+            (count - min(count, self.capacity_for(min(self.activation, self.stash)))) * self.weight
+            + self.drain_idle(count, until_weight=False),
+        )
         return count * (self.forward + self.gradient) + self.fill_idle(count) + unavoidable
 
 
@@ -119,66 +154,99 @@ def count_microbatches_at(problem: Problem, stage: int) -> int:
 
 
 def make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> StageShares:
-    """Return the times and memory of the shares of a stage, cut into `parts`, on one of its holders."""
-    forward, gradient, *weight = (problem.op_ticks(kind, stage, worker) for kind in problem.op_kinds)
+    """Return the times and memory of a stage's shares on one of its holders.
+
+    The stage is cut into `parts`.
+    """
+    forward, gradient, *weight = (
+        problem.op_ticks(kind, stage, worker) for kind in problem.op_kinds
+    )
     out, home = problem.min_path_ticks
     # Transfers to the next stage and back; the last stage has none.
     hops = 2 * problem.min_transfer_ticks(stage) if stage + 1 < len(problem.grid.stages) else 0
     trip = out[-1] - out[stage + 1] + home[-1] - home[stage + 1] + hops
     return StageShares(
-        parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
-        activation=activation_memory(problem, stage), stash=stash_memory(problem, stage),
-        room=activation_room(problem, worker) * parts, most=count_microbatches_at(problem, stage) * parts)
+        parts=parts,
+        forward=forward,
+        gradient=gradient,
+        weight=sum(weight),
+        round_trip=trip * parts,
+        activation=activation_memory(problem, stage),
+        stash=stash_memory(problem, stage),
+        room=activation_room(problem, worker) * parts,
+        most=count_microbatches_at(problem, stage) * parts,
+    )
 
 
 def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
-    """Return the number of live holders of a stage by their speed and memory, given as `StageShares`."""
+    """Return the number of live holders of a stage by speed and memory.
+
+    Both are given as `StageShares`.
+    """
     column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_pipelines_by_column[column]]
     example = {problem.workers[worker]: worker for worker in workers}
     numbers: Counter[StageShares] = Counter()
     for properties, number in Counter(problem.workers[worker] for worker in workers).items():
-        numbers[make_shares(problem, stage, example[properties], problem.count_parts(stage))] += number
+        numbers[make_shares(problem, stage, example[properties], problem.count_parts(stage))] += (
+            number
+        )
     return numbers
 
 
 def busiest_window(problem: Problem, stage: int) -> Fraction:
-    """Return a bound, in ticks: the least window in which the holders of a stage can run all its work.
+    """Return the least window, in ticks, in which holders can run a stage's work.
 
-    Lemma 2, for a stage of `is_single_stage`.
+    It is a bound. Lemma 2, for a stage of `is_single_stage`.
     """
     assert is_single_stage(problem, stage)
     least = _least_window(tuple(_count_holder_kinds(problem, stage).items()),
                           count_microbatches_at(problem, stage) * problem.count_parts(stage))
-    return Fraction(least, problem.count_parts(stage)) + problem.column_closing_ticks(problem.column_of[stage])
+    return Fraction(least, problem.count_parts(stage)) + problem.column_closing_ticks(
+        problem.column_of[stage]
+    )
 
 
 @lru_cache(4096)  # failures that come and go repeat most columns
 def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int:
-    """Return the least T, in ticks / p, such that holders can run `total` shares if each has a window of T.
+    """Return the least T, in ticks / p, in which holders can run `total` shares.
 
-    The argument `holders` has pairs of a speed and memory (`StageShares`) and the number of holders with these.
+    Each has a window of T. The argument `holders` has pairs of a speed and memory (`StageShares`)
+    and the number of holders with these.
     """
     def is_enough(ticks: int) -> bool:
-        return sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total
+        return (
+            sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total
+        )
 
-    return bisect_left(range(max(shares.min_window(total) for shares, _ in holders)), True, key=is_enough)
+    return bisect_left(
+        range(max(shares.min_window(total) for shares, _ in holders)), True, key=is_enough
+    )
 
 
 def _max_shares_within(shares: StageShares, ticks: int) -> int:
-    """Return how many shares a holder can run in a window, without reductions and optimizer step, of `ticks` / p."""
+    """Return how many shares a holder can run in a window of `ticks` / p.
+
+    The window is without reductions and optimizer step.
+    """
     return bisect_right(range(1, shares.most + 1), ticks, key=shares.min_window)
 
 
 def scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
-    """Return a bound, in ticks, from a stage whose micro-batches wait for a later stage with fewer live workers.
+    """Return a bound, in ticks, from a later stage with fewer live workers.
 
-    Lemma 3; 0 where its assumptions are not met.
+    A stage's micro-batches wait for it. Lemma 3; 0 where its assumptions are not met.
     """
-    if not (has_whole_stages(problem) and is_single_stage(problem, stage) and has_equal_holders(problem, stage)):
+    if not (
+        has_whole_stages(problem)
+        and is_single_stage(problem, stage)
+        and has_equal_holders(problem, stage)
+    ):
         return Fraction(0)
     shares, = _count_holder_kinds(problem, stage)
-    total, holders, best = count_microbatches_at(problem, stage), len(problem.holders_by_slice[stage]), 0
+    total = count_microbatches_at(problem, stage)
+    holders = len(problem.holders_by_slice[stage])
+    best = 0
     for later in range(stage + 1, len(problem.grid.stages)):
         in_time = len(problem.holders_by_slice[later])
         if in_time >= holders:
@@ -189,30 +257,38 @@ def scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
 
 
 def fill_and_drain_bound(problem: Problem, stage: int) -> Fraction:
-    """Return a bound, in ticks, from stage 0 through a stage's busiest worker and back to the last W of stage 0.
+    """Return a bound, in ticks, from stage 0 through a stage's busiest worker and back.
 
-    Lemma 4; 0 where its assumptions are not met.
+    It ends with the last W of stage 0. Lemma 4; 0 where its assumptions are not met.
     """
     if not (is_single_stage(problem, stage) and has_equal_holders(problem, stage)):
         return Fraction(0)
     shares, = _count_holder_kinds(problem, stage)
-    return round_trip_bound(problem, stage, shares, -(-shares.most // len(problem.holders_by_slice[stage])))
+    return round_trip_bound(
+        problem, stage, shares, -(-shares.most // len(problem.holders_by_slice[stage]))
+    )
 
 
 def round_trip_bound(problem: Problem, stage: int, shares: StageShares, count: int) -> Fraction:
-    """Return the bound of lemma 4, in ticks, for a worker that runs `count` shares of a stage."""
+    """Return the bound of lemma 4, in ticks, for a worker with `count` shares."""
     out, home = problem.min_path_ticks
     last = Fraction(0)
     if problem.backward == "split" and stage and problem.count_parts(0):
         last = Fraction(problem.fastest_ticks(OpKind.W, 0), problem.count_parts(0))
     closing = ticks_after_stage(problem, 0)
-    return Fraction(shares.min_gradient_window(count), shares.parts) + out[stage] + home[stage] + last + (
-        max(closing, *problem.times.optimizer) if is_synchronous(problem) else closing)
+    return (
+        Fraction(shares.min_gradient_window(count), shares.parts)
+        + out[stage]
+        + home[stage]
+        + last
+        + (max(closing, *problem.times.optimizer) if is_synchronous(problem) else closing)
+    )
 
 
 def ticks_after_stage(problem: Problem, stage: int) -> int:
-    """Return the least ticks of reductions and optimizer step after the last W of a stage, on each holder.
+    """Return the least ticks after the last W of a stage, on each holder.
 
-    The reductions of a worker's other stages may come earlier.
+    They are of reductions and optimizer step. The reductions of a worker's other stages may come
+    earlier.
     """
     return problem.times.all_reduce[stage] + problem.times.optimizer[problem.column_of[stage]]

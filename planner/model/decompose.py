@@ -1,9 +1,10 @@
 """Divide a problem into subproblems (pieces), so that equal ones are solved once.
 
-Pipelines that share no micro-batches meet only at the all-reduce. A pipeline with dead workers needs peers for its
-micro-batches; all other pipelines are independent. So a job divides into groups of broken pipelines with healthy ones
-as peers, and single healthy pipelines. Equal pieces share one plan, so that planning time grows with the number of
-different pieces and not with the number of workers.
+Pipelines that share no micro-batches meet only at the all-reduce. A pipeline with dead workers
+needs peers for its micro-batches; all other pipelines are independent. So a job divides into groups
+of broken pipelines with healthy ones as peers, and single healthy pipelines. Equal pieces share one
+plan, so that planning time grows with the number of different pieces and not with the number of
+workers.
 """
 
 from collections import defaultdict
@@ -18,12 +19,17 @@ from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
 DeadColumns = Mapping[int, Columns]
-"""Columns of a pipeline whose worker is down, by the pipeline's number; only pipelines with such columns."""
+"""Columns of a pipeline whose worker is down, by the pipeline's number.
+
+Only pipelines with such columns are there.
+"""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """Subproblem of some pipelines, and its copies: the sets of pipelines of the whole problem that run by its
-    solution."""
+    """Subproblem of some pipelines, and its copies.
+
+    A copy is a set of pipelines of the whole problem that run by its solution.
+    """
 
     problem: Problem
     copies: tuple[tuple[int, ...], ...]
@@ -31,13 +37,17 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     names: Mapping[MicroBatch, MicroBatch] | None = None
     """Micro-batches of the whole problem, by the micro-batch that represents them.
 
-    The latter has the pipeline's number in the whole problem, and its number in the subproblem. None if names are
-    equal.
+    The latter has the pipeline's number in the whole problem, and its number in the subproblem.
+    None if names are equal.
     """
 
-    def original_microbatch(self, copy: Sequence[int], pipeline: int, microbatch: int) -> MicroBatch:
-        """Return the micro-batch of the whole problem that micro-batch `microbatch` of `pipeline` in this subproblem
-        represents in one of its copies."""
+    def original_microbatch(
+        self, copy: Sequence[int], pipeline: int, microbatch: int
+    ) -> MicroBatch:
+        """Return the micro-batch of the whole problem that this one represents in a copy.
+
+        It is micro-batch `microbatch` of `pipeline` in this subproblem.
+        """
         batch = MicroBatch(copy[pipeline], microbatch)
         return self.names[batch] if self.names else batch
 
@@ -51,20 +61,29 @@ def make_whole_piece(problem: Problem) -> Piece:
 
 
 def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[Piece, ...]:
-    """Divide a problem into subproblems, groups of pipelines with dead workers (broken ones) first; return one if
-    dividing gains nothing.
+    """Divide a problem into subproblems; return one if dividing gains nothing.
 
-    For healthy pipelines with equal numbers of micro-batches this is exact: they may run equal plans without
-    lengthening any window. For broken pipelines, and for those that read more micro-batches than their share, it
-    decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest one
-    must run anyway.
+    Groups of pipelines with dead workers (broken ones) come first. For healthy pipelines with equal
+    numbers of micro-batches this is exact: they may run equal plans without lengthening any window.
+    For broken pipelines, and for those that read more micro-batches than their share, it decides
+    which peers run their micro-batches, but never so that a worker gets more micro-batches than the
+    busiest one must run anyway.
     """
     whole = make_whole_piece(problem)
     if problem.assigned:
-        renamed, names = renumber_by_runner(problem) if problem.grid.chains == 1 else (problem, None)
-        return tuple(Piece(problem=extract_pipelines(renamed, copies[0]), copies=tuple(copies), names=names)
-                     for copies in find_components(renamed))
-    if problem.has_slow_workers or problem.has_unequal_room or not all(problem.live_pipelines_by_column):
+        renamed = problem
+        names: Mapping[MicroBatch, MicroBatch] | None = None
+        if problem.grid.chains == 1:
+            renamed, names = renumber_by_runner(problem)
+        return tuple(
+            Piece(problem=extract_pipelines(renamed, copies[0]), copies=tuple(copies), names=names)
+            for copies in find_components(renamed)
+        )
+    if (
+        problem.has_slow_workers
+        or problem.has_unequal_room
+        or not all(problem.live_pipelines_by_column)
+    ):
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
     if not dead:
@@ -72,8 +91,10 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
         if sharing is None:
             return (whole,)
         rest = sorted(set(range(problem.grid.pipelines)).difference(*sharing))
-        pieces = (*_make_loaded_pieces(problem, sharing),
-                  *(_make_healthy_piece(problem, members) for members in _group_by_count(problem, rest)))
+        pieces = (
+            *_make_loaded_pieces(problem, sharing),
+            *(_make_healthy_piece(problem, members) for members in _group_by_count(problem, rest)),
+        )
         return pieces if len(pieces) < problem.grid.pipelines else (whole,)
     if len(set(problem.grid.microbatches)) > 1:
         return (whole,)
@@ -82,15 +103,19 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
     rest = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in helped]
     if len(groups) == 1 and len(rest) < 2:
         return (whole,)
-    return (*_make_distinct_pieces(problem, dead, groups), *([_make_healthy_piece(problem, rest)] if rest else []))
+    return (
+        *_make_distinct_pieces(problem, dead, groups),
+        *([_make_healthy_piece(problem, rest)] if rest else []),
+    )
 
 
 def _group_by_load(problem: Problem) -> list[tuple[int, ...]] | None:
-    """Return groups of pipelines in which peers run micro-batches of those that read more than their share; None if
-    all are in one group.
+    """Return groups of pipelines in which peers relieve those that read more.
 
-    Each group has as many pipelines with few micro-batches as can take what is too much. There are no groups if
-    micro-batches may not be handed on, or if the busiest worker would run as many of them even if all were shared.
+    They run micro-batches of pipelines that read more than their share; None if all are in one
+    group. Each group has as many pipelines with few micro-batches as can take what is too much.
+    There are no groups if micro-batches may not be handed on, or if the busiest worker would run as
+    many of them even if all were shared.
     """
     counts = problem.grid.microbatches
     share = -(-sum(counts) // len(counts))
@@ -110,11 +135,17 @@ def _group_by_load(problem: Problem) -> list[tuple[int, ...]] | None:
 
 
 def _make_loaded_pieces(problem: Problem, groups: Sequence[tuple[int, ...]]) -> list[Piece]:
-    """Return the subproblem of each group of healthy pipelines; groups that read equal numbers are copies of one."""
+    """Return the subproblem of each group of healthy pipelines.
+
+    Groups that read equal numbers are copies of one.
+    """
     copies: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(problem.grid.microbatches[pipeline] for pipeline in group)].append(group)
-    return [Piece(problem=extract_pipelines(problem, members[0]), copies=tuple(members)) for members in copies.values()]
+    return [
+        Piece(problem=extract_pipelines(problem, members[0]), copies=tuple(members))
+        for members in copies.values()
+    ]
 
 
 def _group_by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
@@ -126,15 +157,21 @@ def _group_by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int
 
 
 def _make_healthy_piece(problem: Problem, members: Sequence[int]) -> Piece:
-    """Return the subproblem of one healthy pipeline, with a copy for each of the equal pipelines in `members`."""
-    return Piece(problem=extract_pipelines(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
+    """Return the subproblem of one healthy pipeline.
+
+    It has a copy for each of the equal pipelines in `members`.
+    """
+    return Piece(
+        problem=extract_pipelines(problem, members[:1]),
+        copies=tuple((pipeline,) for pipeline in members),
+    )
 
 
 def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) -> list[list[int]]:
-    """Divide the broken pipelines into groups, and return each with healthy pipelines that help it. There are as many
-    groups as the healthy pipelines suffice for, but at least one.
+    """Divide the broken pipelines into groups, and return each with healthy pipelines that help it.
 
-    The mapping `dead` has the columns whose workers are down, by broken pipeline.
+    There are as many groups as the healthy pipelines suffice for, but at least one. The mapping
+    `dead` has the columns whose workers are down, by broken pipeline.
     """
     healthy = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
@@ -144,7 +181,9 @@ def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) 
         if count == 1 or sum(needs) <= len(healthy):
             break
     if count == 1:
-        needs = [min(len(healthy), max(needs[0], _count_wanted_peers(problem, dead, parts[0], params)))]
+        needs = [
+            min(len(healthy), max(needs[0], _count_wanted_peers(problem, dead, parts[0], params)))
+        ]
     else:
         more = (len(healthy) - sum(needs)) // count
         needs = [max(need, min(need + more, _count_wanted_peers(problem, dead, part, params)))
@@ -157,11 +196,11 @@ def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) 
 
 
 def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list[list[int]]:
-    """Divide broken pipelines into `count` sets, each of pipelines with different dead columns, such that many sets
-    have the same dead columns.
+    """Divide broken pipelines into `count` sets of which many are alike.
 
-    If this is impossible, they are dealt out in turn. Pipelines with the same dead columns are neighbours in `broken`,
-    so that they also come to different sets.
+    Each has pipelines with different dead columns, and many sets have the same dead columns. If
+    this is impossible, they are dealt out in turn. Pipelines with the same dead columns are
+    neighbours in `broken`, so that they also come to different sets.
     """
     remaining: dict[Columns, list[int]] = defaultdict(list)
     for pipeline in broken:
@@ -181,10 +220,10 @@ def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list
 
 
 def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]) -> int:
-    """Return the fewest healthy pipelines that must help `part`, some of the broken pipelines. The mapping `dead` has
-    the columns whose workers are down, by broken pipeline.
+    """Return the fewest healthy pipelines that must help `part`, some of the broken pipelines.
 
-    With fewer, a worker would get more micro-batches than the busiest worker must run anyway.
+    The mapping `dead` has the columns whose workers are down, by broken pipeline. With fewer, a
+    worker would get more micro-batches than the busiest worker must run anyway.
     """
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
@@ -199,12 +238,15 @@ def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
     return need
 
 
-def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int], params: PieceParams) -> int:
-    """Return the number of healthy pipelines that should help `part`, some of the broken pipelines, so that each worker
-    runs at most one re-routed unit.
+def _count_wanted_peers(
+    problem: Problem, dead: DeadColumns, part: Sequence[int], params: PieceParams
+) -> int:
+    """Return the number of healthy pipelines that should help `part`.
 
-    The number is limited by the largest size of a subproblem in `params`, and may be larger if live workers may offload
-    micro-batches, too. The mapping `dead` has the columns whose workers are down, by broken pipeline.
+    It is some of the broken pipelines; each worker then runs at most one re-routed unit. The number
+    is limited by the largest size of a subproblem in `params`, and may be larger if live workers
+    may offload micro-batches, too. The mapping `dead` has the columns whose workers are down, by
+    broken pipeline.
     """
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)
@@ -214,24 +256,35 @@ def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
     return max(enough, shedding) if problem.shedding else enough
 
 
-def _make_distinct_pieces(problem: Problem, dead: DeadColumns, groups: Sequence[Sequence[int]]) -> list[Piece]:
-    """Return the subproblems of all groups of pipelines. Groups with equal problems are copies of one."""
+def _make_distinct_pieces(
+    problem: Problem, dead: DeadColumns, groups: Sequence[Sequence[int]]
+) -> list[Piece]:
+    """Return the subproblems of all groups of pipelines.
+
+    Groups with equal problems are copies of one.
+    """
     copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
-    return [Piece(problem=extract_pipelines(problem, members[0]), copies=tuple(members)) for members in copies.values()]
+    return [
+        Piece(problem=extract_pipelines(problem, members[0]), copies=tuple(members))
+        for members in copies.values()
+    ]
 
 
-# --- Pieces where a layout says who runs what: pipelines that some route joins; equal ones once -----------------------
+# --- Pieces where a layout says who runs what: pipelines that some route joins; equal ones once ---
 
 
 def renumber_by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
-    """Return a copy of the problem whose micro-batches are numbered in the pipeline that runs them, and a mapping from
-    these to the micro-batches (pipeline, number) of the problem itself.
+    """Return a copy of the problem whose micro-batches belong to those who run them.
 
-    Micro-batches are ordered by their own numbers, those of several pipelines in turn. A micro-batch that several
-    pipelines run is numbered in its own pipeline if that is one of them, otherwise in the first. It is spread evenly
-    over the micro-batches that this pipeline runs alone, so that pipelines with equal counts have equal problems.
+    They are numbered in the pipeline that runs them. Also returns a mapping from these to the
+    micro-batches (pipeline, number) of the problem itself.
+
+    Micro-batches are ordered by their own numbers, those of several pipelines in turn. A
+    micro-batch that several pipelines run is numbered in its own pipeline if that is one of them,
+    otherwise in the first. It is spread evenly over the micro-batches that this pipeline runs
+    alone, so that pipelines with equal counts have equal problems.
     """
     alone: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
     shared: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
@@ -239,15 +292,20 @@ def renumber_by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, M
         runners = {visit.worker.pipeline for visit in problem.routes[batch]}
         pipeline = batch.pipeline if batch.pipeline in runners else min(runners)
         (alone if len(runners) == 1 else shared)[pipeline].append(batch)
-    names = {MicroBatch(pipeline, number): batch for pipeline, both in enumerate(zip(alone, shared, strict=True))
-             for number, batch in enumerate(_interleave_evenly(*both))}
+    names = {
+        MicroBatch(pipeline, number): batch
+        for pipeline, both in enumerate(zip(alone, shared, strict=True))
+        for number, batch in enumerate(_interleave_evenly(*both))
+    }
     routes = {new: problem.routes[batch] for new, batch in sorted(names.items())}
-    counts = tuple(len(own) + len(others) for own, others in zip(alone, shared, strict=True))
+    counts = tuple(len(mine) + len(others) for mine, others in zip(alone, shared, strict=True))
     grid = msgspec.structs.replace(problem.grid, microbatches=counts)
     return msgspec.structs.replace(problem, grid=grid, routes=routes), names
 
 
-def _interleave_evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[MicroBatch]:
+def _interleave_evenly(
+    some: Sequence[MicroBatch], others: Sequence[MicroBatch]
+) -> list[MicroBatch]:
     """Return the micro-batches `some` in their order, with `others` inserted at equal distances."""
     merged, count = list(some), len(others)
     for number in reversed(range(count)):
@@ -256,10 +314,10 @@ def _interleave_evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch])
 
 
 def find_components(problem: Problem) -> list[list[tuple[int, ...]]]:
-    """Return, for each different subproblem of a layout, its copies as tuples of pipelines in corresponding order.
+    """Return the copies of each different subproblem of a layout.
 
-    Pipelines are joined if a micro-batch of one runs on the other. A pipeline without work is joined to the first busy
-    one.
+    They are tuples of pipelines in corresponding order. Pipelines are joined if a micro-batch of
+    one runs on the other. A pipeline without work is joined to the first busy one.
     """
     copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
     numbers: dict[object, int] = {}
@@ -267,14 +325,22 @@ def find_components(problem: Problem) -> list[list[tuple[int, ...]]]:
             for pipeline in range(problem.grid.pipelines)]
     for members in _join_pipelines(problem):
         ordered = tuple(sorted(members, key=lambda pipeline: (kind[pipeline], pipeline)))
-        copies[tuple(kind[pipeline] for pipeline in ordered), _routes_key(problem, ordered)].append(ordered)
+        copies[tuple(kind[pipeline] for pipeline in ordered), _routes_key(problem, ordered)].append(
+            ordered
+        )
     return sorted(copies.values(), key=lambda group: (-len(group[0]), group))
 
 
 def _join_pipelines(problem: Problem) -> list[list[int]]:
     """Return lists of pipelines that must be planned together, because routes join them."""
-    first = component_roots(problem.grid.pipelines, {(batch.pipeline, visit.worker.pipeline)
-                                                     for batch, route in problem.routes.items() for visit in route})
+    first = component_roots(
+        problem.grid.pipelines,
+        {
+            (batch.pipeline, visit.worker.pipeline)
+            for batch, route in problem.routes.items()
+            for visit in route
+        },
+    )
     busy = {first[batch.pipeline] for batch in problem.routes}
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, root in enumerate(first):
@@ -283,13 +349,17 @@ def _join_pipelines(problem: Problem) -> list[list[int]]:
 
 
 def _pipeline_key(problem: Problem, pipeline: int) -> tuple[object, ...]:
-    """Return a pipeline's micro-batch count and workers: two pipelines with equal ones are interchangeable."""
+    """Return a pipeline's micro-batch count and workers: two pipelines with equal ones are
+    interchangeable.
+    """
     return problem.grid.microbatches[pipeline], tuple(problem.workers.get(Worker(pipeline, column))
                                                       for column in range(problem.grid.columns))
 
 
 def _routes_key(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
-    """Return the routes of these pipelines' micro-batches, with pipelines renumbered in the given order."""
+    """Return the routes of these pipelines' micro-batches, with pipelines renumbered in the given
+    order.
+    """
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     return tuple((slice_, number[worker.pipeline], worker.column) for pipeline in pipelines
                  for microbatch in range(problem.grid.microbatches[pipeline])
@@ -299,17 +369,30 @@ def _routes_key(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...
 def extract_pipelines(problem: Problem, pipelines: Sequence[int]) -> Problem:
     """Return the problem of some pipelines alone, renumbered in the given order."""
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
-    grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
-                                   microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
+    grid = msgspec.structs.replace(
+        problem.grid,
+        pipelines=len(pipelines),
+        microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines),
+    )
     renumbered: dict[tuple[Visit, ...], tuple[Visit, ...]] = {}
     routes = {}
     for pipeline in pipelines:
         for microbatch in range(problem.grid.microbatches[pipeline]):
             route = problem.routes[MicroBatch(pipeline, microbatch)]
             if route not in renumbered:
-                renumbered[route] = tuple(Visit(visit.slice, Worker(number[visit.worker.pipeline], visit.worker.column))
-                                          for visit in route)
+                renumbered[route] = tuple(
+                    Visit(visit.slice, Worker(number[visit.worker.pipeline], visit.worker.column))
+                    for visit in route
+                )
             routes[MicroBatch(number[pipeline], microbatch)] = renumbered[route]
-    return msgspec.structs.replace(problem, grid=grid, routes=routes, workers={
-        Worker(number[pipeline], column): problem.workers[Worker(pipeline, column)]
-        for pipeline in pipelines for column in range(grid.columns) if Worker(pipeline, column) in problem.workers})
+    return msgspec.structs.replace(
+        problem,
+        grid=grid,
+        routes=routes,
+        workers={
+            Worker(number[pipeline], column): problem.workers[Worker(pipeline, column)]
+            for pipeline in pipelines
+            for column in range(grid.columns)
+            if Worker(pipeline, column) in problem.workers
+        },
+    )

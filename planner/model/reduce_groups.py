@@ -1,4 +1,4 @@
-"""Group the workers that hold the same layers, and find the layers whose gradients are reduced together."""
+"""Group the workers that hold the same layers, and find what they reduce together."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,10 @@ Reduction = tuple[LayerRange, tuple[int, ...]]
 
 
 class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Groups of workers that hold the same layers, and so share one deadline: the tick by which they must end their
-    compute ops."""
+    """Groups of workers that hold the same layers, and so share one deadline.
+
+    It is the tick by which they must end their compute ops.
+    """
 
     held: tuple[Held, ...]
     """Layers that the workers of each group hold."""
@@ -27,15 +29,15 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def number_of(self) -> Mapping[Held, int]:
-        """Number of each group (workers that hold the same layers), by these layers."""
-        return {held: number for number, held in enumerate(self.held)}
+        """Number of each group, by these layers."""
+        return {layers: number for number, layers in enumerate(self.held)}
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
-        """For each group (workers that hold the same layers), the numbers of all groups with which it shares a gradient
-        reduction, itself included.
+        """For each group, the groups with which it shares a gradient reduction.
 
-        The busy windows of its workers end with the last of these groups.
+        They are numbers, its own included. The busy windows of its workers end with the last of
+        these groups.
         """
         linked: list[set[int]] = [{group} for group in range(len(self.held))]
         for _, groups in self.reductions:
@@ -45,19 +47,23 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def has_shared_reductions(self) -> bool:
-        """True if groups (workers that hold the same layers) share reductions. Otherwise each group reduces its
-        gradients after its last compute op."""
+        """True if groups share reductions.
+
+        Otherwise each group reduces its gradients after its last compute op.
+        """
         return any(len(groups) > 1 for _, groups in self.reductions)
 
 
 def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
-    """Return, for each range of layers, the ascending numbers of the groups that hold all of it; `groups` has the
-    layers that each one holds."""
+    """Return the numbers of the groups that hold each range of layers, ascending.
+
+    A group must hold all of it; `groups` has the layers that each one holds.
+    """
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
     firsts = [ranges[number][0] for number in order]
     holding_groups: list[list[int]] = [[] for _ in ranges]
-    for group, held in enumerate(groups):
-        for low, high in held:
+    for group, layers in enumerate(groups):
+        for low, high in layers:
             for number in order[bisect_left(firsts, low):bisect_left(firsts, high)]:
                 if ranges[number][1] <= high:
                     holding_groups[number].append(group)
@@ -65,19 +71,26 @@ def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) ->
 
 
 def make_reduce_groups(grid: Grid, holds: Iterable[Held]) -> ReduceGroups:
-    """Return the groups of workers that hold the same layers, and the ranges of layers that the same groups hold and
-    reduce together; `holds` has the layers of each worker.
+    """Return the groups of workers, and the ranges of layers that they reduce together.
 
-    If all workers hold whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
+    The same groups hold such a range; `holds` has the layers of each worker. If all workers hold
+    whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
     """
     groups = tuple(sorted(set(holds)))
     ends = {end for _, end in grid.layers_by_stage}
-    edges = {edge for held in groups for layers in held for edge in layers}
+    edges = {edge for group in groups for layers in group for edge in layers}
     whole = edges - {0} <= ends
     ranges = list(pairwise(sorted(edges | ends if whole else edges)))
     reductions: list[Reduction] = []
-    for (first, end), holders in zip(ranges, map(tuple, find_holding_groups(ranges, groups)), strict=True):
-        if reductions and reductions[-1][1] == holders and reductions[-1][0][1] == first and not whole:
+    for (first, end), holders in zip(
+        ranges, map(tuple, find_holding_groups(ranges, groups)), strict=True
+    ):
+        if (
+            reductions
+            and reductions[-1][1] == holders
+            and reductions[-1][0][1] == first
+            and not whole
+        ):
             reductions[-1] = (reductions[-1][0][0], end), holders
         elif holders:
             reductions.append(((first, end), holders))

@@ -12,16 +12,20 @@ from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_in
 from slipstream.planner.model.problem import Problem
 
 NEVER = -2**60
-"""Tick that is earlier than those of any plan; the end of a group without workers."""
+"""Tick that is earlier than those of any plan.
+
+It is the end of a group without workers.
+"""
 
 
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
-    """Return a copy of the solution in which every op starts as late as its order and the ends of groups allow.
+    """Return a copy of the solution in which every op starts as late as possible.
 
-    The argument `ends` has the tick by which each group (workers that hold the same layers) must end its compute ops,
-    or the deadlines of `get_deadlines` if `Problem.anneals_reductions`.
+    Its order and the ends of groups limit it. The argument `ends` has the tick by which each group
+    must end its compute ops, or the deadlines of `get_deadlines` if `Problem.anneals_reductions`.
     """
-    arrays, start, ends = solution.arrays, np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
+    arrays, start = solution.arrays, np.zeros_like(solution.start)
+    ends = np.asarray(ends, dtype=np.int64)
     begin = None
     if arrays.problem.anneals_reductions:
         begin, ends = ends, ends_of_reductions(arrays, ends)
@@ -30,16 +34,21 @@ def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Soluti
 
 
 def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
-    """Return the tick at which each group (workers that hold the same layers) ends its last reduction, if reductions
-    begin at `begin`; NEVER for a group without reductions."""
+    """Return the tick at which each group ends its last reduction.
+
+    Reductions begin at `begin`; NEVER for a group without reductions.
+    """
     between, last = arrays.reductions.between, begin + arrays.reductions.ticks
     latest: Ints = np.where(between >= 0, np.append(last, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def get_deadlines(*pieces: Solution) -> Ints:
-    """Return what subproblems must agree on, given their solutions on one clock: the ticks by which groups (workers
-    that hold the same layers) end their compute ops or, if `Problem.anneals_reductions`, the starts of reductions."""
+    """Return what subproblems must agree on, given their solutions on one clock.
+
+    It is the ticks by which groups end their compute ops or, if `Problem.anneals_reductions`, the
+    starts of reductions.
+    """
     if pieces[0].arrays.problem.reduces_in_bubbles:
         return place_in_bubbles(pieces).begin
     return compute_group_ends(*pieces)
@@ -51,14 +60,17 @@ def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints,
     if arrays.problem.can_reduce_early:
         sharers = arrays.reductions.sharers
         begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
-    kernel_loops().set_latest_starts(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
+    kernel_loops().set_latest_starts(
+        arrays.ops, order, start, free, arrays.group, arrays.reductions, begin
+    )
 
 
 def compute_group_ends(*pieces: Solution) -> Ints:
-    """Return the tick at which the last compute op of each group (workers that hold the same layers) ends.
+    """Return the tick at which the last compute op of each group ends.
 
-    The solutions of all subproblems, `pieces`, must be on one clock. If reductions may lie between compute ops
-    (`Problem.can_reduce_early`), return the start of each group's last reduction instead.
+    The solutions of all subproblems, `pieces`, must be on one clock. If reductions may lie between
+    compute ops (`Problem.can_reduce_early`), return the start of each group's last reduction
+    instead.
     """
     ends_by_piece = []
     for solution in pieces:
@@ -71,17 +83,25 @@ def compute_group_ends(*pieces: Solution) -> Ints:
 
 
 def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
-    """Return the start tick of each reduction, or NEVER if no subproblem has a W of its layers.
+    """Return the start tick of each reduction.
 
-    The solutions of all subproblems, `pieces`, must be on one clock. The problem must be one in which reductions may
-    lie between compute ops (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its
+    NEVER if no subproblem has a W of its layers. The solutions of all subproblems, `pieces`, must
+    be on one clock. The problem must be one in which reductions may lie between compute ops
+    (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its
     layers at which no worker that takes part runs an op.
     """
-    begins: Ints = np.max([_last_awaited_ends(one.arrays, one.start) for one in pieces], axis=0)
+    begins: Ints = np.max(
+        [_last_awaited_ends(piece.arrays, piece.start) for piece in pieces], axis=0
+    )
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
-        spans = [(one.start[held], one.end[held]) for one in pieces
-                 for held in [np.isin(one.arrays.group, groups)[one.arrays.ops.worker[one.arrays.ops.unit]]]]
-        first, end = (np.concatenate(ticks) for ticks in zip(*spans, strict=True))
+        firsts, ends = [], []
+        for piece in pieces:
+            ops = piece.arrays.ops
+            takes_part = np.isin(piece.arrays.group, groups)[ops.worker[ops.unit]]
+            firsts.append(piece.start[takes_part])
+            ends.append(piece.end[takes_part])
+        first, end = np.concatenate(firsts), np.concatenate(ends)
+        # Move the reduction behind each op that runs at its start.
         while (running := (first < begins[number]) & (begins[number] < end)).any():
             begins[number] = end[running].max()
     return begins
@@ -92,55 +112,77 @@ MAX_PERMUTED = 4
 
 
 class BubblePlaces(NamedTuple):
-    """Places of reductions that may lie in bubbles before the last compute op of their workers."""
+    """Places of reductions that may lie in bubbles.
+
+    The bubbles are before the last compute op of their workers.
+    """
 
     begin: Ints
     """Start tick of each reduction."""
     done: Ints
-    """Tick at which each group (workers that hold the same layers) has finished its last reduction."""
+    """Tick at which each group has finished its last reduction."""
 
 
 def place_in_bubbles(pieces: Sequence[Solution]) -> BubblePlaces:
-    """Return the places of all reductions at which each group finishes first; compute ops stay as they are.
+    """Return the places of all reductions at which each group finishes first.
 
-    The solutions of all subproblems, `pieces`, must be on one clock, and `Problem.reduces_in_bubbles` must be true. A
-    reduction follows the last W of its layers, where all workers of its group are idle for as long as it takes.
+    Compute ops stay as they are. The solutions of all subproblems, `pieces`, must be on one clock,
+    and `Problem.reduces_in_bubbles` must be true. A reduction follows the last W of its layers,
+    where all workers of its group are idle for as long as it takes.
     """
-    return _place_in_bubbles(pieces[0].arrays.problem, [(one.arrays, one.start) for one in pieces])
+    timed = [(piece.arrays, piece.start) for piece in pieces]
+    return _place_in_bubbles(pieces[0].arrays.problem, timed)
 
 
-def _place_in_bubbles(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> BubblePlaces:
+def _place_in_bubbles(
+    problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]
+) -> BubblePlaces:
     ready = np.max([_last_awaited_ends(arrays, start) for arrays, start in pieces], axis=0).tolist()
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
     begin, done = np.full(len(ticks), NEVER), np.full(len(problem.groups.held), NEVER)
     for group in range(len(done)):
-        own = [number for number, (_, groups) in enumerate(problem.groups.reductions) if group in groups]
-        if not own or ready[own[0]] == NEVER:
+        numbers = [
+            number
+            for number, (_, groups) in enumerate(problem.groups.reductions)
+            if group in groups
+        ]
+        if not numbers or ready[numbers[0]] == NEVER:
             continue
-        busy = _busy_spans(pieces, group, min(ready[number] for number in own))
-        orders: Iterable[Sequence[int]] = itertools.permutations(own) if len(own) <= MAX_PERMUTED \
-            else [sorted(own, key=ready.__getitem__)]
-        best = min((_fill_gaps(order, ready, ticks, busy) for order in orders), key=lambda placed: placed[0])
+        busy = _busy_spans(pieces, group, min(ready[number] for number in numbers))
+        orders: Iterable[Sequence[int]] = [sorted(numbers, key=ready.__getitem__)]
+        if len(numbers) <= MAX_PERMUTED:
+            orders = itertools.permutations(numbers)
+        best = min(
+            (_fill_gaps(order, ready, ticks, busy) for order in orders),
+            key=lambda placed: placed[0],
+        )
         done[group] = best[0]
         for number, tick in best[1].items():
             begin[number] = tick
     return BubblePlaces(begin, done)
 
 
-def _busy_spans(pieces: Sequence[tuple[ProblemArrays, Ints]], group: int, after: int) -> list[tuple[int, int]]:
-    """Return the spans of ticks, ascending, in which some worker of a group runs an op that ends after a tick."""
+def _busy_spans(
+    pieces: Sequence[tuple[ProblemArrays, Ints]], group: int, after: int
+) -> list[tuple[int, int]]:
+    """Return the spans of ticks in which a worker of a group is busy, ascending.
+
+    It runs an op that ends after a tick.
+    """
     spans: list[tuple[int, int]] = []
     for arrays, start in pieces:
         end = start + arrays.ops.duration
-        own = (arrays.group[arrays.ops.worker[arrays.ops.unit]] == group) & (end > after)
-        spans += zip(start[own].tolist(), end[own].tolist(), strict=True)
+        wanted = (arrays.group[arrays.ops.worker[arrays.ops.unit]] == group) & (end > after)
+        spans += zip(start[wanted].tolist(), end[wanted].tolist(), strict=True)
     return sorted(spans)
 
 
 def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
                busy: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
-    """Place reductions in this order, each in the first gap that is long enough; return the end of all, and the start
-    of each."""
+    """Place reductions in this order, each in the first gap that is long enough.
+
+    Returns the end of all, and the start of each.
+    """
     spans, begins, done = list(busy), dict[int, int](), max((end for _, end in busy), default=NEVER)
     for number in order:
         tick = ready[number]
@@ -155,12 +197,17 @@ def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
 
 
 def _ticks_saved(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
-    """Return by how many ticks each group finishes earlier than if all of its reductions followed its compute ops."""
+    """Return by how many ticks each group finishes earlier.
+
+    Otherwise all of its reductions would follow its compute ops.
+    """
     saved = np.zeros(len(problem.groups.held), dtype=np.int64)
     if not problem.reduces_in_bubbles:
         return saved
     done = _place_in_bubbles(problem, pieces).done
-    last = np.max([_ends_by_group(arrays, _last_ends(arrays, start)) for arrays, start in pieces], axis=0)
+    last = np.max(
+        [_ends_by_group(arrays, _last_ends(arrays, start)) for arrays, start in pieces], axis=0
+    )
     for group, end in enumerate(done.tolist()):
         if end > NEVER:
             saved[group] = last[group] + problem.ticks_of_reductions(group) - end
@@ -168,16 +215,21 @@ def _ticks_saved(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]])
 
 
 def compute_ticks_saved(pieces: Sequence[Solution]) -> Ints:
-    """Return by how many ticks each group (workers that hold the same layers) finishes earlier because some of its
-    reductions lie in bubbles; 0 unless `Problem.reduces_in_bubbles`.
+    """Return by how many ticks bubbles let each group finish earlier.
 
-    The solutions of all subproblems, `pieces`, must be on one clock.
+    Some of its reductions lie in them; 0 unless `Problem.reduces_in_bubbles`. The solutions of all
+    subproblems, `pieces`, must be on one clock.
     """
-    return _ticks_saved(pieces[0].arrays.problem, [(one.arrays, one.start) for one in pieces])
+    return _ticks_saved(
+        pieces[0].arrays.problem, [(piece.arrays, piece.start) for piece in pieces]
+    )
 
 
 def _last_ends(arrays: ProblemArrays, start: Ints) -> Ints:
-    """Return the tick at which each worker ends its last compute op; that of the first start if it runs none."""
+    """Return the tick at which each worker ends its last compute op.
+
+    That of the first start if it runs none.
+    """
     last = np.full(len(arrays.workers), start.min())
     np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
     return last
@@ -194,26 +246,31 @@ def _last_awaited_ends(arrays: ProblemArrays, start: Ints) -> Ints:
 
 
 def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
-    """Return, for each group (workers that hold the same layers), the start tick of its last reduction, given those of
-    all reductions, `begins`."""
+    """Return the start tick of each group's last reduction.
+
+    Those of all reductions are `begins`.
+    """
     between = arrays.reductions.between
     latest: Ints = np.where(between >= 0, np.append(begins, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
-    """Return, for each group (workers that hold the same layers), the largest of its workers' ticks in `last`, one for
-    each live worker; NEVER for a group without workers."""
+    """Return, for each group, the largest of its workers' ticks in `last`.
+
+    There is one for each live worker; NEVER for a group without workers.
+    """
     ends = np.full(len(arrays.problem.groups.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
 
 
 def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
-    """Return the start tick of each shared reduction, and the tick at which each group has finished its last one.
+    """Return the start tick of each shared reduction, and each group's end.
 
-    A group is the workers that hold the same layers; `ends` has the end of its last compute op. All reductions must
-    follow these ops: `Problem.can_reduce_early` must be false. If layers are held by column, there are no shared
+    A group ends when it has finished its last reduction. A group is the workers that hold the same
+    layers; `ends` has the end of its last compute op. All reductions must follow these ops:
+    `Problem.can_reduce_early` must be false. If layers are held by column, there are no shared
     reductions, and a group is finished at its end.
     """
     sharers, ticks, *_ = arrays.reductions
@@ -223,33 +280,42 @@ def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple
 
 
 def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
-    """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end so that
-    no reduction ends later than if they end at `ends`."""
+    """Return the latest tick at which the compute ops of each group may end.
+
+    No reduction then ends later than if they end at `ends`.
+    """
     late = np.array(ends, dtype=np.int64)
     if not (arrays.problem.can_reduce_early or arrays.problem.anneals_reductions):
         sharers, ticks, *_ = arrays.reductions
-        kernel_loops().delay_deadlines(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks),
-                                       np.zeros_like(ticks))
+        kernel_loops().delay_deadlines(
+            sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks), np.zeros_like(ticks)
+        )
     return late
 
 
-def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None, saved: Ints | None = None) -> int:
+def solution_period(
+    solution: Solution, ends: Sequence[int] | Ints | None = None, saved: Ints | None = None
+) -> int:
     """Return the period of a solution, in ticks.
 
-    The argument `ends` has the ticks by which groups (workers that hold the same layers) end their compute ops in all
-    subproblems, and `saved` those of `compute_ticks_saved`; None: those of this solution.
+    The argument `ends` has the ticks by which groups end their compute ops in all subproblems, and
+    `saved` those of `compute_ticks_saved`; None: those of this solution.
     """
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
-    return _period_of_windows(arrays, first, compute_group_ends(solution) if ends is None else np.asarray(ends),
-                              compute_ticks_saved([solution]) if saved is None else saved)
+    group_ends = compute_group_ends(solution) if ends is None else np.asarray(ends)
+    if saved is None:
+        saved = compute_ticks_saved([solution])
+    return _period_of_windows(arrays, first, group_ends, saved)
 
 
 def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: Ints) -> int:
-    """Return the period in ticks if workers first start at `first`, groups (workers that hold the same layers) end
-    their compute ops at `ends`, and finish `saved` ticks earlier than if all reductions followed these ops. Workers
-    without ops are ignored."""
+    """Return the period in ticks of these starts and ends of groups.
+
+    Workers first start at `first`, groups end their compute ops at `ends`, and finish `saved` ticks
+    earlier than if all reductions followed these ops. Workers without ops are ignored.
+    """
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = (done - saved)[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":
@@ -259,11 +325,14 @@ def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: In
 
 
 def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
-    """Return the latest tick at which the compute ops of each group (workers that hold the same layers) may end without
-    delaying the end of the iteration, which becomes tick 0. The optimizer must be synchronous.
+    """Return the latest ticks of groups' ends that do not delay the iteration.
 
-    The argument `ends` has the ticks at which groups end their compute ops in a plan, by the plan's own clock. If later
-    ends would change the order of the reductions and delay some of them, these ends are kept.
+    They are the ends of their compute ops; the end of the iteration becomes tick 0. The optimizer
+    must be synchronous.
+
+    The argument `ends` has the ticks at which groups end their compute ops in a plan, by the plan's
+    own clock. If later ends would change the order of the reductions and delay some of them, these
+    ends are kept.
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks
@@ -280,17 +349,18 @@ def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
 
 
 def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
-    """Return the period, in ticks, and the start tick of each op, if workers run the ops in the sequence `order`.
+    """Return the period and the start of each op, in ticks, for the sequence `order`.
 
-    Ops start as early as possible. With a staggered optimizer, they then start as late as the ends of the groups
-    (workers that hold the same layers) allow, which shortens the windows.
+    Workers run the ops in it. Ops start as early as possible. With a staggered optimizer, they then
+    start as late as the ends of the groups allow, which shortens the windows.
     """
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     kernel_loops().set_earliest_starts(arrays.ops, order, start, free)
     ends = _ends_by_group(arrays, free)
     if arrays.problem.optimizer == "synchronous":
-        return _period_of_windows(arrays, np.zeros_like(free), ends, _ticks_saved(arrays.problem, [(arrays, start)])), \
-            start
+        return _period_of_windows(
+            arrays, np.zeros_like(free), ends, _ticks_saved(arrays.problem, [(arrays, start)])
+        ), start
     if arrays.problem.can_reduce_early:  # linked groups end together here; annealing separates them
         ends = np.array([ends[list(groups)].max() for groups in arrays.problem.groups.linked])
     if arrays.problem.anneals_reductions:  # those that fit a bubble now keep it
@@ -298,7 +368,9 @@ def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
         free = ends_of_reductions(arrays, begin)[arrays.group]
         _compute_latest(arrays, order, start, free, ends, begin)
         ends = _ends_by_group(arrays, _last_ends(arrays, start))
-        return _period_of_windows(arrays, free, ends, _ticks_saved(arrays.problem, [(arrays, start)])), start
+        return _period_of_windows(
+            arrays, free, ends, _ticks_saved(arrays.problem, [(arrays, start)])
+        ), start
     ends = latest_group_ends(arrays, ends)
     free = ends[arrays.group]
     _compute_latest(arrays, order, start, free, ends)

@@ -1,6 +1,9 @@
-"""Compare the bubble of plans, by memory, with the figures that the authors of zero bubble published.
+"""Compare the bubble of plans, by memory, with published figures.
 
-Each setting is planned with one stage on each worker (ZB), and with two as a V (ZB-V), at each memory.
+They are those of the authors of zero bubble.
+
+Each setting is planned with one stage on each worker (ZB), and with two as a V (ZB-V), at each
+memory.
 """
 
 import itertools
@@ -16,11 +19,14 @@ from slipstream.planner.plan import plan_job
 
 PUBLISHED = Path(__file__).with_name("published_curves.json")
 SAME = 5e-5
-"""Difference of bubbles up to which two plans count as equally good; published ones have six digits."""
+"""Difference of bubbles up to which two plans count as equally good.
+
+Published ones have six digits.
+"""
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times and memory of a job, and the published bubble for each memory, if there is one."""
+    """Times and memory of a job, and the published bubble for each memory."""
 
     workers: int
     microbatches: int
@@ -35,7 +41,10 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a file, and the memory for which each is planned, as multiples of that of 1F1B."""
+    """Settings of a file, and the memory for which each is planned.
+
+    Memory is in multiples of that of 1F1B.
+    """
 
     memory: tuple[float, ...]
     settings: tuple[Setting, ...]
@@ -80,7 +89,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Bubble of the plan of one point, the least bubble that its bound allows, and processor seconds."""
+    """Bubble of the plan of a point, its bound, and processor seconds."""
 
     bubble: float
     bound: float
@@ -97,16 +106,26 @@ def iterate_points(settings: Settings) -> Iterator[Point]:
 
 
 def measure(point: Point, *, time_limit: float = 10.0, steps: int | None = None) -> Result:
-    """Plan a point, and return its bubble: the share of the period in which a worker is idle."""
+    """Plan a point, and return its bubble.
+
+    It is the share of the period in which a worker is idle.
+    """
     return measure_job(point.make_job(), point.work, time_limit=time_limit, steps=steps)
 
 
-def measure_job(job: Job, work: float, *, time_limit: float = 10.0, steps: int | None = None) -> Result:
-    """Plan a job whose workers each have this work in an iteration, in the job's unit of time."""
+def measure_job(
+    job: Job, work: float, *, time_limit: float = 10.0, steps: int | None = None
+) -> Result:
+    """Plan a job whose workers each have this work in an iteration.
+
+    The work is in the job's unit of time.
+    """
     began = time.process_time()
     plan = plan_job(job, time_limit=time_limit, steps=steps)
     bound = plan.schedule.seconds(plan.schedule.lower_bound_ticks)
-    return Result(bubble=1 - work / plan.period, bound=1 - work / bound, seconds=time.process_time() - began)
+    return Result(
+        bubble=1 - work / plan.period, bound=1 - work / bound, seconds=time.process_time() - began
+    )
 
 
 def describe(point: Point, result: Result) -> str:

@@ -1,7 +1,7 @@
 """Provide published orders of ops in closed form, and simulate when the ops run.
 
-An order is a list of ops for each worker of one pipeline. Virtual stages are numbered along the route of a micro-batch.
-With two directions, the stages of the second follow those of the first.
+An order is a list of ops for each worker of one pipeline. Virtual stages are numbered along the
+route of a micro-batch. With two directions, the stages of the second follow those of the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,10 @@ from slipstream.schedules.schedule import OpKind
 
 
 class Op(NamedTuple):
-    """Op of a micro-batch at a virtual stage: F, I, W, or B, which is I and then W."""
+    """Op of a micro-batch at a virtual stage.
+
+    F, I, W, or B, which is I and then W.
+    """
 
     kind: str
     stage: int
@@ -22,11 +25,14 @@ class Op(NamedTuple):
 
 
 Orders = list[list[Op]]
-"""Ops of each worker of one pipeline in the order in which it runs them, of shape [workers][ops]."""
+"""Ops of each worker of one pipeline in order, [workers][ops]."""
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Orders:
-    """Return each worker's ops, in order, in 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473)."""
+    """Return each worker's ops, in order, in 1F1B (PipeDream-flush; Narayanan et al.
+
+    2021, arXiv 2104.04473).
+    """
     orders = []
     for worker in range(stages):
         warmup = min(stages - worker - 1, microbatches)
@@ -40,17 +46,21 @@ def one_f_one_b(stages: int, microbatches: int) -> Orders:
 
 
 def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
-    """Return each worker's ops, in order, in interleaved 1F1B (Narayanan et al. 2021) as Megatron-LM runs it, with
-    `chunks` virtual stages on each of `stages` workers.
+    """Return each worker's ops, in order, in interleaved 1F1B (Narayanan et al.
 
-    The number of micro-batches must be a multiple of the number of workers.
+    2021) as Megatron-LM runs it, with `chunks` virtual stages on each of `stages` workers. The
+    number of micro-batches must be a multiple of the number of workers.
     """
     total = microbatches * chunks
 
     def make_op(kind: str, place: int, worker: int) -> Op:
         group, place_in_group = divmod(place, stages * chunks)
         chunk, number = divmod(place_in_group, stages)
-        return Op(kind, (chunks - 1 - chunk if kind == "B" else chunk) * stages + worker, group * stages + number)
+        return Op(
+            kind,
+            (chunks - 1 - chunk if kind == "B" else chunk) * stages + worker,
+            group * stages + number,
+        )
 
     orders = []
     for worker in range(stages):
@@ -67,8 +77,8 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
 def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
     """Return each worker's ops, in order, in ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
-    It is 1F1B, but worker n, counted from 0, runs each W only after the I of n further micro-batches, so that memory is
-    that of 1F1B.
+    It is 1F1B, but worker n, counted from 0, runs each W only after the I of n further
+    micro-batches, so that memory is that of 1F1B.
     """
     orders = []
     for worker in range(stages):
@@ -80,14 +90,18 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
             ops.append(Op("I", worker, number))
             if number >= lag:
                 ops.append(Op("W", worker, number - lag))
-        ops += [Op("W", worker, number) for number in range(max(0, microbatches - lag), microbatches)]
+        ops += [
+            Op("W", worker, number) for number in range(max(0, microbatches - lag), microbatches)
+        ]
         orders.append(ops)
     return orders
 
 
 class _OpSequence:
-    """Builder of one worker's sequence of ops. It numbers the micro-batches of each kind of op at each virtual stage
-    consecutively."""
+    """Builder of one worker's sequence of ops.
+
+    It numbers the micro-batches of each kind of op at each virtual stage consecutively.
+    """
 
     def __init__(self, offset: Mapping[int, int] | None = None) -> None:
         self.ops: list[Op] = []
@@ -95,8 +109,11 @@ class _OpSequence:
         self._offset = offset or {}
 
     def add(self, kinds: str, stage: int) -> None:
-        """Append one op for each kind in `kinds`, such as `FB`, at a virtual stage, with the next micro-batch of that
-        kind. B counts as one I and one W, whose next micro-batch must be the same."""
+        """Append one op for each kind in `kinds`, such as `FB`, at a virtual stage.
+
+        Each has the next micro-batch of its kind. B counts as one I and one W, whose next
+        micro-batch must be the same.
+        """
         for kind in kinds:
             parts = "IW" if kind == "B" else kind
             numbers = [self._next.get((part, stage), self._offset.get(stage, 0)) for part in parts]
@@ -105,16 +122,20 @@ class _OpSequence:
             self._next |= {(part, stage): numbers[0] + 1 for part in parts}
 
     def count_ops(self, kind: str, stage: int) -> int:
-        """Return the number of ops of a kind (F, I or W) that were appended at a virtual stage; a B counts as I and as
-        W."""
-        return self._next.get((kind, stage), self._offset.get(stage, 0)) - self._offset.get(stage, 0)
+        """Return the number of ops of a kind that were appended at a virtual stage.
+
+        The kind is F, I or W; a B counts as I and as W.
+        """
+        return self._next.get((kind, stage), self._offset.get(stage, 0)) - self._offset.get(
+            stage, 0
+        )
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Orders:
-    """Return each worker's ops, in order, in ZB-V (Qi et al. 2024, arXiv 2405.15362), in which each of `stages` workers
-    has two virtual stages, placed as a V.
+    """Return each worker's ops, in order, in ZB-V (Qi et al. 2024, arXiv 2405.15362).
 
-    There must be at least twice as many micro-batches as workers.
+    Each of `stages` workers has two virtual stages, placed as a V. There must be at least twice as
+    many micro-batches as workers.
     """
     orders = []
     for worker in range(stages):
@@ -126,7 +147,10 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
             order.add("F", down)
         for _ in range(stages - worker):
             order.add("FIW", up)
-        while order.count_ops("F", up) < order.count_ops("F", down) or order.count_ops("F", down) < microbatches:
+        while (
+            order.count_ops("F", up) < order.count_ops("F", down)
+            or order.count_ops("F", down) < microbatches
+        ):
             if order.count_ops("F", down) < microbatches:
                 order.add("F", down)
             order.add("IW", down)
@@ -144,11 +168,11 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
 
 
 def dual_pipe(stages: int, microbatches: int) -> Orders:
-    """Return each worker's ops, in order, in DualPipe (DeepSeek-V3, arXiv 2412.19437), in which micro-batches enter the
-    pipeline from both ends.
+    """Return each worker's ops, in order, in DualPipe (DeepSeek-V3, arXiv 2412.19437).
 
-    The order is built in the eight steps of its authors. The number of workers, `stages`, must be even, with at least
-    twice as many micro-batches, divided evenly over both directions.
+    Micro-batches enter the pipeline from both ends. The order is built in the eight steps of its
+    authors. The number of workers, `stages`, must be even, with at least twice as many
+    micro-batches, divided evenly over both directions.
     """
     half, orders = microbatches // 2, []
     for worker in range(stages):
@@ -190,11 +214,14 @@ def dual_pipe(stages: int, microbatches: int) -> Orders:
     return orders
 
 
-# --- When they run ----------------------------------------------------------------------------------------------------
+# --- When they run --------------------------------------------------------------------------------
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Times and memory of the ops of each virtual stage, one value per stage, in any units."""
+    """Times and memory of the ops of each virtual stage, in any units.
+
+    One value per stage.
+    """
 
     forward: Sequence[float]
     backward_input: Sequence[float]
@@ -212,15 +239,15 @@ class SimulatedRun(NamedTuple):
     end: float
     """Time at which the last op ends, in the unit of the costs. The first one begins at 0."""
     peaks: list[float]
-    """Peak memory that the activations of micro-batches take on each worker, in the unit of the costs."""
+    """Peak memory of each worker's activations, in the unit of the costs."""
 
 
 def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
-    """Simulate an iteration, and return its length and the peak activation memory of each worker; None if the ops wait
-    for each other in a circle.
+    """Simulate an iteration, and return its length and each worker's peak activation memory.
 
-    The argument `orders` has each worker's ops, in order, and `costs` the times and memory of the ops of each stage. An
-    op runs as soon as its worker is free and its inputs have arrived.
+    None if the ops wait for each other in a circle. The argument `orders` has each worker's ops, in
+    order, and `costs` the times and memory of the ops of each stage. An op runs as soon as its
+    worker is free and its inputs have arrived.
     """
     worker_of = {op.stage: worker for worker, ops in enumerate(orders) for op in ops}
     ends: dict[Op, float] = {}
@@ -246,14 +273,16 @@ def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
                 has_progress = True
     if any(place < len(ops) for place, ops in zip(next_index, orders, strict=True)):
         return None
-    return SimulatedRun(max(free_at), [_peak_memory(one) for one in events])
+    return SimulatedRun(max(free_at), list(map(_peak_memory, events)))
 
 
-def _earliest_start(op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts) -> float | None:
-    """Return the time at which the inputs of an op are available, transfers included; None if the ops that make them
-    have not run yet.
+def _earliest_start(
+    op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts
+) -> float | None:
+    """Return the time at which the inputs of an op are available.
 
-    The argument `ends` has the end of each op that has run, and `worker_of` the worker of each virtual stage.
+    Transfers are included. None if the ops that make the inputs have not run yet. The argument
+    `ends` has the end of each op that has run, and `worker_of` the worker of each virtual stage.
     """
     place = op.stage % costs.depth
     if op.kind == "W":
@@ -278,8 +307,8 @@ def _op_seconds(op: Op, costs: StageCosts) -> float:
 
 
 def _peak_memory(events: Sequence[tuple[float, float]]) -> float:
-    held = most = 0.0
+    amount = peak = 0.0
     for _, change in sorted(events):  # at the same time, what is freed first
-        held += change
-        most = max(most, held)
-    return most
+        amount += change
+        peak = max(peak, amount)
+    return peak

@@ -1,10 +1,13 @@
-"""Compare Slipstream's schedules with published ones on models of unequal layers, at their best divisions.
+"""Compare Slipstream's schedules with published ones on models of unequal layers, at their best
+divisions.
 
-Published schedules run their published order; Slipstream's is found by `planner.placement`. All have the same memory:
-no worker may hold more than the fullest one of interleaved 1F1B with uniform stages, weights included. An iteration
-lasts from its first op to its last, as AdaPtis counts it, as if all workers stepped together.
+Published schedules run their published order; Slipstream's is found by `planner.placement`. All
+have the same memory: no worker may hold more than the fullest one of interleaved 1F1B with uniform
+stages, weights included. An iteration lasts from its first op to its last, as AdaPtis counts it, as
+if all workers stepped together.
 """
 
+import operator
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -29,10 +32,16 @@ TRIED_DIVISIONS = 200
 """Number of divisions of the layers that are tried for each published schedule."""
 CHUNKS = (2, 3, 4)
 """Numbers of virtual stages per worker that are tried for interleaved 1F1B."""
-PIPELINES, DEAD_PIPELINE = 4, 1
+PIPELINES = 4
+"""Number of pipelines of a job in which a worker dies."""
+DEAD_PIPELINE = 1
+"""Pipeline of the worker that dies."""
 QUICK_SHARE = 0.25
-"""Share of the usual number of search steps that a plan with a dead worker gets."""
-SMALLER, LARGER = (tuple(model for model in MODELS if model.workers == workers) for workers in (4, 8))
+"""Share of the usual search steps that a plan with a dead worker gets."""
+SMALLER = tuple(model for model in MODELS if model.workers == 4)
+"""Models on four workers."""
+LARGER = tuple(model for model in MODELS if model.workers == 8)
+"""Models on eight workers."""
 OCTOPIPE = {"nemotron-nano-v2-9b": (4, 8, 1.33121, 0.89870)}
 """Results that AdaPtis' authors publish in the README of their simulator, by model.
 
@@ -48,35 +57,63 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True):
     """Placement of the virtual stages, as a value of `[placement] order`."""
     chunks: int = 1
     made: Callable[[int, int, int], Orders]
-    """Function that builds the orders for numbers of workers, micro-batches and virtual stages per worker."""
+    """Function that builds the orders for numbers of workers, micro-batches and virtual stages per
+    worker.
+    """
 
 
 RIVALS = (
-    Rival(name="1F1B", order="linear", made=lambda workers, count, _: orders.one_f_one_b(workers, count)),
-    *(Rival(name="interleaved 1F1B", order="interleaved", chunks=chunks, made=orders.interleaved_1f1b)
-      for chunks in CHUNKS),
-    Rival(name="ZB-H1", order="linear",
-          made=lambda workers, count, _: orders.zero_bubble_h1(workers, count)),
-    Rival(name="ZB-V", order="v", chunks=2,
-          made=lambda workers, count, _: orders.zero_bubble_v(workers, count)),
-    Rival(name="DualPipe", order="bidirectional",
-          made=lambda workers, count, _: orders.dual_pipe(workers, count)),
+    Rival(
+        name="1F1B",
+        order="linear",
+        made=lambda workers, count, _: orders.one_f_one_b(workers, count),
+    ),
+    *(
+        Rival(
+            name="interleaved 1F1B",
+            order="interleaved",
+            chunks=chunks,
+            made=orders.interleaved_1f1b,
+        )
+        for chunks in CHUNKS
+    ),
+    Rival(
+        name="ZB-H1",
+        order="linear",
+        made=lambda workers, count, _: orders.zero_bubble_h1(workers, count),
+    ),
+    Rival(
+        name="ZB-V",
+        order="v",
+        chunks=2,
+        made=lambda workers, count, _: orders.zero_bubble_v(workers, count),
+    ),
+    Rival(
+        name="DualPipe",
+        order="bidirectional",
+        made=lambda workers, count, _: orders.dual_pipe(workers, count),
+    ),
 )
-NAMES = tuple(dict.fromkeys(one.name for one in RIVALS))
+NAMES = tuple(dict.fromkeys(rival.name for rival in RIVALS))
 
 
 class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Schedule with a division of the model's layers into stages, its iteration time in seconds, and its memory."""
+    """Schedule with a division of the layers, its iteration time, and its memory.
+
+    Seconds.
+    """
 
     arrangement: Arrangement
     seconds: float
-    held: float
-    """Memory of the fullest worker, in megabytes, weights included."""
+    megabytes: float
+    """Memory of the fullest worker, weights included."""
 
 
 class ModelBenchmark:
-    """Comparison of all published schedules and Slipstream's on one model, with memory limited to that of interleaved
-    1F1B with uniform stages."""
+    """Comparison of all published schedules and Slipstream's on one model.
+
+    Memory is limited to that of interleaved 1F1B with uniform stages.
+    """
 
     def __init__(self, model: MeasuredModel) -> None:
         self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
@@ -85,108 +122,163 @@ class ModelBenchmark:
             for value in model.values_by_layer(key):
                 sums.append(sums[-1] + value)
         self.layers = len(model.kinds)
-        self._loads = StageLoads(MovableLayers(make_job(model, self.uniform(self.workers), self.microbatches, 1, None)))
-        interleaved = [self._simulate_division(one, self.uniform(self.workers * one.chunks))
-                       for one in RIVALS if one.name == "interleaved 1F1B" and self.layers >= self.workers * one.chunks]
-        self.room = min((one for one in interleaved if one), key=lambda one: one.seconds).held
+        self._loads = StageLoads(
+            MovableLayers(make_job(model, self.uniform(self.workers), self.microbatches, 1, None))
+        )
+        # The fastest interleaved 1F1B with uniform stages sets the memory for all others.
+        interleaved: list[DividedPipeline] = []
+        for rival in RIVALS:
+            if rival.name == "interleaved 1F1B" and self.layers >= self.workers * rival.chunks:
+                counts = self.uniform(self.workers * rival.chunks)
+                pipeline = self._simulate_division(rival, counts)
+                interleaved += [pipeline] if pipeline else []
+        self.room = min(interleaved, key=lambda pipeline: pipeline.seconds).megabytes
 
     def uniform(self, stages: int) -> tuple[int, ...]:
         """Return the number of layers of each stage in a uniform division over `stages` stages.
 
-        The layers between embedding and head are divided evenly, with one more in the first stages if necessary. The
-        embedding belongs to the first stage, the head to the last one.
+        The layers between embedding and head are divided evenly, with one more in the first stages
+        if necessary. The embedding belongs to the first stage, the head to the last one.
         """
         inner = self.layers - 2
         counts = [inner // stages + (stage < inner % stages) for stage in range(stages)]
         return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
 
     def find_best(self, name: str, *, divided: bool) -> DividedPipeline | None:
-        """Return the published schedule of this name (such as "ZB-V") with its best division that fits into memory;
-        None if none does.
+        """Return the published schedule of this name with its best division.
 
-        Only uniform divisions are tried unless `divided`.
+        A name is such as "ZB-V". None if no division fits into memory. Only uniform divisions are
+        tried unless `divided`.
         """
         candidates = []
         for pipeline in RIVALS:
             if pipeline.name == name and self.layers >= self.workers * pipeline.chunks:
-                uniform = self._simulate_division(pipeline, self.uniform(self.workers * pipeline.chunks))
-                candidates += [uniform, *([self._search_divisions(pipeline, uniform)] if divided else [])]
-        fitting = [pipeline for pipeline in candidates if pipeline and pipeline.held <= self.room * (1 + 1e-9)]
+                uniform = self._simulate_division(
+                    pipeline, self.uniform(self.workers * pipeline.chunks)
+                )
+                candidates += [
+                    uniform,
+                    *([self._search_divisions(pipeline, uniform)] if divided else []),
+                ]
+        fitting = [
+            pipeline
+            for pipeline in candidates
+            if pipeline and pipeline.megabytes <= self.room * (1 + 1e-9)
+        ]
         return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
-    def _simulate_division(self, one: Rival, counts: Sequence[int]) -> DividedPipeline | None:
-        """Return the published schedule `one` with `counts` layers in its stages, with its simulated iteration time and
-        memory; None if its ops deadlock."""
-        arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
+    def _simulate_division(self, rival: Rival, counts: Sequence[int]) -> DividedPipeline | None:
+        """Simulate the published schedule `rival` with `counts` layers in its stages.
+
+        None if its ops deadlock.
+        """
+        arrangement = Arrangement(order=rival.order, chunks=rival.chunks, counts=tuple(counts))
         edges = [0, *arrangement.layer_ends]
         directions = arrangement.chains
-        stages = {key: [sums[end] - sums[first] for first, end in pairwise(edges)] * directions
-                  for key, sums in self._sums.items()}
+        stages = {}
+        for key, sums in self._sums.items():
+            stages[key] = [sums[end] - sums[first] for first, end in pairwise(edges)] * directions
         weights = [0.0] * self.workers
         columns = arrangement.stage_columns(self.workers)
         columns = (*columns, *columns[::-1]) if directions > 1 else columns
         for stage, column in enumerate(columns):
             weights[column] += stages["weights"][stage]
-        simulated = orders.simulate(one.made(self.workers, self.microbatches, one.chunks), StageCosts(
-            forward=stages["forward"], backward_input=stages["backward_input"],
-            backward_weight=stages["backward_weight"], activation=stages["activation"],
-            weight_stash=stages["weight_stash"], depth=len(counts)))
+        simulated = orders.simulate(
+            rival.made(self.workers, self.microbatches, rival.chunks),
+            StageCosts(
+                forward=stages["forward"],
+                backward_input=stages["backward_input"],
+                backward_weight=stages["backward_weight"],
+                activation=stages["activation"],
+                weight_stash=stages["weight_stash"],
+                depth=len(counts),
+            ),
+        )
         if simulated is None:
             return None
-        return DividedPipeline(arrangement=arrangement, seconds=simulated.end,
-                               held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
+        return DividedPipeline(
+            arrangement=arrangement,
+            seconds=simulated.end,
+            megabytes=max(map(operator.add, weights, simulated.peaks)),
+        )
 
-    def _search_divisions(self, one: Rival, uniform: DividedPipeline | None) -> DividedPipeline | None:
-        """Return the published schedule `one` (such as ZB-V) with the best division that a random local search finds;
-        None if its ops deadlock.
+    def _search_divisions(
+        self, rival: Rival, uniform: DividedPipeline | None
+    ) -> DividedPipeline | None:
+        """Return the published schedule `rival` with the best division of a random local search.
 
-        The best division is that with the fastest iteration of those that fit into memory; if none fits, that which
-        exceeds the memory least. The search moves one layer at a time. It starts from the better of two: `uniform`, the
-        schedule with a uniform division (None: its ops deadlock), and the division whose busiest worker has the least
-        work.
+        None if its ops deadlock. The best division is that with the fastest iteration of those that
+        fit into memory; if none fits, that which exceeds the memory least. The search moves one
+        layer at a time. It starts from the better of two: `uniform`, the schedule with a uniform
+        division (None: its ops deadlock), and the division whose busiest worker has the least work.
         """
         generator = random.Random(0)
 
         def rank(division: DividedPipeline | None) -> tuple[float, float]:
-            """Return a sort key for simulated schedules that puts the best first: memory above the limit, then seconds
-            of an iteration; those with a deadlock (None) last."""
-            return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
+            """Return a sort key for simulated schedules that puts the best first.
 
-        starts = [uniform, self._simulate_division(one, self._loads.balance_layers(one.order, one.chunks).counts)]
+            Memory above the limit comes first, then seconds of an iteration; those with a deadlock
+            (None) are last.
+            """
+            if not division:
+                return 1e18, 0.0
+            return max(0.0, division.megabytes - self.room * (1 + 1e-9)), division.seconds
+
+        starts = [
+            uniform,
+            self._simulate_division(
+                rival, self._loads.balance_layers(rival.order, rival.chunks).counts
+            ),
+        ]
         best = min(starts, key=rank)
         for _ in range(TRIED_DIVISIONS):
             if best is None:
                 return None
+            # Move a layer from a stage that has several to one at most two stages away.
             counts = list(best.arrangement.counts)
             donor = generator.choice([stage for stage, count in enumerate(counts) if count > 1])
-            receiver = generator.choice([stage for stage in range(max(0, donor - 2), min(len(counts), donor + 3))
-                                         if stage != donor])
+            receiver = generator.choice(
+                [
+                    stage
+                    for stage in range(max(0, donor - 2), min(len(counts), donor + 3))
+                    if stage != donor
+                ]
+            )
             counts[donor] -= 1
             counts[receiver] += 1
-            best = min(best, self._simulate_division(one, counts), key=rank)
+            best = min(best, self._simulate_division(rival, counts), key=rank)
         return best
 
     def build_job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
-        """Return the job whose virtual stages are placed and divided as in `arrangement`, with this many pipelines."""
-        text = make_job(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
+        """Return the job of an `arrangement`, with this many pipelines.
+
+        Its virtual stages are placed and divided accordingly.
+        """
+        text = make_job(
+            self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room
+        )
         return parse_job(MovableLayers(text).arranged_job_text(arrangement))
 
     def find_own_placement(self, optimizer: OptimizerMode) -> FoundPlacement:
-        """Return the placement and division of layers that `planner.placement` finds for this optimizer mode."""
+        """Return the placement and division of layers that `planner.placement` finds for this
+        optimizer mode.
+        """
         text = make_job(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
         return find_placement(text, _plan_options(optimizer))
 
     def share_lost_at_once(self, arrangement: Arrangement) -> float | None:
-        """Return the share of its throughput that a job of `PIPELINES` pipelines loses, with layers in place, when one
-        worker dies.
+        """Return the share of its throughput that a job loses when one worker dies.
 
-        Stages are placed and divided as in `arrangement`; Slipstream's planner finds the order of the ops. Returns None
-        if there is no plan.
+        The job has `PIPELINES` pipelines, and layers stay in place. Stages are placed and divided
+        as in `arrangement`; Slipstream's planner finds the order of the ops. Returns None if there
+        is no plan.
         """
         job = self.build_job(arrangement, PIPELINES)
         try:
-            unbroken, broken = (plan_only(_plan_options("synchronous", greedy=True), job, dead).period
-                                for dead in ((), (Worker(DEAD_PIPELINE, self.workers // 2),)))
+            options = _plan_options("synchronous", greedy=True)
+            dead = Worker(DEAD_PIPELINE, self.workers // 2)
+            unbroken = plan_only(options, job, ()).period
+            broken = plan_only(options, job, (dead,)).period
         except NoPlanError:
             return None
         return 1 - unbroken / broken
@@ -198,8 +290,10 @@ def _plan_options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOpti
 
 
 class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of an iteration of the published schedules and of Slipstream's on one model (`compare_model`), and the
-    share of throughput that the death of a worker costs."""
+    """Seconds of an iteration of all schedules on one model (`compare_model`).
+
+    It also has the share of throughput that the death of a worker costs.
+    """
 
     uniform: dict[str, DividedPipeline | None]
     """Published schedules with uniform stages, by name; None where `find_best` finds none."""
@@ -209,18 +303,24 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     bound: float
     """Lower bound on the seconds of an iteration with any placement of the layers."""
     staggered: float
-    """Seconds of an iteration of Slipstream's best placement if each worker runs its optimizer step by itself."""
+    """Seconds of an iteration if each worker runs its optimizer step by itself.
+
+    The placement is Slipstream's best one for that.
+    """
     dead: float | None
-    """Share of the throughput that is lost, with layers in place, when a worker dies in Slipstream's placement; None:
-    no plan."""
+    """Share of the throughput that is lost when a worker dies in Slipstream's placement.
+
+    Layers stay in place. None: no plan.
+    """
     dead_of_best: float | None
-    """Share of the throughput that is lost, with layers in place, when a worker dies in the best published placement;
-    None: no plan."""
+    """Share of the throughput that is lost likewise in the best published placement."""
 
     @property
     def base(self) -> float:
-        """Seconds of an iteration of interleaved 1F1B with uniform stages, whose memory is the limit for all compared
-        schedules."""
+        """Seconds of an iteration of interleaved 1F1B with uniform stages.
+
+        Its memory is the limit for all compared schedules.
+        """
         found = self.uniform["interleaved 1F1B"]
         assert found is not None
         return found.seconds
@@ -228,18 +328,27 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def best_rival(self) -> DividedPipeline:
         """Fastest of the published schedules with their best division."""
-        return min((one for one in self.divided.values() if one), key=lambda one: one.seconds)
+        rivals = [rival for rival in self.divided.values() if rival]
+        return min(rivals, key=lambda rival: rival.seconds)
 
 
 def compare_model(model: MeasuredModel) -> ModelResult:
-    """Simulate all published schedules on one model, plan Slipstream's own, and return the results."""
+    """Simulate all published schedules on one model, plan Slipstream's own, and return the results.
+    """
     bench = ModelBenchmark(model)
-    uniform, divided = ({name: bench.find_best(name, divided=how) for name in NAMES} for how in (False, True))
+    uniform = {name: bench.find_best(name, divided=False) for name in NAMES}
+    divided = {name: bench.find_best(name, divided=True) for name in NAMES}
     ours, staggered = bench.find_own_placement("synchronous"), bench.find_own_placement("staggered")
     schedule = ours.plan.schedule
-    best = min((one for one in divided.values() if one), key=lambda one: one.seconds)
+    best = min(filter(None, divided.values()), key=lambda rival: rival.seconds)
     return ModelResult(
-        uniform=uniform, divided=divided, staggered=staggered.plan.period,
-        ours=DividedPipeline(arrangement=ours.arrangement, seconds=ours.plan.period, held=bench.room),
-        bound=schedule.seconds(schedule.lower_bound_ticks), dead=bench.share_lost_at_once(ours.arrangement),
-        dead_of_best=bench.share_lost_at_once(best.arrangement))
+        uniform=uniform,
+        divided=divided,
+        staggered=staggered.plan.period,
+        ours=DividedPipeline(
+            arrangement=ours.arrangement, seconds=ours.plan.period, megabytes=bench.room
+        ),
+        bound=schedule.seconds(schedule.lower_bound_ticks),
+        dead=bench.share_lost_at_once(ours.arrangement),
+        dead_of_best=bench.share_lost_at_once(best.arrangement),
+    )

@@ -1,4 +1,6 @@
-"""The cost of failures over days and weeks: traces of a fleet, policies that respond to failures, and their comparison.
+"""Compute the cost of failures over days and weeks.
+
+Traces of a fleet, policies that respond to failures, and their comparison:
 
     availability_trace    which machines are alive, over time
     trace_file            reads traces
@@ -14,7 +16,8 @@
     policy_runs           runs policies over a trace, and adds up the time lost
     entry                 other systems: as tables, and as policies by entry point
 
-Commands import from this module only, and nothing else in `planner` imports it (contracts in `pyproject.toml`).
+Commands import from this module only, and nothing else in `planner` imports it (contracts in
+`pyproject.toml`).
 """
 
 from slipstream.planner.simulation.availability_trace import AvailabilityTrace as AvailabilityTrace
@@ -22,7 +25,9 @@ from slipstream.planner.simulation.availability_trace import build_death_trace a
 from slipstream.planner.simulation.availability_trace import find_node_places as find_node_places
 from slipstream.planner.simulation.availability_trace import fit_to_job as fit_to_job
 from slipstream.planner.simulation.availability_trace import group_gpus as group_gpus
-from slipstream.planner.simulation.availability_trace import with_node_failures as with_node_failures
+from slipstream.planner.simulation.availability_trace import (
+    with_node_failures as with_node_failures,
+)
 from slipstream.planner.simulation.costs import Costs as Costs
 from slipstream.planner.simulation.costs import costs_for as costs_for
 from slipstream.planner.simulation.entry import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
@@ -34,7 +39,9 @@ from slipstream.planner.simulation.entry import read_entry as read_entry
 from slipstream.planner.simulation.failure_models import FAILURE_MODELS as FAILURE_MODELS
 from slipstream.planner.simulation.failure_models import SLOW_MODELS as SLOW_MODELS
 from slipstream.planner.simulation.failure_models import FailureModel as FailureModel
-from slipstream.planner.simulation.failure_models import make_single_gpu_model as make_single_gpu_model
+from slipstream.planner.simulation.failure_models import (
+    make_single_gpu_model as make_single_gpu_model,
+)
 from slipstream.planner.simulation.policies import POLICIES as POLICIES
 from slipstream.planner.simulation.policy import Cause as Cause
 from slipstream.planner.simulation.policy import Policy as Policy
@@ -51,4 +58,6 @@ from slipstream.planner.simulation.synthetic_trace import draw_trace as draw_tra
 from slipstream.planner.simulation.throughput import PLAN_SECONDS as PLAN_SECONDS
 from slipstream.planner.simulation.throughput import Throughputs as Throughputs
 from slipstream.planner.simulation.trace_file import TraceFileError as TraceFileError
-from slipstream.planner.simulation.trace_file import read_availability_trace as read_availability_trace
+from slipstream.planner.simulation.trace_file import (
+    read_availability_trace as read_availability_trace,
+)

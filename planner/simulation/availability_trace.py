@@ -1,15 +1,16 @@
 """Availability traces: which machines of a fleet are alive, over time.
 
-A fleet has numbered *places*. At any time a place holds one machine or none. A trace gives the places that hold a
-machine at the beginning, and all changes. Times are seconds from the beginning.
+A fleet has numbered *places*. At any time a place holds one machine or none. A trace gives the
+places that hold a machine at the beginning, and all changes. Times are seconds from the beginning.
 
-A machine may be slow for a while. A machine of several GPUs (a tensor-parallel group, one worker of the job) may lose
-some of them: the policy decides whether it continues with the others, slower (`iterate_policy_changes`).
+A machine may be slow for a while. A machine of several GPUs (a tensor-parallel group, one worker of
+the job) may lose some of them: the policy decides whether it continues with the others, slower
+(`iterate_policy_changes`).
 """
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import msgspec
@@ -21,20 +22,35 @@ Value = TypeVar("Value", int, float)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Changes of a fleet's machines at one instant. Machines are given by place, the numbered slot of the fleet. All
-    lists are ascending, and no place is both in `removed` and in `added`."""
+    """Changes of a fleet's machines at one instant.
+
+    Machines are given by place, the numbered slot of the fleet. All lists are ascending, and no
+    place is both in `removed` and in `added`.
+    """
 
     seconds: float
     removed: tuple[int, ...] = ()
     """Places (numbered slots of the fleet, each for one machine) that lost their machine."""
     added: tuple[int, ...] = ()
-    """Places that got a machine: a whole one at its usual speed, unless the lists below say otherwise."""
+    """Places that got a machine.
+
+    It is whole and at its usual speed, unless the lists below say otherwise.
+    """
     slowed: tuple[tuple[int, float], ...] = ()
-    """Pairs (place, factor): the machine takes this many times as long from now on; 1 is its usual speed."""
+    """Pairs (place, factor) of machines whose speed changes.
+
+    The machine takes this many times as long from now on; 1 is its usual speed.
+    """
     gpus: tuple[tuple[int, int], ...] = ()
-    """Pairs (place, count): this many GPUs of the machine are alive from now on, at least one."""
+    """Pairs (place, count) of machines whose number of live GPUs changes.
+
+    This many are alive from now on, at least one.
+    """
     links: float = 0.0
-    """Factor by which slow links lengthen the whole job from now on; 1: as usual, 0: no change."""
+    """Factor by which slow links lengthen the whole job from now on.
+
+    1: as usual, 0: no change.
+    """
 
     @property
     def has_changes(self) -> bool:
@@ -43,8 +59,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of which places (numbered slots of a fleet, each for one machine) have a machine, over time. Changes are
-    in order of time, at most one at an instant."""
+    """Record of which places of a fleet have a machine, over time.
+
+    A place is a numbered slot for one machine. Changes are in order of time, at most one at an
+    instant.
+    """
 
     name: str
     places: int
@@ -58,7 +77,10 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Corrections and assumptions that were made for the trace, one line each."""
 
     def iterate_live_counts(self) -> Iterator[tuple[float, int]]:
-        """Yield pairs of a time in seconds and the number of machines alive from then on. The first is at 0."""
+        """Yield pairs (time in seconds, machines alive from then on).
+
+        The first is at 0.
+        """
         alive = len(self.live)
         yield 0.0, alive
         for change in self.changes:
@@ -98,31 +120,41 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
         If there is at most one such instant, it is the length of the trace.
         """
-        return self.length_seconds / max(1, sum(bool(change.removed or lost) for change, lost in zip(
-            self.changes, self._iterate_partial_losses(), strict=True)))
+        return self.length_seconds / max(
+            1,
+            sum(
+                bool(change.removed or lost)
+                for change, lost in zip(self.changes, self._iterate_partial_losses(), strict=True)
+            ),
+        )
 
     def _iterate_partial_losses(self) -> Iterator[tuple[int, ...]]:
         """Yield, for each change, the machines that continue with fewer GPUs than before.
 
-        Changes at time 0 do not count: they only describe machines that lack GPUs from the beginning.
+        Changes at time 0 do not count: they only describe machines that lack GPUs from the
+        beginning.
         """
         alive = dict.fromkeys(self.live, self.gpus_per_worker)
         for change in self.changes:
             new_places = set(change.added)
-            yield tuple(place for place, count in change.gpus
-                        if change.seconds > 0 and place not in new_places and count < alive.get(place, 0))
+            yield tuple(
+                place
+                for place, count in change.gpus
+                if change.seconds > 0 and place not in new_places and count < alive.get(place, 0)
+            )
             for place in change.removed:
                 alive.pop(place, None)
             alive |= dict.fromkeys(change.added, self.gpus_per_worker)
             alive |= dict(change.gpus)
 
     def iterate_policy_changes(self, alive_gpus: Callable[[int], int]) -> Iterator[Change]:
-        """Yield the changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
+        """Yield the changes as a policy sees them, without `gpus`.
 
-        The function `alive_gpus` maps the number of a machine's GPUs that are alive to the number that it continues
-        with; 0: it is down. A machine that continues with n of its N GPUs takes N / n times as long. A machine that
-        must continue with fewer GPUs than before is removed, and added by the next change, at the same instant: all of
-        its processes have ended, and new ones start on the GPUs left.
+        Machines that lost GPUs are slower, or down. The function `alive_gpus` maps the number of a
+        machine's GPUs that are alive to the number that it continues with; 0: it is down. A machine
+        that continues with n of its N GPUs takes N / n times as long. A machine that must continue
+        with fewer GPUs than before is removed, and added by the next change, at the same instant:
+        all of its processes have ended, and new ones start on the GPUs left.
         """
         if not any(change.slowed or change.gpus for change in self.changes):
             yield from self.changes
@@ -135,7 +167,10 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _MachineStates:
-    """States of the machines as a policy sees them: down, or alive with a slowdown factor."""
+    """States of the machines as a policy sees them.
+
+    Down, or alive with a slowdown factor.
+    """
 
     def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
         self._gpus_per_worker = whole
@@ -148,18 +183,31 @@ class _MachineStates:
         """Number of GPUs that each machine continues with, by place."""
 
     def translate_change(self, change: Change) -> tuple[Change, Change]:
-        """Return a change of the trace as a policy (the job's way to react) sees it, and a second change, at the same
-        instant, that adds machines which restart on fewer GPUs. The states are updated."""
+        """Return a change of the trace as a policy sees it, and a second one.
+
+        The second, at the same instant, adds machines which restart on fewer GPUs. The states are
+        updated.
+        """
         for place in change.removed:
             self._live_gpus.pop(place, None)
             self._slow.pop(place, None)
         self._live_gpus |= dict.fromkeys(change.added, self._gpus_per_worker)
-        self._live_gpus |= {place: count for place, count in change.gpus if place in self._live_gpus}
+        self._live_gpus |= {
+            place: count for place, count in change.gpus if place in self._live_gpus
+        }
         self._slow |= {place: factor for place, factor in change.slowed if place in self._live_gpus}
-        touched = {*change.removed, *change.added, *(place for place, _ in (*change.slowed, *change.gpus))}
-        removed, added, slowed, anew = list[int](), list[int](), list[tuple[int, float]](), list[tuple[int, float]]()
+        touched = {
+            *change.removed,
+            *change.added,
+            *(place for place, _ in (*change.slowed, *change.gpus)),
+        }
+        removed = list[int]()
+        added = list[int]()
+        slowed = list[tuple[int, float]]()
+        anew = list[tuple[int, float]]()
         for place in sorted(touched):
-            before, going = self._factor.pop(place, None), self._alive_gpus(self._live_gpus.get(place, 0))
+            before = self._factor.pop(place, None)
+            going = self._alive_gpus(self._live_gpus.get(place, 0))
             had, self._gpus_in_use[place] = self._gpus_in_use.get(place, 0), going
             if not going:
                 removed += [place] if before is not None else []
@@ -171,43 +219,58 @@ class _MachineStates:
                 continue
             added += [place] if before is None else []
             slowed += [(place, after)] if after != (before or 1.0) else []
-        return Change(change.seconds, tuple(removed), tuple(added), tuple(slowed), links=change.links), \
-            Change(change.seconds, added=tuple(place for place, _ in anew), slowed=tuple(anew))
+        return Change(
+            change.seconds, tuple(removed), tuple(added), tuple(slowed), links=change.links
+        ), Change(change.seconds, added=tuple(place for place, _ in anew), slowed=tuple(anew))
 
 
 def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
-    """Return a trace of single GPUs as a trace of workers, each of `gpus` GPUs with consecutive numbers.
+    """Return a trace of single GPUs as a trace of workers.
 
-    A worker is lost when its last GPU is, and returns with the first one that returns. Raises ValueError if the GPUs do
-    not divide evenly.
+    Each worker has `gpus` GPUs with consecutive numbers. A worker is lost when its last GPU is, and
+    returns with the first one that returns. Raises ValueError if the GPUs do not divide evenly.
     """
     if gpus < 1 or trace.places % gpus:
-        raise ValueError(f"{trace.places} GPUs cannot be divided into workers of {gpus}; expected a multiple")
+        raise ValueError(
+            f"{trace.places} GPUs cannot be divided into workers of {gpus}; expected a multiple"
+        )
     count = [0] * (trace.places // gpus)
     for place in trace.live:
         count[place // gpus] += 1
     live = tuple(worker for worker, alive in enumerate(count) if alive)
-    changes = [Change(0.0, gpus=tuple((worker, count[worker]) for worker in live if count[worker] < gpus))]
+    changes = [
+        Change(0.0, gpus=tuple((worker, count[worker]) for worker in live if count[worker] < gpus))
+    ]
     for change in trace.changes:
         counts_before = dict[int, int]()
         for places, step in ((change.removed, -1), (change.added, 1)):
             for place in places:
                 counts_before.setdefault(place // gpus, count[place // gpus])
                 count[place // gpus] += step
-        workers = sorted(worker for worker in counts_before if counts_before[worker] != count[worker])
-        changes.append(Change(
-            change.seconds, tuple(worker for worker in workers if not count[worker]),
-            tuple(worker for worker in workers if not counts_before[worker]),
-            gpus=tuple((worker, count[worker]) for worker in workers if count[worker]), links=change.links))
+        workers = sorted(
+            worker for worker in counts_before if counts_before[worker] != count[worker]
+        )
+        changes.append(
+            Change(
+                change.seconds,
+                removed=tuple(worker for worker in workers if not count[worker]),
+                added=tuple(worker for worker in workers if not counts_before[worker]),
+                gpus=tuple((worker, count[worker]) for worker in workers if count[worker]),
+                links=change.links,
+            )
+        )
     return msgspec.structs.replace(
         trace, places=len(count), live=live, gpus_per_worker=gpus,
         changes=tuple(change for change in changes if change.has_changes))
 
 
-def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
-    """Return the trace in which all machines of a node are down while any of them is.
+def with_node_failures(
+    trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]
+) -> AvailabilityTrace:
+    """Return the trace in which whole nodes are down.
 
-    The argument `nodes` has the places (numbers of machines in the trace) of each node; each place belongs to one.
+    All machines of a node are, while any of them is. The argument `nodes` has the places (numbers
+    of machines in the trace) of each node; each place belongs to one.
     """
     node_of = {place: number for number, places in enumerate(nodes) for place in places}
     missing = [len(places) for places in nodes]
@@ -216,23 +279,45 @@ def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]
     live = tuple(place for place in range(trace.places) if not missing[node_of[place]])
     changes = []
     for change in trace.changes:
-        before = {node_of[place]: missing[node_of[place]] for place in (*change.removed, *change.added)}
+        before = {
+            node_of[place]: missing[node_of[place]] for place in (*change.removed, *change.added)
+        }
         for places, step in ((change.removed, 1), (change.added, -1)):
             for place in places:
                 missing[node_of[place]] += step
-        removed, added = (tuple(sorted(place for number in before for place in nodes[number]
-                                       if bool(before[number]) == was_down and bool(missing[number]) != was_down))
-                          for was_down in (False, True))
-        changes.append(msgspec.structs.replace(change, removed=removed, added=added))
+        # A node goes down with its first machine, and returns with its last.
+        removed: list[int] = []
+        added: list[int] = []
+        for number, missing_before in before.items():
+            if missing[number] and not missing_before:
+                removed += nodes[number]
+            elif missing_before and not missing[number]:
+                added += nodes[number]
+        changes.append(
+            msgspec.structs.replace(
+                change, removed=tuple(sorted(removed)), added=tuple(sorted(added))
+            )
+        )
     return msgspec.structs.replace(
-        trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: a whole node is down while any machine of it is"),
-        changes=tuple(changed for changed in changes if changed.has_changes))
+        trace,
+        live=live,
+        notes=(
+            *trace.notes,
+            f"{len(nodes)} nodes: a whole node is down while any machine of it is",
+        ),
+        changes=tuple(changed for changed in changes if changed.has_changes),
+    )
 
 
 def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return the places of each node's workers: the numbers (pipeline x stages + column) that they have in a trace
-    fitted to the job."""
-    return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
+    """Return the places of each node's workers in a trace fitted to the job.
+
+    A place's number is pipeline x stages + column.
+    """
+    places = []
+    for node in job.nodes:
+        places.append(tuple(worker.pipeline * job.stages + worker.column for worker in node))
+    return tuple(places)
 
 
 DEATH_SECONDS = 60.0
@@ -241,54 +326,86 @@ DEATH_SECONDS = 60.0
 
 def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,
                       gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Return a trace of `days` days for the job's workers, in which the workers `dead` die after a minute and stay
-    away. Raises ValueError for unknown workers."""
+    """Return a trace in which the workers `dead` die after a minute and stay away.
+
+    It has `days` days. Raises ValueError for unknown workers.
+    """
     places = []
     for worker in dead:
         if not (worker.pipeline < job.pipelines and worker.column < job.stages):
-            raise ValueError(f"{worker}: no such worker; the job has {job.pipelines} pipelines and {job.stages} stages")
+            raise ValueError(
+                f"{worker}: no such worker; the job has {job.pipelines} pipelines and {job.stages} "
+                "stages"
+            )
         places.append(worker.pipeline * job.stages + worker.column)
     workers = job.pipelines * job.stages
     names = ", ".join(map(str, dead[:8])) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
     return AvailabilityTrace(
-        name=f"{names} dead", places=workers, live=tuple(range(workers)), length_seconds=days * 86400,
-        gpus_per_worker=gpus_per_worker, changes=(Change(DEATH_SECONDS, removed=tuple(sorted(places))),))
+        name=f"{names} dead",
+        places=workers,
+        live=tuple(range(workers)),
+        length_seconds=days * 86400,
+        gpus_per_worker=gpus_per_worker,
+        changes=(Change(DEATH_SECONDS, removed=tuple(sorted(places))),),
+    )
 
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
                nodes: Sequence[tuple[int, ...]] = ()) -> AvailabilityTrace:
-    """Return the trace for a job of this many workers, with places (numbered slots for machines) 0 to workers - 1.
+    """Return the trace for a job of this many workers.
 
-    Without `nodes`, each place of the given trace becomes a worker of the job. With `nodes`, the workers of each node,
-    each place becomes a node, whose workers leave and return together. A job smaller than the fleet gets places drawn
-    at random by `seed`, so that it has the fleet's failure rate per machine, and the same share of machines alive. For
-    a job larger than the fleet, each place of the trace represents several neighbouring workers or nodes, which fail
-    together. Raises ValueError for a trace without places.
+    Its places are 0 to workers - 1.
+
+    Without `nodes`, each place of the given trace becomes a worker of the job. With `nodes`, the
+    workers of each node, each place becomes a node, whose workers leave and return together. A job
+    smaller than the fleet gets places drawn at random by `seed`, so that it has the fleet's failure
+    rate per machine, and the same share of machines alive. For a job larger than the fleet, each
+    place of the trace represents several neighbouring workers or nodes, which fail together. Raises
+    ValueError for a trace without places.
     """
     if trace.places < 1 or workers < 1:
-        raise ValueError(f"a trace of {trace.places} places and {workers} workers; expected at least one of each")
+        raise ValueError(
+            f"a trace of {trace.places} places and {workers} workers; expected at least one of each"
+        )
     units = nodes or tuple((worker,) for worker in range(workers))
     if len(units) == trace.places and not nodes:
         return trace
     if len(units) < trace.places:
         chosen = sorted(random.Random(seed).sample(range(trace.places), len(units)))
         members = {place: units[index] for index, place in enumerate(chosen)}
-        note = (f"the job's {len(units)} {'nodes' if nodes else 'workers'} are drawn at random from the trace's "
-                f"{trace.places} places")
+        note = (
+            f"the job's {len(units)} {'nodes' if nodes else 'workers'} are drawn at random from "
+            f"the trace's {trace.places} places"
+        )
     else:
         edges = [len(units) * place // trace.places for place in range(trace.places + 1)]
-        members = {place: tuple(worker for unit in units[edges[place]:edges[place + 1]] for worker in unit)
-                   for place in range(trace.places)}
-        note = f"each of the trace's {trace.places} places represents {workers / trace.places:.3g} workers"
+        members = {}
+        for place, (first, end) in enumerate(pairwise(edges)):
+            members[place] = tuple(chain.from_iterable(units[first:end]))
+        note = (
+            f"each of the trace's {trace.places} places represents {workers / trace.places:.3g} "
+            "workers"
+        )
 
     def renumber(places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(index for place in places for index in members.get(place, ())))
 
     def with_values(pairs: tuple[tuple[int, Value], ...]) -> tuple[tuple[int, Value], ...]:
-        return tuple(sorted((index, value) for place, value in pairs for index in members.get(place, ())))
+        return tuple(
+            sorted((index, value) for place, value in pairs for index in members.get(place, ()))
+        )
 
-    changes = (Change(change.seconds, renumber(change.removed), renumber(change.added), with_values(change.slowed),
-                      with_values(change.gpus), change.links) for change in trace.changes)
+    changes = (
+        Change(
+            change.seconds,
+            renumber(change.removed),
+            renumber(change.added),
+            with_values(change.slowed),
+            with_values(change.gpus),
+            change.links,
+        )
+        for change in trace.changes
+    )
     return msgspec.structs.replace(
         trace, places=workers, live=renumber(trace.live), notes=(*trace.notes, note),
         changes=tuple(changed for changed in changes if changed.has_changes))

@@ -1,19 +1,21 @@
 """Other systems in the benchmark: a table of throughputs, or a policy in Python.
 
-A table is a JSON file. For each case of the benchmark and each number of dead workers, it gives the samples per second
-that the system trains and the time that it pauses to reach this state:
+A table is a JSON file. For each case of the benchmark and each number of dead workers, it gives the
+samples per second that the system trains and the time that it pauses to reach this state:
 
     {"format": "slipstream-entry-1", "name": "mine", "title": "...", "source": "...",
-     "cases": {"spot-24": [{"down": 0, "samples_per_second": 11.3, "pause_seconds": 0},
-                           {"down": 1, "samples_per_second": 10.9, "pause_seconds": 20},
-                           {"down": [0, 0, 1, 1], "samples_per_second": 10.0, "pause_seconds": 30}]}}
+     "cases": {"spot-24": [
+         {"down": 0, "samples_per_second": 11.3, "pause_seconds": 0},
+         {"down": 1, "samples_per_second": 10.9, "pause_seconds": 20},
+         {"down": [0, 0, 1, 1], "samples_per_second": 10.0, "pause_seconds": 30}]}}
 
-The key `down` is a number of workers, or one number for each stage; the latter is used if it fits exactly. A number
-without a row has the values of the next larger one, because live workers may idle; beyond the largest one nothing is
-trained.
+The key `down` is a number of workers, or one number for each stage; the latter is used if it fits
+exactly. A number without a row has the values of the next larger one, because live workers may
+idle; beyond the largest one nothing is trained.
 
-A policy in Python is a class that inherits `Entry` and is found by its entry point in the group `slipstream.policies`.
-It receives the same information about failures as the table form and our own policies.
+A policy in Python is a class that inherits `Entry` and is found by its entry point in the group
+`slipstream.policies`. It receives the same information about failures as the table form and our own
+policies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,15 +36,17 @@ MAX_BYTES = 64 * 2**20
 
 
 class EntryError(ValueError):
-    """Error for a table or policy of another system that cannot be used. The message is one line."""
+    """Error for a table or policy of another system that cannot be used. The message is one line.
+    """
 
 
 class Entry(RatedByStage):
-    """Base class for the policy (way to react to failures) of another system, whose throughput depends on which workers
-    are down, and which pauses when that changes.
+    """Base class for the policy of another system.
 
-    A failure also costs half an iteration, as for all policies. If nothing can be trained (a rate of 0), the system
-    waits, and resumes from a checkpoint. Override `rate`, and `pause` if a change takes time.
+    Its throughput depends on which workers are down, and it pauses when that changes. A failure
+    also costs half an iteration, as for all policies. If nothing can be trained (a rate of 0), the
+    system waits, and resumes from a checkpoint. Override `rate`, and `pause` if a change takes
+    time.
     """
 
     source = "an entry of others"
@@ -52,28 +56,37 @@ class Entry(RatedByStage):
         self._live: set[int] = set()
 
     def pause(self, down: DownByStage) -> float:  # noqa: ARG002
-        """Return the seconds of pause before the system trains with `down` dead workers of each stage."""
+        """Return the seconds of pause before training with `down` dead workers by stage."""
         return 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases (spans of time, each with a training rate and a cause) from the beginning of a trace:
-        training on the machines whose numbers are in `live`."""
+        """Return the phases from the beginning of a trace.
+
+        The system trains on the machines whose numbers are in `live`.
+        """
         self._live = set(live)
         return self.resume_training(self.rate(self._count_down_by_stage()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases (spans of time, each with a training rate and a cause) after machines were lost or added: a
-        pause, redoing lost samples, then training.
+        """Return the phases after machines were lost or added.
 
-        The argument `remaining` has what was left of the phases before.
+        They are a pause, redoing lost samples, then training. The argument `remaining` has what was
+        left of the phases before.
         """
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._count_down_by_stage()
-        return self.resume_after_change(self.rate(down), remaining, Phase(Cause.SWITCH, self.pause(down)),
-                                        worker_died=bool(change.removed))
+        return self.resume_after_change(
+            self.rate(down),
+            remaining,
+            Phase(Cause.SWITCH, self.pause(down)),
+            worker_died=bool(change.removed),
+        )
 
     def _count_down_by_stage(self) -> DownByStage:
-        """Return the number of dead workers of each stage. Machine m has stage m mod S, as in the grid."""
+        """Return the number of dead workers of each stage.
+
+        Machine m has stage m mod S, as in the grid.
+        """
         stages = self.scenario.stages
         live = [0] * stages
         for machine in self._live:
@@ -82,8 +95,10 @@ class Entry(RatedByStage):
 
 
 class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Row of the file that describes another system for the benchmark: its throughput and pause for a number of dead
-    workers, in all or of each stage (`down`)."""
+    """Throughput and pause of another system for a number of dead workers.
+
+    The number (`down`) is that in all, or those of each stage.
+    """
 
     down: int | list[int]
     samples_per_second: float
@@ -91,8 +106,11 @@ class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of the file that describes another system for the benchmark: throughputs and pauses, by name of the
-    benchmark's case (a job and a trace), such as spot-24."""
+    """Contents of the file that describes another system for the benchmark.
+
+    It has throughputs and pauses, by name of the benchmark's case (a job and a trace), such as
+    spot-24.
+    """
 
     format: Literal["slipstream-entry-1"]
     name: str
@@ -113,21 +131,28 @@ class _TableEntry(Entry):
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the table's row for `down`, the number of dead workers of each stage;
-        without one, those of the row for the smallest total that is at least the sum of `down`; 0 if there is none."""
+        """Return the samples per second of the table's row for `down`, by stage.
+
+        Without one, those of the row for the smallest total that is at least the sum of `down`; 0
+        if there is none.
+        """
         row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """Return the seconds of pause before training with `down` dead workers of each stage, from the same row as
-        `rate`; 0 if there is none."""
+        """Return the seconds of pause before training with `down` dead workers by stage.
+
+        They are from the same row as `rate`; 0 if there is none.
+        """
         row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 
 
 def decode_json_file(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
-    """Return the contents of a JSON file, decoded by `decoder`. Raises EntryError, whose message names the file and
-    says that `expected` was expected."""
+    """Return the contents of a JSON file, decoded by `decoder`.
+
+    Raises EntryError, whose message names the file and says that `expected` was expected.
+    """
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
         return decoder.decode(data)
@@ -139,8 +164,10 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 
 
 def read_entry(path: Path) -> EntryTable:
-    """Read the file that describes another system for the benchmark. Raises EntryError, whose message names the file
-    and the error."""
+    """Read the file that describes another system for the benchmark.
+
+    Raises EntryError, whose message names the file and the error.
+    """
     table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:
@@ -148,17 +175,22 @@ def read_entry(path: Path) -> EntryTable:
         for number, row in enumerate(rows):
             counts = row.down if isinstance(row.down, list) else [row.down]
             if min([0, *counts, row.samples_per_second, row.pause_seconds]) < 0:
-                raise EntryError(f"{path}: cases.{case}[{number}]: a negative value; expected at least 0")
+                raise EntryError(
+                    f"{path}: cases.{case}[{number}]: a negative value; expected at least 0"
+                )
             if row.down in [other.down for other in rows[:number]]:
-                raise EntryError(f"{path}: cases.{case}[{number}]: a second row for `down` {row.down}; expected one")
+                raise EntryError(
+                    f"{path}: cases.{case}[{number}]: a second row for `down` {row.down}; expected "
+                    "one"
+                )
     return table
 
 
 def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
-    """Return a policy class with the throughputs and pauses of a table for the named case, or None if the table has no
-    rows for it.
+    """Return a policy class with a table's throughputs and pauses for the named case.
 
-    Raises EntryError if a row is for another number of stages than `stages`.
+    None if the table has no rows for it. Raises EntryError if a row is for another number of stages
+    than `stages`.
     """
     rows = table.cases.get(case)
     if rows is None:
@@ -166,8 +198,10 @@ def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy]
     row_by_down: dict[int | DownByStage, EntryRow] = {}
     for row in rows:
         if isinstance(row.down, list) and len(row.down) != stages:
-            raise EntryError(f"{table.name}: cases.{case}: down has {len(row.down)} numbers; expected one for each of "
-                             f"{stages} stages")
+            raise EntryError(
+                f"{table.name}: cases.{case}: down has {len(row.down)} numbers; expected one for "
+                f"each of {stages} stages"
+            )
         row_by_down[tuple(row.down) if isinstance(row.down, list) else row.down] = row
     return type("TableEntry", (_TableEntry,), {
         "name": table.name, "title": table.title, "source": table.source, "rows": row_by_down,
@@ -175,17 +209,22 @@ def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy]
 
 
 def load_installed_policy(name: str) -> type[Policy] | None:
-    """Return the policy class that an installed package registers as entry point `name`, or None if there is none.
+    """Return the policy class that a package registers as entry point `name`.
 
-    Raises EntryError if it cannot be imported or is not a policy.
+    None if no installed package does. Raises EntryError if it cannot be imported or is not a
+    policy.
     """
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             policy_class = point.load()
         except Exception as error:  # third-party code may raise anything; name its origin
-            raise EntryError(f"{name}: {point.value} cannot be imported: {type(error).__name__}: {error}") from None
+            raise EntryError(
+                f"{name}: {point.value} cannot be imported: {type(error).__name__}: {error}"
+            ) from None
         if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
-            raise EntryError(f"{name}: {point.value} is not a policy; expected a class that inherits "
-                             "slipstream.planner.simulation.Entry")
+            raise EntryError(
+                f"{name}: {point.value} is not a policy; expected a class that inherits "
+                "slipstream.planner.simulation.Entry"
+            )
         return policy_class
     return None

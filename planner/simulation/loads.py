@@ -1,4 +1,7 @@
-"""Compute time of workers in an iteration, and the distributions of failures over stages that cost least."""
+"""Compute the time of workers in an iteration, and the failures that cost least.
+
+The latter are distributions over stages.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +12,19 @@ from slipstream.planner.job.file import Job
 LAYERS_PER_STAGE = 8
 """Assumed number of layers of a stage, if the job file gives none."""
 MAX_LAYERS = 128
-"""Largest number of layers for policies that use a formula; in larger models several layers count as one."""
+"""Largest number of layers for policies that use a formula.
+
+In larger models several layers count as one.
+"""
 DownByStage = tuple[int, ...]
 """Number of dead workers of each stage (column)."""
 
 
 class Loads:
-    """Compute times of layers, workers and iterations of one job, all of whose workers are equally fast."""
+    """Compute times of layers, workers and iterations of one job.
+
+    All its workers are equally fast.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -23,12 +32,12 @@ class Loads:
         self._loads: dict[DownByStage, float] = {}
 
     def spread_evenly(self, failures: int) -> DownByStage | None:
-        """Return the number of dead workers of each stage if `failures` dead workers are spread evenly; None if a stage
-        would have none alive.
+        """Return the dead workers of each stage if `failures` are spread evenly.
 
-        If they do not divide evenly, the rest go to different stages: those whose workers then have the least work;
-        among equal stages, the last ones, which wait least for others. Of all distributions, this one leaves the most
-        workers to the stage that has the fewest.
+        None if a stage would have none alive. If they do not divide evenly, the rest go to
+        different stages: those whose workers then have the least work; among equal stages, the last
+        ones, which wait least for others. Of all distributions, this one leaves the most workers to
+        the stage that has the fewest.
         """
         if failures not in self._spread_by_failures:
             self._spread_by_failures[failures] = self._compute_spread(failures)
@@ -38,20 +47,29 @@ class Loads:
         each, rest = divmod(failures, self._job.stages)
         if each + (rest > 0) >= self._job.pipelines:
             return None
-        order = sorted(range(self._job.stages), key=lambda stage: (self._stage_load_seconds(stage, each + 1), -stage))
+        order = sorted(
+            range(self._job.stages),
+            key=lambda stage: (self._stage_load_seconds(stage, each + 1), -stage),
+        )
         more = set(order[:rest])
         return tuple(each + (stage in more) for stage in range(self._job.stages))
 
     def max_load_seconds(self, down: DownByStage) -> float:
-        """Return the compute seconds of the most loaded worker in an iteration, with `down` dead workers by stage."""
+        """Return the compute seconds of the most loaded worker in an iteration.
+
+        There are `down` dead workers by stage.
+        """
         if down not in self._loads:
-            self._loads[down] = max(self._stage_load_seconds(stage, count) for stage, count in enumerate(down))
+            self._loads[down] = max(
+                self._stage_load_seconds(stage, count) for stage, count in enumerate(down)
+            )
         return self._loads[down]
 
     def _stage_load_seconds(self, stage: int, down: int) -> float:
-        """Return the seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O.
+        """Return the seconds that the most loaded worker of a stage computes.
 
-        M is the number of micro-batches of all pipelines, and `live` the number of live workers of the stage.
+        ceil(M / live) (F + I + W) + A + O. M is the number of micro-batches of all pipelines, and
+        `live` the number of live workers of the stage.
         """
         if down >= self._job.pipelines:
             return math.inf
@@ -60,26 +78,55 @@ class Loads:
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Pairs of seconds, by column: F, I and W of one micro-batch on the column's stages (in a bidirectional
-        schedule, the mean of both directions), and the all-reduces and optimizer steps of all these stages."""
+        """Pairs of seconds, by column.
+
+        F, I and W of one micro-batch on the column's stages (in a bidirectional schedule, the mean
+        of both directions), and the all-reduces and optimizer steps of all these stages.
+        """
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
-            stages = [stage for stage, column_of_stage in enumerate(self._job.columns) if column_of_stage == column]
-            work = sum(times.forward[stage] + times.backward_input[stage] + times.backward_weight[stage]
-                       for stage in stages) * self._job.depth / len(self._job.columns)
-            by_column.append((work, sum(times.all_reduce[stage] + times.optimizer[stage] for stage in stages)))
+            stages = [
+                stage
+                for stage, column_of_stage in enumerate(self._job.columns)
+                if column_of_stage == column
+            ]
+            work = (
+                sum(
+                    times.forward[stage]
+                    + times.backward_input[stage]
+                    + times.backward_weight[stage]
+                    for stage in stages
+                )
+                * self._job.depth
+                / len(self._job.columns)
+            )
+            by_column.append(
+                (work, sum(times.all_reduce[stage] + times.optimizer[stage] for stage in stages))
+            )
         return by_column
 
     @cached_property
     def layer_seconds(self) -> tuple[float, ...]:
-        """Seconds of F, I and W of each layer, together: an equal part of its stage's seconds."""
+        """Seconds of F, I and W of each layer, together.
+
+        They are an equal part of its stage's seconds.
+        """
         job, times, depth = self._job, self._job.time, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
         if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
             counts = [max(1, count) for count in job.layers[:depth]]
-        totals = map(sum, zip(times.forward[:depth], times.backward_input[:depth], times.backward_weight[:depth],
-                              strict=True))
-        return tuple(total / count for total, count in zip(totals, counts, strict=True) for _ in range(count))
+        totals = map(
+            sum,
+            zip(
+                times.forward[:depth],
+                times.backward_input[:depth],
+                times.backward_weight[:depth],
+                strict=True,
+            ),
+        )
+        return tuple(
+            total / count for total, count in zip(totals, counts, strict=True) for _ in range(count)
+        )
 
     @cached_property
     def longest_step(self) -> float:
@@ -87,8 +134,10 @@ class Loads:
         return max(map(sum, zip(self._job.time.all_reduce, self._job.time.optimizer, strict=True)))
 
     def work_conserving_seconds(self, live: float) -> float:
-        """Return a lower bound on the seconds of an iteration: the work spread evenly over `live` workers, then the
-        shortest all-reduce and optimizer step of any stage.
+        """Return a lower bound on the seconds of an iteration on `live` workers.
+
+        The work is spread evenly over them; then come the shortest all-reduce and optimizer step of
+        any stage.
 
         A worker at half speed counts half in `live`.
         """
@@ -99,15 +148,33 @@ class Loads:
 
     @cached_property
     def _total_work_seconds(self) -> tuple[float, float]:
-        """Two times in seconds: the sum of the compute ops of an iteration on all stages, and the least sum of
-        all-reduce and optimizer step of any stage."""
+        """Two times of an iteration in seconds.
+
+        The sum of the compute ops on all stages, and the least sum of all-reduce and optimizer step
+        of any stage.
+        """
         times, depth = self._job.time, self._job.depth
-        work = sum(map(sum, zip(times.forward[:depth], times.backward_input[:depth], times.backward_weight[:depth],
-                                strict=True)))
-        return work * sum(self._job.microbatches), min(map(sum, zip(times.all_reduce, times.optimizer, strict=True)))
+        work = sum(
+            map(
+                sum,
+                zip(
+                    times.forward[:depth],
+                    times.backward_input[:depth],
+                    times.backward_weight[:depth],
+                    strict=True,
+                ),
+            )
+        )
+        return work * sum(self._job.microbatches), min(
+            map(sum, zip(times.all_reduce, times.optimizer, strict=True))
+        )
 
 
 def spread_over_stages(failures: int, stages: int) -> DownByStage:
-    """Return the number of failures in each stage if spread evenly; extra ones go to the last stages, which wait
-    least."""
-    return tuple(failures // stages + (stage >= stages - failures % stages) for stage in range(stages))
+    """Return the number of failures in each stage if spread evenly.
+
+    Extra ones go to the last stages, which wait least.
+    """
+    return tuple(
+        failures // stages + (stage >= stages - failures % stages) for stage in range(stages)
+    )

@@ -1,7 +1,8 @@
 """The interface of a policy: how a job reacts when machines are lost or added.
 
-A policy answers each change with consecutive *phases*, each with a duration, a rate and a cause. The last phase has no
-end. The next change interrupts them, and the policy is given the phases that remained.
+A policy answers each change with consecutive *phases*, each with a duration, a rate and a cause.
+The last phase has no end. The next change interrupts them, and the policy is given the phases that
+remained.
 """
 
 import math
@@ -19,10 +20,16 @@ from slipstream.planner.simulation.throughput import Throughputs
 
 
 class Cause(StrEnum):
-    """Reason why a job makes less progress than with the fastest policy and all workers alive."""
+    """Reason why a job makes less progress than the fastest one without failures.
+
+    That is the fastest policy with all workers alive.
+    """
 
     RUN = "fewer workers"
-    """Training, with all workers or fewer. The loss is relative to the policy's own rate with all workers alive."""
+    """Training, with all workers or fewer.
+
+    The loss is relative to the policy's own rate with all workers alive.
+    """
     SWITCH = "reconfiguring"
     LOAD = "loading parameters"
     LOST = "redoing lost work"
@@ -30,10 +37,13 @@ class Cause(StrEnum):
     CHECKPOINT = "writing checkpoints"
     WAIT = "waiting for workers"
     SLOW = "waiting for slow workers"
-    """Loss of policies that do not balance speeds. Other policies train at the rate of a plan for the slow workers."""
+    """Loss of policies that do not balance speeds.
+
+    Other policies train at the rate of a plan for the slow workers.
+    """
     LINKS = "slow links"
     WHOLE = "slower even when whole"
-    """Loss of a policy whose schedule with all workers alive is slower than the best one."""
+    """Loss of a policy whose schedule with all workers alive is slower than the best."""
 
 
 TRAINING_CAUSES = (Cause.RUN, Cause.LOST)
@@ -43,7 +53,10 @@ STATELESS_CAUSES = (Cause.WAIT, Cause.RESTART)
 
 
 class Phase(msgspec.Struct, frozen=True, gc=False):
-    """Span of simulated time in which a job trains at one rate (0 if it pauses or waits), for one cause."""
+    """Span of simulated time in which a job trains at one rate, for one cause.
+
+    The rate is 0 if it pauses or waits.
+    """
 
     cause: Cause
     seconds: float = math.inf
@@ -66,17 +79,24 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
         return Phase(self.cause, seconds, self.rate, self.checkpoints, self.redone)
 
     def with_slowdown(self, factor: float) -> "Phase":
-        """Return this phase (span of time at one training rate) with training slowed by a factor; if it redoes samples,
-        it lasts longer by the factor."""
+        """Return this phase with training slowed by a factor.
+
+        If it redoes samples, it lasts longer by the factor.
+        """
         if factor == 1.0 or not (self.rate or self.redone):
             return self
         seconds = self.seconds * factor if self.redone else self.seconds
-        return Phase(self.cause, seconds, self.rate / factor, self.checkpoints / factor, self.redone / factor)
+        return Phase(
+            self.cause, seconds, self.rate / factor, self.checkpoints / factor, self.redone / factor
+        )
 
 
 class Scenario(NamedTuple):
-    """Inputs that all policies share: the job's throughputs, the seconds that reactions to failures cost, and the mean
-    seconds between failures."""
+    """Inputs that all policies share.
+
+    They are the job's throughputs, the seconds that reactions to failures cost, and the mean
+    seconds between failures.
+    """
 
     throughputs: Throughputs
     costs: Costs
@@ -101,17 +121,17 @@ class Scenario(NamedTuple):
     def checkpoint_interval(self) -> float:
         """Seconds of training between checkpoints: sqrt(2 C M), and at least C.
 
-        C is the time to write a checkpoint, and M the mean time between failures, in seconds. The formula is Young's
-        (1974).
+        C is the time to write a checkpoint, and M the mean time between failures, in seconds. The
+        formula is Young's (1974).
         """
         return max(self.costs.checkpoint_seconds,
                    math.sqrt(2 * self.costs.checkpoint_seconds * self.seconds_between_failures))
 
 
 class Policy(ABC):
-    """Base class of policies, ways in which a job reacts to failures, in a simulation. Each object simulates one run.
+    """Base class of policies, ways in which a job reacts to failures, in a simulation.
 
-    Subclasses define `start`, `on_change` and `steady_rate`.
+    Each object simulates one run. Subclasses define `start`, `on_change` and `steady_rate`.
     """
 
     name: ClassVar[str]
@@ -120,17 +140,28 @@ class Policy(ABC):
     assumptions: ClassVar[str]
     """Assumptions of the policy's simulation, with sources."""
     source: ClassVar[str]
-    """Origin of the policy: paper, section or figure, artifact; "our reading" if no code is public."""
+    """Origin of the policy.
+
+    Paper, section or figure, artifact; "our reading" if no code is public.
+    """
 
     is_reference: ClassVar[bool] = False
-    """True if this is only a line to compare with, and not a system that exists."""
+    """True if this is a line to compare with, and no system that exists."""
     plans_schedules: ClassVar[bool] = False
-    """True if the policy always runs this planner's schedules. Others run the schedule that they publish, and are also
-    simulated with this planner's."""
+    """True if the policy always runs this planner's schedules.
+
+    Others run the schedule that they publish, and are also simulated with this planner's.
+    """
     pauses: ClassVar[bool] = False
-    """True if training stops while a checkpoint is written. Otherwise it is written in the background."""
+    """True if training stops while a checkpoint is written.
+
+    Otherwise it is written in the background.
+    """
     balances_speeds: ClassVar[bool] = False
-    """True if the policy changes its plan when workers become slow. Otherwise all workers wait for the slowest one."""
+    """True if the policy changes its plan when workers become slow.
+
+    Otherwise all workers wait for the slowest one.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -144,54 +175,63 @@ class Policy(ABC):
         self.switch = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
         self.load = Phase(Cause.LOAD, scenario.costs.load_seconds)
         self._samples_owed = 0.0
-        """Samples that a waiting job must train again, in addition to those since the last checkpoint."""
+        """Samples that a waiting job must train again.
+
+        They come in addition to those since the last checkpoint.
+        """
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second with all workers alive, without checkpoints. The default is that of whole pipelines."""
+        """Samples per second with all workers alive, without checkpoints.
+
+        The default is that of whole pipelines.
+        """
         return self.throughputs.whole_pipelines_rate(self.scenario.pipelines)
 
     @abstractmethod
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases (spans of time, each with a training rate and a cause) from the beginning of a trace. The
-        last phase has no end.
+        """Return the phases from the beginning of a trace.
 
-        The argument `live` has the numbers of the machines that are alive then.
+        The last phase has no end. The argument `live` has the numbers of the machines that are
+        alive then.
         """
 
     @abstractmethod
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases (spans of time, each with a training rate and a cause) after machines were lost, added, or
-        changed in speed. The last phase has no end.
+        """Return the phases after machines were lost, added, or changed in speed.
 
-        The argument `remaining` has what is left of the phases returned before, the current one first.
+        The last phase has no end. The argument `remaining` has what is left of the phases returned
+        before, the current one first.
         """
 
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second in the long run, without checkpoints, with this many dead workers in the places
-        where they cost least."""
+        """Return the samples per second in the long run, without checkpoints.
+
+        This many workers are dead, in the places where they cost least.
+        """
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
-        """Return the number of GPUs that a worker uses if `alive` of its `whole` GPUs are alive; 0 if the worker is
-        down.
+        """Return the number of GPUs that a worker uses if `alive` of `whole` are alive.
 
-        By default, a worker that lost any of its GPUs is down.
+        0 if the worker is down. By default, a worker that lost any of its GPUs is down.
         """
         return alive if alive == whole else 0
 
     @property
     def slowdown(self) -> float:
-        """Factor by which training takes longer than at the rates that the policy returned, as it waits for slow
-        machines."""
+        """Factor by which training takes longer, as it waits for slow machines.
+
+        It is relative to the rates that the policy returned.
+        """
         return 1.0 if self.balances_speeds or not self.slow else max(self.slow.values())
 
     def handle_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Record changes of speed, and return the phases (spans of time at one training rate) after a change: those of
-        `on_change`, or, if the change has no effect, `remaining`, what is left of the present ones.
+        """Record changes of speed, and return the phases after a change.
 
-        A change of speed alone has an effect only if the policy balances speeds.
+        They are those of `on_change`, or, if the change has no effect, `remaining`, what is left of
+        the present ones. A change of speed alone has an effect only if the policy balances speeds.
         """
         if self.slow:
             for machine in (*change.removed, *change.added):
@@ -204,65 +244,96 @@ class Policy(ABC):
             return self.on_change(change, remaining)
         return remaining
 
-    # --- Shared by several policies -----------------------------------------------------------------------------------
+    # --- Shared by several policies ---------------------------------------------------------------
 
-    def resume_training(self, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) from now on: `stalls` (pauses), redoing the lost
-        samples, and training at `rate` samples per second.
+    def resume_training(
+        self, rate: float, *stalls: Phase, lost_samples: float = 0.0
+    ) -> list[Phase]:
+        """Return the phases from now on.
 
-        If `rate` is 0, the job waits instead, and the lost samples are redone at the next `restart`.
+        They are `stalls` (pauses), redoing the lost samples, and training at `rate` samples per
+        second. If `rate` is 0, the job waits instead, and the lost samples are redone at the next
+        `restart`.
         """
         if not rate:
             self._samples_owed += lost_samples
             return [Phase(Cause.WAIT)]
         if not lost_samples:
             return [*stalls, self.training_phase(rate)]
-        return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training_phase(rate)]
+        return [
+            *stalls,
+            Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate),
+            self.training_phase(rate),
+        ]
 
-    def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
-        """Return a copy of `phases` that is cut off after `seconds`, and continues with a pause (`stall`) and training
-        at `rate` samples per second.
+    def change_rate(
+        self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float
+    ) -> list[Phase]:
+        """Return a copy of `phases` with another rate after `seconds`.
 
-        A phase is a span of time at one training rate. In some phases, samples that a failure lost are trained again.
-        Those that are still to be trained again at the cut are trained after the pause, at the new rate.
+        It is cut off there, and continues with a pause (`stall`) and training at `rate` samples per
+        second. A phase is a span of time at one training rate. In some phases, samples that a
+        failure lost are trained again. Those that are still to be trained again at the cut are
+        trained after the pause, at the new rate.
         """
         unchanged: list[Phase] = []
         for index, phase in enumerate(phases):
             if phase.seconds > seconds:
                 rest = [phase.with_seconds(phase.seconds - seconds), *phases[index + 1:]]
                 unchanged += [phase.with_seconds(seconds)] if seconds else []
-                return [*unchanged, *self.resume_training(rate, stall, lost_samples=count_samples_to_redo(rest))]
+                return [
+                    *unchanged,
+                    *self.resume_training(rate, stall, lost_samples=count_samples_to_redo(rest)),
+                ]
             unchanged.append(phase)
             seconds -= phase.seconds
         raise AssertionError("the last phase of a policy has an end")
 
-    def resume_after_change(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
-                            state_lost: bool = False) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) after a change: `stalls` (pauses), redoing the samples
-        that the death of a worker lost, and training at `rate` samples per second.
+    def resume_after_change(
+        self,
+        rate: float,
+        remaining: Sequence[Phase],
+        *stalls: Phase,
+        worker_died: bool,
+        state_lost: bool = False,
+    ) -> list[Phase]:
+        """Return the phases after a change.
 
-        The argument `remaining` has what is left of the phases before the change. If only the checkpoint holds the
-        parameters of some stage (`state_lost`, or `remaining` begins with waiting or restarting), the job restarts from
-        it.
+        They are `stalls` (pauses), redoing the samples that the death of a worker lost, and
+        training at `rate` samples per second. The argument `remaining` has what is left of the
+        phases before the change. If only the checkpoint holds the parameters of some stage
+        (`state_lost`, or `remaining` begins with waiting or restarting), the job restarts from it.
         """
         if state_lost or self.needs_checkpoint(remaining):
             return self.restart(rate, remaining)
-        return self.resume_training(rate, *stalls,
-                                    lost_samples=self.discard_lost_samples(remaining, worker_died=worker_died))
+        return self.resume_training(
+            rate,
+            *stalls,
+            lost_samples=self.discard_lost_samples(remaining, worker_died=worker_died),
+        )
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) of a restart from the last checkpoint: the pause,
-        redoing the samples since then, training at `rate` samples per second.
+        """Return the phases of a restart from the last checkpoint.
 
-        Samples that are still to be redone in `remaining`, what is left of the phases before, are redone, too.
+        They are the pause, redoing the samples since then, and training at `rate` samples per
+        second. Samples that are still to be redone in `remaining`, what is left of the phases
+        before, are redone, too.
         """
-        lost_samples = self.checkpoints.return_to_last() + count_samples_to_redo(remaining) + self._samples_owed
+        lost_samples = (
+            self.checkpoints.return_to_last()
+            + count_samples_to_redo(remaining)
+            + self._samples_owed
+        )
         self._samples_owed = 0.0
-        return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost_samples)
+        return self.resume_training(
+            rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost_samples
+        )
 
     def training_phase(self, rate: float) -> Phase:
-        """Return a span of time without end in which the job trains at `rate` samples per second, less the loss to
-        pauses for checkpoints."""
+        """Return a phase without end, of training at `rate` samples per second.
+
+        Pauses for checkpoints are subtracted.
+        """
         if not self.pauses:
             return Phase(Cause.RUN, math.inf, rate)
         interval = self.scenario.checkpoint_interval
@@ -270,10 +341,11 @@ class Policy(ABC):
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
     def discard_lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
-        """Return the number of samples to redo: those that the phases (spans of time) in `remaining` were still to
-        redo, plus half an iteration if a worker died while the job trained.
+        """Return the number of samples to redo.
 
-        The half iteration is recorded as discarded, and limited to the samples trained since the job last paused.
+        They are those that the phases in `remaining` were still to redo, plus half an iteration if
+        a worker died while the job trained. The half iteration is recorded as discarded, and
+        limited to the samples trained since the job last paused.
         """
         if not worker_died or remaining[0].cause not in TRAINING_CAUSES:
             return count_samples_to_redo(remaining)
@@ -283,14 +355,18 @@ class Policy(ABC):
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
-        """Return whether the job waits or restarts in the current phase, `remaining[0]`. If so, only the checkpoint
-        holds the parameters."""
+        """Return whether the job waits or restarts in the current phase, `remaining[0]`.
+
+        If so, only the checkpoint holds the parameters.
+        """
         return remaining[0].cause in STATELESS_CAUSES
 
 
 class RatedByStage(Policy):
-    """Base class of policies whose throughput depends on the number of dead workers of each stage. Subclasses define
-    `rate`."""
+    """Base class of policies whose throughput depends on the dead workers of each stage.
+
+    Subclasses define `rate`.
+    """
 
     @abstractmethod
     def rate(self, down: DownByStage) -> float:
@@ -302,15 +378,16 @@ class RatedByStage(Policy):
         return self.rate((0,) * self.scenario.stages)
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures, spread evenly over stages; 0 if a stage would have
-        none alive."""
+        """Return the samples per second with this many failures, spread evenly over stages.
+
+        0 if a stage would have none alive.
+        """
         spread = self.throughputs.loads.spread_evenly(failures)
         return self.rate(spread) if spread else 0.0
 
 
 def count_samples_to_redo(remaining: Sequence[Phase]) -> float:
-    """Return the number of samples that would be trained a second time in `remaining`, phases (spans of time at one
-    training rate) that are still to come."""
+    """Return the number of samples that `remaining`, phases still to come, train again."""
     samples = 0.0
     for phase in remaining:
         if phase.redone:
@@ -319,7 +396,7 @@ def count_samples_to_redo(remaining: Sequence[Phase]) -> float:
 
 
 class PhaseHistory:
-    """History of a simulated run: consecutive spans of time, each of one phase (training rate and cause)."""
+    """History of a simulated run, consecutive spans of one phase each."""
 
     def __init__(self) -> None:
         self.seconds = [0.0]
@@ -327,14 +404,14 @@ class PhaseHistory:
         self.phases: list[Phase] = []
         """Phase that is in progress during each span."""
         self.slowdowns: list[tuple[float, float]] = []
-        """Pairs of the factors by which slow workers and slow links lengthen training, one pair for each span."""
+        """Pairs of factors by which slow workers and slow links lengthen training, by span."""
 
     def record_until(self, phases: Sequence[Phase], until: float, workers: float = 1.0,
                      links: float = 1.0) -> Sequence[Phase]:
-        """Record phases (spans of time at one training rate) up to the time `until`, in seconds, with training slowed
-        by the factors `workers` and `links`, and return the rest.
+        """Record phases up to the time `until`, in seconds, and return the rest.
 
-        The rest begins with the current phase, and is not slowed. The last of the phases must have no end.
+        Training is slowed by the factors `workers` and `links`. The rest begins with the current
+        phase, and is not slowed. The last of the phases must have no end.
         """
         clock, slowdown = self.seconds[-1], workers * links
         if slowdown != 1.0:
@@ -350,8 +427,9 @@ class PhaseHistory:
                     return phases
                 rest = phase.with_seconds(end - until)
                 following = [rest, *phases[index + 1:]]
-                return [later_phase.with_slowdown(1 / slowdown) for later_phase in following] if slowdown != 1.0 \
-                    else following
+                if slowdown == 1.0:
+                    return following
+                return [later_phase.with_slowdown(1 / slowdown) for later_phase in following]
             clock = end
         raise AssertionError("the last phase of a policy has an end")
 
@@ -359,21 +437,26 @@ class PhaseHistory:
 class CheckpointTimes:
     """Times of checkpoints, and the samples that a return to the last one would lose.
 
-    A checkpoint is complete at every multiple of `cycle` seconds (the interval plus the pause to write one) of the
-    trace at which the job trains. So two policies that train at the same times have checkpoints at the same times,
-    whatever their throughput.
+    A checkpoint is complete at every multiple of `cycle` seconds (the interval plus the pause to
+    write one) of the trace at which the job trains. So two policies that train at the same times
+    have checkpoints at the same times, whatever their throughput.
     """
 
     def __init__(self, spans: PhaseHistory, interval_seconds: float, pause_seconds: float) -> None:
-        """Follow a run, whose history is `spans` (a `PhaseHistory`), that takes a checkpoint every `interval_seconds`
-        of training, and stops training for `pause_seconds`, possibly 0, to do so."""
+        """Follow a run, whose history is `spans`, that takes checkpoints.
+
+        It takes one every `interval_seconds` of training, and stops training for `pause_seconds`,
+        possibly 0, to do so.
+        """
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
         self._spans = spans
         self._first = 0
         """Index of the first span since the job last returned to a checkpoint."""
         self._discarded: list[tuple[int, float]] = []
-        """Samples discarded since the last return to a checkpoint: pairs (number of spans before, samples)."""
+        """Samples discarded since the last return to a checkpoint: pairs (number of spans before,
+        samples).
+        """
 
     @property
     def samples_since_stall(self) -> float:
@@ -392,9 +475,14 @@ class CheckpointTimes:
         self._discarded.append((len(self._spans.phases), samples))
 
     def return_to_last(self) -> float:
-        """Record that the job returns to the last checkpoint, and return the number of samples that this loses, without
-        those that are already recorded as discarded."""
-        seconds, phases, cycle, interval = self._spans.seconds, self._spans.phases, self.cycle, self.interval
+        """Record a return to the last checkpoint, and return the samples that this loses.
+
+        Those that are already recorded as discarded are not counted.
+        """
+        seconds = self._spans.seconds
+        phases = self._spans.phases
+        cycle = self.cycle
+        interval = self.interval
         beyond, at = 0.0, 0
         for index in range(self._first, len(phases) + 1):
             while at < len(self._discarded) and self._discarded[at][0] == index:
@@ -405,7 +493,9 @@ class CheckpointTimes:
             last = math.floor(end / cycle) * cycle
             if last > begin:
                 begin, beyond = last, 0.0
-            beyond += phases[index].trained_rate * (min(end - last, interval) - min(begin - last, interval))
+            beyond += phases[index].trained_rate * (
+                min(end - last, interval) - min(begin - last, interval)
+            )
         self._first, self._discarded = len(phases), []
         return beyond
 

@@ -20,18 +20,23 @@ _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 
 class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Result of one policy (way to react to failures) over one trace: n consecutive spans of time, each with a training
-    rate and a cause."""
+    """Result of one policy over one trace, n consecutive spans of time.
+
+    Each has a training rate and a cause.
+    """
 
     policy: str
     fault_free_rate: float
     """Samples per second with all workers alive."""
     seconds: Floats
-    """Time in seconds at which each span starts, and at which the last one ends: n + 1 values."""
+    """Time in seconds at which each span starts, and the last one ends.
+
+    n + 1 values.
+    """
     phases: Sequence[Phase]
     """Phase of the policy that is in progress during each span."""
     slowdowns: Sequence[tuple[float, float]]
-    """Pairs of the factors by which slow workers and slow links lengthen training, one pair for each span."""
+    """Pairs of factors by which slow workers and slow links lengthen training, by span."""
 
     @cached_property
     def useful_rates(self) -> Floats:
@@ -66,11 +71,12 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: the share of the time in which samples are trained for the first time.
+        """Effective training time ratio.
 
-        The ratio is that of "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (Kokolis et al.,
-        HPCA 2025, arXiv 2410.21680): productive time over elapsed time, whatever the throughput is. Time spent writing
-        checkpoints is not productive.
+        The share of the time in which samples are trained for the first time. The ratio is that of
+        "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (Kokolis et al.,
+        HPCA 2025, arXiv 2410.21680): productive time over elapsed time, whatever the throughput is.
+        Time spent writing checkpoints is not productive.
         """
         full = self.useful_rates + self.checkpoint_rates
         training = np.divide(self.useful_rates, full, out=np.zeros_like(full), where=full > 0)
@@ -78,36 +84,44 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def seconds_to_recover(self) -> float:
-        """Mean time to recover (MTTR): mean length of intervals without new samples; 0 if there are none.
+        """Mean time to recover (MTTR).
 
-        An interval lasts from the failure (or the change of schedule) until all lost work is redone.
+        The mean length of intervals without new samples; 0 if there are none. An interval lasts
+        from the failure (or the change of schedule) until all lost work is redone.
         """
         stopped = self.useful_rates == 0
         count = np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]]))
         return float(np.diff(self.seconds)[stopped].sum() / count) if count else 0.0
 
     def mean_rates_between(self, edges: Floats) -> Floats:
-        """Return the mean useful samples per second between consecutive `edges`, which are ascending times in
-        seconds."""
+        """Return the mean useful samples per second between consecutive `edges`.
+
+        Edges are ascending times in seconds.
+        """
         trained = np.concatenate([[0.0], np.cumsum(self.useful_rates * np.diff(self.seconds))])
         mean: Floats = np.diff(np.interp(edges, self.seconds, trained)) / np.diff(edges)
         return mean
 
     def seconds_lost(self, best: float) -> dict[Cause, float]:
-        """Return a mapping from each cause to the seconds lost by it, compared with a job that always trains `best`
-        samples per second.
+        """Return the seconds lost by each cause, beside a job that never fails.
 
-        The sum of the values is the length of the trace times (1 - throughput / best).
+        That job always trains `best` samples per second. The sum of the values is the length of the
+        trace times (1 - throughput / best).
         """
         spans = np.diff(self.seconds)
-        lost = {cause: float(spans[self.cause_indices == number].sum()) for number, cause in enumerate(CAUSES)}
+        lost = {
+            cause: float(spans[self.cause_indices == number].sum())
+            for number, cause in enumerate(CAUSES)
+        }
         running = self.cause_indices == _NUMBER[Cause.RUN]
         durations, useful = spans[running], self.useful_rates[running]
         checkpointed = self.checkpoint_rates[running]
         workers, links = np.array(self.slowdowns).reshape(-1, 2)[running].T
         unslowed = workers * links * (useful + checkpointed)
         lost[Cause.LINKS] = float(np.dot(durations, (links - 1) * (useful + checkpointed)) / best)
-        lost[Cause.SLOW] = float(np.dot(durations, unslowed - links * (useful + checkpointed)) / best)
+        lost[Cause.SLOW] = float(
+            np.dot(durations, unslowed - links * (useful + checkpointed)) / best
+        )
         lost[Cause.RUN] = float(np.dot(durations, self.fault_free_rate - unslowed) / best)
         lost[Cause.CHECKPOINT] += float(np.dot(durations, checkpointed) / best)
         lost[Cause.WHOLE] = float(durations.sum() * (best - self.fault_free_rate) / best)
@@ -115,20 +129,30 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
-    """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`), and return what it
-    did in each span of time."""
+    """Simulate one policy over a trace, and return its spans of time.
+
+    The trace was fitted to its job (`availability_trace.fit_to_job`). The trace was fitted to its
+    job (`availability_trace.fit_to_job`).
+    """
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
     spans, links = policy.spans, 1.0
     phases: Sequence[Phase] = policy.start(trace.live)
-    for change in trace.iterate_policy_changes(lambda alive: policy.alive_gpus(alive, trace.gpus_per_worker)):
+    for change in trace.iterate_policy_changes(
+        lambda alive: policy.alive_gpus(alive, trace.gpus_per_worker)
+    ):
         if change.seconds >= trace.length_seconds:
             break
         remaining = spans.record_until(phases, change.seconds, policy.slowdown, links)
         links = change.links or links
         phases = policy.handle_change(change, remaining)
     spans.record_until(phases, trace.length_seconds, policy.slowdown, links)
-    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array(spans.seconds),
-                     phases=spans.phases, slowdowns=spans.slowdowns)
+    return PolicyRun(
+        policy=policy.name,
+        fault_free_rate=policy.fault_free_rate,
+        seconds=np.array(spans.seconds),
+        phases=spans.phases,
+        slowdowns=spans.slowdowns,
+    )
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,41 +161,69 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     trace: AvailabilityTrace
     runs: Mapping[str, PolicyRun]
     best_rate: float
-    """Samples per second of the fastest policy with all workers alive, which lost time is measured against."""
+    """Samples per second of the fastest policy with all workers alive.
+
+    Lost time is measured against it.
+    """
     planned: Mapping[str, PolicyRun] = msgspec.field(default_factory=dict)
     """Runs of other systems' policies if they, too, run this planner's schedules."""
 
     def failure_seconds(self, name: str, *, planned: bool = False) -> float:
-        """Return the seconds that failures take of a policy, at its own rate with all workers alive.
+        """Return the seconds that failures take of a policy.
 
-        Set `planned` to True for its run with this planner's schedules.
+        They are at its own rate with all workers alive. Set `planned` to True for its run with this
+        planner's schedules.
         """
         run = (self.planned if planned else self.runs)[name]
-        return run.length_seconds * (1 - run.throughput / run.fault_free_rate) if run.fault_free_rate else 0.0
+        return (
+            run.length_seconds * (1 - run.throughput / run.fault_free_rate)
+            if run.fault_free_rate
+            else 0.0
+        )
 
     def mean_throughputs(self) -> dict[str, float]:
         """Return the mean useful samples per second, by name of policy."""
         return {name: run.throughput for name, run in self.runs.items()}
 
     def goodput(self, name: str) -> float | None:
-        """Return the mean useful samples per second of a policy as a share of the best policy's with all workers alive.
+        """Return a policy's mean useful samples per second as a share of the best rate.
 
-        This is 1 - lost time, as in Google's ML Productivity Goodput (2024): the share that losses of availability and
-        of efficiency leave. None for a reference line, which is not a system and may be faster than the best of them.
+        That is the best policy's with all workers alive. This is 1 - lost time, as in Google's ML
+        Productivity Goodput (2024): the share that losses of availability and of efficiency leave.
+        None for a reference line, which is not a system and may be faster than the best of them.
         """
         if POLICIES[name].is_reference:
             return None
         return self.runs[name].throughput / self.best_rate if self.best_rate else 0.0
 
 
-def compare_policies(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs, trace: AvailabilityTrace,
-                     progress: CountCallback = lambda _done, _total: None) -> Comparison:
-    """Simulate policies (ways to react to failures) over one trace, which must fit the job. The seconds that their
-    reactions take are in `costs`.
+def compare_policies(
+    policies: Sequence[type[Policy]],
+    throughputs: Throughputs,
+    costs: Costs,
+    trace: AvailabilityTrace,
+    progress: CountCallback = lambda _done, _total: None,
+) -> Comparison:
+    """Simulate policies over one trace, which must fit the job.
 
-    Policies of other systems are simulated twice: with the schedules that they publish, and with this planner's.
+    Policies of other systems are simulated twice: with the schedules that they publish, and with
+    this planner's.
 
-    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there are none.
+    Parameters
+    ----------
+    policies
+        Classes of the policies, in the order of the result.
+    throughputs
+        Throughputs of the job's schedules.
+    costs
+        Seconds that reactions to failures take.
+    trace
+        Trace that was fitted to the job.
+    progress
+        Function that is called with the number of simulations done, and of all.
+
+    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there
+    are none.
     """
     scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
     with_planned = scenario._replace(throughputs=throughputs.with_planned_pipelines())
@@ -186,51 +238,93 @@ def compare_policies(policies: Sequence[type[Policy]], throughputs: Throughputs,
     except KeyboardInterrupt:
         if not runs:
             raise
-    return Comparison(trace=trace, runs=runs, planned=planned, best_rate=max(
-        [0.0, *(run.fault_free_rate for run in runs.values() if not POLICIES[run.policy].is_reference)]))
+    return Comparison(
+        trace=trace,
+        runs=runs,
+        planned=planned,
+        best_rate=max(
+            [
+                0.0,
+                *(
+                    run.fault_free_rate
+                    for run in runs.values()
+                    if not POLICIES[run.policy].is_reference
+                ),
+            ]
+        ),
+    )
 
 
 class TraceSimulator:
-    """Callable that simulates policies (ways to react to failures) over a numbered trace, in any process. Plans are
-    kept for later traces."""
+    """Callable that simulates policies over a numbered trace, in any process.
 
-    def __init__(self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs) -> None:
-        """Set the policies to simulate, a factory of the job's throughputs (`make`), and the seconds that reactions to
-        failures take (`costs`).
+    Plans are kept for later traces.
+    """
 
-        The factory must be picklable if other processes get a copy of this object.
+    def __init__(
+        self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs
+    ) -> None:
+        """Set the policies, a factory of throughputs (`make`), and `costs`.
+
+        Costs are the seconds that reactions to failures take. The factory must be picklable if
+        other processes get a copy of this object.
         """
         self._policies, self._make, self._costs = policies, make, costs
         self._throughputs: Throughputs | None = None
 
     def __call__(self, numbered: tuple[int, AvailabilityTrace]) -> dict[str, float]:
-        """Return the mean useful samples per second over a trace, by name of policy. The argument is a pair (number,
-        trace), of which the number is not used."""
+        """Return the mean useful samples per second over a trace, by name of policy.
+
+        The argument is a pair (number, trace), of which the number is not used.
+        """
         _, trace = numbered
         if self._throughputs is None:
             self._throughputs = self._make()
         scenario = Scenario(self._throughputs, self._costs, trace.seconds_between_failures)
-        return {kind.name: simulate_policy(kind(scenario), trace).throughput for kind in self._policies}
+        return {
+            kind.name: simulate_policy(kind(scenario), trace).throughput for kind in self._policies
+        }
 
 
 def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
                     traces: Sequence[AvailabilityTrace],
                     progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Return the mean useful samples per second by name of policy (way to react to failures), one value for each trace,
-    simulated in this process. The seconds that reactions take are in `costs`.
+    """Return the mean useful samples per second by policy, one value for each trace.
 
-    After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are none.
+    Traces are simulated in this process.
+
+    Parameters
+    ----------
+    policies
+        Classes of the policies.
+    throughputs
+        Throughputs of the job's schedules.
+    costs
+        Seconds that reactions to failures take.
+    traces
+        Traces that were fitted to the job.
+    progress
+        Function that is called with the number of traces done, and of all.
+
+    After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are
+    none.
     """
     simulated = TraceSimulator(policies, lambda: throughputs, costs)
-    return gather_throughputs(policies, ((one[0], simulated(one)) for one in enumerate(traces)), len(traces), progress)
+    results = ((number, simulated((number, trace))) for number, trace in enumerate(traces))
+    return gather_throughputs(policies, results, len(traces), progress)
 
 
-def gather_throughputs(policies: Sequence[type[Policy]], results: Iterable[tuple[int, Mapping[str, float]]],
-                       traces: int, progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Collect the mean samples per second by name of policy, one value for each trace, in the order of the traces.
+def gather_throughputs(
+    policies: Sequence[type[Policy]],
+    results: Iterable[tuple[int, Mapping[str, float]]],
+    traces: int,
+    progress: CountCallback = lambda _done, _total: None,
+) -> dict[str, Floats]:
+    """Collect the mean samples per second by policy, one value for each trace.
 
-    The `results` are pairs in any order: the number of a trace, and a result of `TraceSimulator`. After Ctrl-C the
-    traces that were finished are returned. Raises KeyboardInterrupt if there are none.
+    They are in the order of the traces. The `results` are pairs in any order: the number of a
+    trace, and a result of `TraceSimulator`. After Ctrl-C the traces that were finished are
+    returned. Raises KeyboardInterrupt if there are none.
     """
     by_number: dict[int, Mapping[str, float]] = {}
     try:
@@ -240,4 +334,8 @@ def gather_throughputs(policies: Sequence[type[Policy]], results: Iterable[tuple
     except KeyboardInterrupt:
         if not by_number:
             raise
-    return {kind.name: np.array([by_number[number][kind.name] for number in sorted(by_number)]) for kind in policies}
+    columns = [by_number[number] for number in sorted(by_number)]
+    gathered = {}
+    for kind in policies:
+        gathered[kind.name] = np.array([column[kind.name] for column in columns])
+    return gathered

@@ -1,21 +1,26 @@
 """Reads traces that others have published. The files stay with their owners; the formats are these.
 
 SkyPilot's spot traces (github.com/skypilot-org/spot-traces, "Can't Be Late", NSDI 2024): JSON
-`{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, ...]}`, the number of available instances at each tick.
+`{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, ...]}`, the number of available instances at
+each tick.
 
-AcmeTrace (github.com/InternLM/AcmeTrace, "Characterization of Large Language Model Development in the Datacenter",
-NSDI 2024): CSV, one line for each job, with `job_id,user,node_num,gpu_num,...,type,state,submit_time,start_time,
-end_time`; Kalos also has `fail_time`. It has no failures of machines. A job that fails (`FAILED_STATES`, `TIMEOUT`,
-`NODE_FAIL`) removes one of the servers, drawn at random, until the next job of its user of that size begins.
+AcmeTrace (github.com/InternLM/AcmeTrace, "Characterization of Large Language Model Development in
+the Datacenter", NSDI 2024): CSV, one line for each job, with
+`job_id,user,node_num,gpu_num,...,type,state,submit_time,start_time, end_time`; Kalos also has
+`fail_time`. It has no failures of machines. A job that fails (`FAILED_STATES`, `TIMEOUT`,
+`NODE_FAIL`) removes one of the servers, drawn at random, until the next job of its user of that
+size begins.
 
-InfiniteHBD-Trace (github.com/stepfun-ai/InfiniteHBD-Trace, SIGCOMM 2025, arXiv 2502.03885): JSON, a list of
-`{"node_id": "06...", "event_time": 8.61, "event_type": "fault_start", "fault_type": {...}}` in days, and `fault_end`.
-It names the servers that had a fault, of 400. Overlapping faults of a server count as one time out of service.
+InfiniteHBD-Trace (github.com/stepfun-ai/InfiniteHBD-Trace, SIGCOMM 2025, arXiv 2502.03885): JSON, a
+list of `{"node_id": "06...", "event_time": 8.61, "event_type": "fault_start", "fault_type": {...}}`
+in days, and `fault_end`. It names the servers that had a fault, of 400. Overlapping faults of a
+server count as one time out of service.
 
-StragglerAnalysis (github.com/ByteDance-Seed/StragglerAnalysis, "Understanding Stragglers in Large Model Training Using
-What-if Analysis", OSDI 2025, arXiv 2505.05713): Parquet, one row for each op, with `dp_rank`, `stage`, `step`,
-`optype`, `start_ts` and `duration` in seconds. No machine fails; the slowness of a worker is the median duration of its
-compute ops relative to that of all workers of its stage.
+StragglerAnalysis (github.com/ByteDance-Seed/StragglerAnalysis, "Understanding Stragglers in Large
+Model Training Using What-if Analysis", OSDI 2025, arXiv 2505.05713): Parquet, one row for each op,
+with `dp_rank`, `stage`, `step`, `optype`, `start_ts` and `duration` in seconds. No machine fails;
+the slowness of a worker is the median duration of its compute ops relative to that of all workers
+of its stage.
 """
 
 import csv
@@ -40,9 +45,14 @@ from slipstream.planner.simulation.availability_trace import AvailabilityTrace, 
 FAILED_STATES = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")
 TRAINING_TYPE = "Pretrain"
-"""Type of the jobs of AcmeTrace that are read, if a file has any; otherwise all jobs on several servers are read."""
-MAX_ABSENCE_SECONDS, USUAL_ABSENCE_SECONDS = 86_400.0, 360.0
-"""Longest absence of a job, in seconds, and the absence assumed for its server if the job stays away longer."""
+"""Type of the jobs of AcmeTrace that are read, if a file has any.
+
+Otherwise all jobs on several servers are read.
+"""
+MAX_ABSENCE_SECONDS = 86_400.0
+"""Longest absence of a job."""
+USUAL_ABSENCE_SECONDS = 360.0
+"""Absence assumed for the server of a job that stays away longer."""
 STRAGGLER_FIELDS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 SLOWNESS_DIGITS = 1
 """Number of decimal places to which slowdown factors are rounded."""
@@ -54,7 +64,10 @@ class _SpotMetadata(msgspec.Struct):
 
 
 class _SpotTrace(msgspec.Struct):
-    """JSON object of a spot trace of SkyPilot: the number of available instances at regular times."""
+    """JSON object of a spot trace of SkyPilot.
+
+    The number of available instances at regular times.
+    """
     metadata: _SpotMetadata
     data: list[float]
 
@@ -63,13 +76,17 @@ _SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
 
 
 def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
-    """Return the counts in one of SkyPilot's traces, as pairs (seconds, instances from then on), and its length in
-    seconds. Raises ValueError."""
+    """Return the counts in one of SkyPilot's traces, and its length in seconds.
+
+    Counts are pairs (seconds, instances from then on). Raises ValueError.
+    """
     try:
         trace = _SPOT_TRACE.decode(text)
     except msgspec.MsgspecError as error:
-        raise ValueError(f'expected {{"metadata": {{"gap_seconds": 300}}, "data": [...]}} (a spot trace): {error}') \
-            from None
+        raise ValueError(
+            f'expected {{"metadata": {{"gap_seconds": 300}}, "data": [...]}} (a spot trace): '
+            f'{error}'
+        ) from None
     gap = trace.metadata.gap_seconds
     if not 0 < gap < math.inf:
         raise ValueError(f"gap_seconds is {gap:g}; expected more than 0")
@@ -81,11 +98,14 @@ def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
     return counts, len(trace.data) * gap
 
 
-# --- InfiniteHBD-Trace ------------------------------------------------------------------------------------------------
+# --- InfiniteHBD-Trace ----------------------------------------------------------------------------
 
 
 INFINITE_HBD_SERVERS = 400
-"""Number of servers of the fleet in InfiniteHBD-Trace; its file names only those with a fault."""
+"""Number of servers of the fleet in InfiniteHBD-Trace.
+
+Its file names only those with a fault.
+"""
 
 
 class _Fault(msgspec.Struct):
@@ -100,15 +120,21 @@ _FAULTS = msgspec.json.Decoder(list[_Fault])
 
 
 def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
-    """Return InfiniteHBD-Trace as a trace of its servers, which are down while a fault lasts. Raises ValueError."""
+    """Return InfiniteHBD-Trace as a trace of its servers, which are down while a fault lasts.
+
+    Raises ValueError.
+    """
     try:
         events = sorted(_FAULTS.decode(text), key=lambda event: event.event_time)
     except msgspec.MsgspecError as error:
-        raise ValueError('expected [{"node_id": "...", "event_time": DAYS, "event_type": "fault_start"}, ...] '
-                         f"(InfiniteHBD-Trace): {error}") from None
+        raise ValueError(
+            'expected [{"node_id": "...", "event_time": DAYS, "event_type": "fault_start"}, ...] '
+            f"(InfiniteHBD-Trace): {error}"
+        ) from None
     if not events:
         raise ValueError("no faults; expected at least one event")
-    place_of = {node: place for place, node in enumerate(sorted({event.node_id for event in events}))}
+    nodes = sorted({event.node_id for event in events})
+    place_of = {node: place for place, node in enumerate(nodes)}
     faults, changes = dict.fromkeys(place_of.values(), 0), []
     for days, together in groupby(events, key=lambda event: event.event_time):
         before = dict[int, int]()
@@ -117,19 +143,31 @@ def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
             before.setdefault(place, faults[place])
             faults[place] += 1 if event.event_type == "fault_start" else -1
             if faults[place] < 0:
-                raise ValueError(f"a fault of {event.node_id} ends on day {days:g}, but has not begun")
-        removed = tuple(sorted(place for place, count in before.items() if not count and faults[place]))
-        added = tuple(sorted(place for place, count in before.items() if count and not faults[place]))
+                raise ValueError(
+                    f"a fault of {event.node_id} ends on day {days:g}, but has not begun"
+                )
+        removed = tuple(
+            sorted(place for place, count in before.items() if not count and faults[place])
+        )
+        added = tuple(
+            sorted(place for place, count in before.items() if count and not faults[place])
+        )
         changes += [Change(days * 86_400, removed=removed, added=added)] if removed or added else []
     places = max(INFINITE_HBD_SERVERS, len(place_of))
     return AvailabilityTrace(
-        name=name, places=places, live=tuple(range(places)), changes=tuple(changes),
-        length_seconds=max(1.0, events[-1].event_time * 86_400), notes=(
-            f"InfiniteHBD-Trace: {places} servers, {len(place_of)} of which had faults; overlapping faults of a server "
-            "are one time out of service",))
+        name=name,
+        places=places,
+        live=tuple(range(places)),
+        changes=tuple(changes),
+        length_seconds=max(1.0, events[-1].event_time * 86_400),
+        notes=(
+            f"InfiniteHBD-Trace: {places} servers, {len(place_of)} of which had faults; "
+            "overlapping faults of a server are one time out of service",
+        ),
+    )
 
 
-# --- AcmeTrace --------------------------------------------------------------------------------------------------------
+# --- AcmeTrace ------------------------------------------------------------------------------------
 
 
 class _AcmeJob(NamedTuple):
@@ -143,8 +181,11 @@ class _AcmeJob(NamedTuple):
 
 
 def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
-    """Return AcmeTrace as a trace of servers. Each failed job removes a server, drawn at random, until the user's next
-    job of that size begins. Raises ValueError, whose message names the line."""
+    """Return AcmeTrace as a trace of servers.
+
+    Each failed job removes a server, drawn at random, until the user's next job of that size
+    begins. Raises ValueError, whose message names the line.
+    """
     jobs = list(_parse_acme_jobs(text))
     if not jobs:
         raise ValueError("no job on several servers has both a start and an end time")
@@ -165,29 +206,52 @@ def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
     length = max(job.end for job in jobs) - first
     changes += [Change(until, added=(place,)) for place, until in down.items() if until < length]
     return AvailabilityTrace(
-        name=name, places=places, live=tuple(range(places)), length_seconds=length,
-        changes=tuple(sorted((event for event in changes if event.seconds < length), key=lambda event: event.seconds)),
-        notes=(f"AcmeTrace: {len(jobs)} jobs, {sum(job.failed for job in jobs)} of which failed; each failure takes a "
-               "server, drawn at random, until the user's next job of that size begins",))
+        name=name,
+        places=places,
+        live=tuple(range(places)),
+        length_seconds=length,
+        changes=tuple(
+            sorted(
+                (event for event in changes if event.seconds < length),
+                key=lambda event: event.seconds,
+            )
+        ),
+        notes=(
+            f"AcmeTrace: {len(jobs)} jobs, {sum(job.failed for job in jobs)} of which failed; each "
+            "failure takes a "
+            "server, drawn at random, until the user's next job of that size begins",
+        ),
+    )
 
 
 def _parse_acme_jobs(text: str) -> Iterator[_AcmeJob]:
     rows = csv.DictReader(io.StringIO(text))
     missing = [field for field in ACME_FIELDS if field not in (rows.fieldnames or ())]
     if missing:
-        raise ValueError(f"line 1: no column {missing[0]}; expected those of AcmeTrace's job traces")
+        raise ValueError(
+            f"line 1: no column {missing[0]}; expected those of AcmeTrace's job traces"
+        )
     training, several = list[_AcmeJob](), list[_AcmeJob]()
     for number, row in enumerate(rows, 2):
         try:
             if not row["start_time"] or not row["end_time"] or int(float(row["node_num"] or 0)) < 2:
                 continue
-            begin, end = (datetime.fromisoformat(row[field]).timestamp() for field in ("start_time", "end_time"))
-            end = datetime.fromisoformat(row["fail_time"]).timestamp() if row.get("fail_time") else end
+            begin, end = (
+                datetime.fromisoformat(row[field]).timestamp()
+                for field in ("start_time", "end_time")
+            )
+            end = (
+                datetime.fromisoformat(row["fail_time"]).timestamp()
+                if row.get("fail_time")
+                else end
+            )
             job = _AcmeJob(row["user"], int(float(row["node_num"])), int(float(row["gpu_num"])),
                            row["state"] in FAILED_STATES,
                            begin, end)
         except (ValueError, TypeError, OverflowError):
-            raise ValueError(f"line {number}: expected numbers and times as `2023-03-01 00:18:54+08:00`") from None
+            raise ValueError(
+                f"line {number}: expected numbers and times as `2023-03-01 00:18:54+08:00`"
+            ) from None
         if job.end > job.begin:
             several.append(job)
             training += [job] if row["type"] == TRAINING_TYPE else []
@@ -196,19 +260,20 @@ def _parse_acme_jobs(text: str) -> Iterator[_AcmeJob]:
 
 def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
     """Return the largest number of servers that the jobs use at a time."""
-    steps = sorted([(job.begin, job.servers) for job in jobs] + [(job.end, -job.servers) for job in jobs])
-    now = most = 0
-    for _, step in steps:
+    steps = [(job.begin, job.servers) for job in jobs]
+    steps += [(job.end, -job.servers) for job in jobs]
+    now = peak = 0
+    for _, step in sorted(steps):
         now += step
-        most = max(most, now)
-    return most
+        peak = max(peak, now)
+    return peak
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return a mapping from each job to the seconds from its end to the start of the next job of the same user and
-    number of GPUs.
+    """Return the seconds from each job's end to the start of the next.
 
-    Jobs without one within `MAX_ABSENCE_SECONDS` are left out.
+    It is of the same user and number of GPUs. Jobs without one within `MAX_ABSENCE_SECONDS` are
+    left out.
     """
     similar = defaultdict[tuple[str, int], list[_AcmeJob]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
@@ -216,43 +281,64 @@ def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
     seconds_to_next = dict[_AcmeJob, float]()
     for ordered in similar.values():
         for index, job in enumerate(ordered):
-            after = next((later.begin - job.end for later in ordered[index + 1:] if later.begin > job.end), math.inf)
+            after = next(
+                (later.begin - job.end for later in ordered[index + 1 :] if later.begin > job.end),
+                math.inf,
+            )
             if after <= MAX_ABSENCE_SECONDS:
                 seconds_to_next[job] = after
     return seconds_to_next
 
 
-# --- StragglerAnalysis ------------------------------------------------------------------------------------------------
+# --- StragglerAnalysis ----------------------------------------------------------------------------
 
 
 def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
-    """Return a trace of how slow the workers of a job recorded by ByteDance (StragglerAnalysis) were in each iteration.
-    The number of a worker in it is dp_rank x stages + stage. Raises ValueError."""
+    """Return a trace of how slow the workers of a recorded job were.
+
+    The job was recorded by ByteDance (StragglerAnalysis), by iteration. The number of a worker is
+    dp_rank x stages + stage. Raises ValueError.
+    """
     column = read_columns(path, STRAGGLER_FIELDS)
     steps, step = np.unique(column["step"], return_inverse=True)
     if not len(steps):
         raise ProfilerTraceError(f"{path}: no rows")
     pipelines, stages = (int(column[name].max()) + 1 for name in ("dp_rank", "stage"))
     begin = column["start_ts"].astype(np.float64)
-    lengths = iteration_spans(step, begin, begin + column["duration"], np.ones(len(step), bool), len(steps))
+    lengths = iteration_spans(
+        step, begin, begin + column["duration"], np.ones(len(step), bool), len(steps)
+    )
     clock, changes, before = 0.0, list[Change](), np.ones(pipelines * stages)
     for number, length in enumerate(lengths.tolist()):
-        factors = _slowness_factors({name: of[step == number] for name, of in column.items()}, pipelines, stages)
-        slowed = [(place, float(factors[place])) for place in np.flatnonzero(factors != before).tolist()]
+        factors = _slowness_factors(
+            {name: of[step == number] for name, of in column.items()}, pipelines, stages
+        )
+        slowed = [
+            (place, float(factors[place])) for place in np.flatnonzero(factors != before).tolist()
+        ]
         changes += [Change(clock, slowed=tuple(slowed))] if slowed else []
         before, clock = factors, clock + length
     return AvailabilityTrace(
-        name=path.stem, places=pipelines * stages, live=tuple(range(pipelines * stages)), changes=tuple(changes),
-        length_seconds=clock, notes=(
-            f"StragglerAnalysis: {len(steps)} steps of {pipelines} x {stages} workers; a worker is as slow as the "
-            "median of its compute ops over that of its stage",))
+        name=path.stem,
+        places=pipelines * stages,
+        live=tuple(range(pipelines * stages)),
+        changes=tuple(changes),
+        length_seconds=clock,
+        notes=(
+            f"StragglerAnalysis: {len(steps)} steps of {pipelines} x {stages} workers; a worker is "
+            "as slow as the median of its compute ops over that of its stage",
+        ),
+    )
 
 
-def _slowness_factors(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
-    """Return the slowdown factor of each worker in one iteration, by its number (dp_rank x stages + stage), at least 1.
+def _slowness_factors(
+    ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int
+) -> npt.NDArray[np.float64]:
+    """Return the slowdown factor of each worker in one iteration, at least 1.
 
-    The factor is the sum of the worker's median times, one for each kind of op, divided by the same sum for its stage,
-    which takes for each kind the median of its workers' medians.
+    Workers are given by number (dp_rank x stages + stage). The factor is the sum of the worker's
+    median times, one for each kind of op, divided by the same sum for its stage, which takes for
+    each kind the median of its workers' medians.
     """
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
@@ -260,12 +346,17 @@ def _slowness_factors(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stage
         worker = ops["dp_rank"][of] * stages + ops["stage"][of]
         order = np.argsort(worker, kind="stable")
         names, begins = np.unique(worker[order], return_index=True)
-        for name, seconds in zip(names.tolist(), np.split(ops["duration"][of[order]], begins[1:]), strict=False):
+        for name, seconds in zip(
+            names.tolist(), np.split(ops["duration"][of[order]], begins[1:]), strict=False
+        ):
             medians[*divmod(name, stages), number] = np.median(seconds)
     present, usual = np.isfinite(medians), np.zeros_like(medians)
     for stage, number in np.ndindex(stages, len(KINDS)):
-        if (known := present[:, stage, number]).any():
-            usual[:, stage, number] = np.median(medians[known, stage, number])
-    own, whole = medians.sum(axis=2, where=present), usual.sum(axis=2, where=present)
-    factors: npt.NDArray[np.float64] = np.divide(own, whole, out=np.ones_like(own), where=whole > 0)
+        if (measured := present[:, stage, number]).any():
+            usual[:, stage, number] = np.median(medians[measured, stage, number])
+    # Only kinds of op that a worker ran count, in its own sum and in the usual one.
+    seconds, whole = medians.sum(axis=2, where=present), usual.sum(axis=2, where=present)
+    factors: npt.NDArray[np.float64] = np.divide(
+        seconds, whole, out=np.ones_like(seconds), where=whole > 0
+    )
     return np.maximum(1.0, factors.round(SLOWNESS_DIGITS).reshape(-1))

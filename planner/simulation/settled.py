@@ -1,10 +1,13 @@
-"""The final answer to failures: layers moved over all live workers, with a throughput and a cost.
+"""Compute the final answer to failures.
 
-A failure is first answered with the layers in place (`throughput`). While that schedule runs, layers move, and the
-rebalanced schedule follows. The answer then depends on the numbers of dead and slow workers and hardly on which workers
-they are, because any worker may hold any layers. If a table has answers with layers moved, these are used. Large jobs
-are planned as groups of pipelines, each with its share of the failures; every group ends at the same time, and the one
-with the most failures counts.
+Layers are moved over all live workers, with a throughput and a cost.
+
+A failure is first answered with the layers in place (`throughput`). While that schedule runs,
+layers move, and the rebalanced schedule follows. The answer then depends on the numbers of dead and
+slow workers and hardly on which workers they are, because any worker may hold any layers. If a
+table has answers with layers moved, these are used. Large jobs are planned as groups of pipelines,
+each with its share of the failures; every group ends at the same time, and the one with the most
+failures counts.
 """
 
 import math
@@ -24,33 +27,43 @@ from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.pattern import count_key, settled_key
 from slipstream.schedules.tables.table import Table
 
-SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
-"""Largest time for one plan in seconds, and seconds for each of its compute ops. A second is a fixed number of search
-steps.
+SETTLE_SECONDS = 0.5
+"""Largest time for one plan, in seconds of a fixed number of search steps."""
+SECONDS_PER_OP = 2e-4
+"""Time for each compute op of a plan, likewise.
 
 The list schedules of small jobs need no more.
 """
 TRIAL_SHARE = 0.25
-"""Share of a plan's time in which each of two choices of dead workers is tried. The better one then gets the rest."""
+"""Share of a plan's time for the trial of each choice of dead workers.
+
+There are two choices; the better one then gets the rest. The better one then gets the rest.
+"""
 MIN_GROUP_PIPELINES = 8
 """Minimum number of pipelines of a group. A job of at least two groups is planned in groups."""
 
 
 class RebalancedPlan(NamedTuple):
-    """Period of a plan with layers moved, and the largest number of layers that a worker receives, in multiples of a
-    stage's."""
+    """Period of a plan with layers moved, and the most layers that a worker receives.
+
+    They are in multiples of a stage's.
+    """
 
     period: float
     """Period in seconds."""
     stages_moved: float
-    """Number of layers that the busiest worker receives, divided by the number of layers of a stage.
+    """Number of layers that the busiest worker receives, as stages.
 
-    The time to load one stage is the unit in which the time to move layers is counted.
+    It is divided by the number of layers of a stage. The time to load one stage is the unit in
+    which the time to move layers is counted.
     """
 
 
 class SlowWorkerCount(NamedTuple):
-    """Number of slow live workers, and the slowdown factor of the slowest, which is assumed for all."""
+    """Number of slow live workers, and the slowdown factor of the slowest.
+
+    It is assumed for all.
+    """
 
     workers: int
     factor: float
@@ -63,15 +76,32 @@ NO_SLOW_WORKERS = SlowWorkerCount(0, 1.0)
 class RebalancedPlans:
     """Plans of a job with layers moved, each made once and then kept."""
 
-    def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
-                 plan_seconds: float | None = None, dead: Sequence[Worker] = (), table: Table | None = None) -> None:
-        """Prepare to plan a job, each plan within `plan_seconds`; None: by the size of the job. `announce` is called
-        with a line of text about the planning.
+    def __init__(
+        self,
+        job: Job,
+        announce: Callable[[str], None] = lambda _: None,
+        plan_seconds: float | None = None,
+        dead: Sequence[Worker] = (),
+        table: Table | None = None,
+    ) -> None:
+        """Prepare to plan a job with layers moved.
 
-        A second is a fixed number of search steps. A large job is divided into equal groups of pipelines, of which one
-        is planned. If the job is undivided, the plan for as many failures as `dead` has workers is for exactly these,
-        and found as by `slipstream plan`. Schedules that are in `table`, which must be of this job, are not planned
-        again.
+        A second is a fixed number of search steps. A large job is divided into equal groups of
+        pipelines, of which one is planned.
+
+        Parameters
+        ----------
+        job
+            Job to plan.
+        announce
+            Function that is called with a line of text about the planning.
+        plan_seconds
+            Time for one plan; None: by the size of the job.
+        dead
+            Workers for which exactly the plan for as many failures is made, as by `slipstream
+            plan`, if the job is undivided.
+        table
+            Table of schedules of this job, which are not planned again.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
@@ -82,36 +112,49 @@ class RebalancedPlans:
         self._seconds, self._table = plan_seconds, table
         self._plans: dict[tuple[int, int, SlowWorkerCount], RebalancedPlan | None] = {}
 
-    def find_best(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> RebalancedPlan | None:
-        """Return the best plan found with layers moved for this many failures; None if there is none.
+    def find_best(
+        self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS
+    ) -> RebalancedPlan | None:
+        """Return the best plan found with layers moved for this many failures.
 
-        It may be the plan for one failure more, in which a live worker idles. So a failure never makes the job faster.
-        If workers are slow, only plans for exactly this case count.
+        None if there is none. It may be the plan for one failure more, in which a live worker
+        idles. So a failure never makes the job faster. If workers are slow, only plans for exactly
+        this case count.
         """
         job = self._job
         divides = len(set(job.microbatches)) == 1 and self._find_in_table(failures) is None
         groups = max(1, job.pipelines // MIN_GROUP_PIPELINES) if divides else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
         if slow.workers:
-            return self._cached_plan(pipelines, share, SlowWorkerCount(-(-slow.workers // groups), slow.factor))
+            return self._cached_plan(
+                pipelines, share, SlowWorkerCount(-(-slow.workers // groups), slow.factor)
+            )
         exact = self._cached_plan(pipelines, share)
         if self._is_known_dead(pipelines, share) \
                 or (exact and exact.period <= self._period_bound(pipelines, share + 1)):
             return exact
         with_one_more = self._cached_plan(pipelines, share + 1)
-        return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
+        return (
+            with_one_more
+            if exact is None or (with_one_more and with_one_more.period < exact.period)
+            else exact
+        )
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule with layers moved for this many failures; None if the table has none. If the
-        argument `dead` of `__init__` has this many workers, the schedule is for exactly these."""
+        """Return the table's schedule with layers moved for this many failures.
+
+        None if the table has none. If the argument `dead` of `__init__` has this many workers, the
+        schedule is for exactly these.
+        """
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):
             lookup = self._table.lookup(self._dead, settled=True)
             return lookup.schedule if lookup else None
         key = settled_key(count_key(failures))
-        return self._table.checked_schedule(key) if any(row.key == key and row.period for row in self._table.rows()) \
-            else None
+        if not any(row.key == key and row.period for row in self._table.rows()):
+            return None
+        return self._table.checked_schedule(key)
 
     def _summarize(self, schedule: Schedule) -> RebalancedPlan:
         layers = max(map(len, layers_received(schedule).values()), default=0)
@@ -125,55 +168,76 @@ class RebalancedPlans:
             self._plans[key] = self._summarize(schedule)
         if key not in self._plans:
             few = f" and {slow.workers} slow" if slow.workers else ""
-            self._announce(f"planning for {failures} of {pipelines * self._job.stages} workers down{few}, with layers "
-                           "moved")
+            self._announce(
+                f"planning for {failures} of {pipelines * self._job.stages} workers down{few}, "
+                "with layers moved"
+            )
             self._plans[key] = self._search_plan(*key)
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether a plan for this many pipelines and failures is for the whole job and as many failures as the
-        argument `dead` of `__init__` has workers: then exactly these are down."""
+        """Return whether exactly the workers `dead` of `__init__` are down.
+
+        So it is in a plan for the whole job and as many failures as these.
+        """
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:
         """Return the job reduced to its first `pipelines` pipelines."""
-        return msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
+        return msgspec.structs.replace(
+            self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines]
+        )
 
     def _period_bound(self, pipelines: int, failures: int) -> float:
-        """Return a lower bound in seconds on the period of any plan for this many failures in a job of `pipelines`
-        pipelines."""
+        """Return a lower bound in seconds on any plan's period for this many failures.
+
+        The job has `pipelines` pipelines. The job has `pipelines` pipelines.
+        """
         job = self._make_job_part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
         return work_bound_seconds(job, stack_failures(failures, pipelines, job.stages))
 
-    def _search_plan(self, pipelines: int, failures: int, slow: SlowWorkerCount) -> RebalancedPlan | None:
+    def _search_plan(
+        self, pipelines: int, failures: int, slow: SlowWorkerCount
+    ) -> RebalancedPlan | None:
         job, affected = self._make_job_part(pipelines), failures + slow.workers
         if failures >= pipelines * job.stages or affected > pipelines * job.stages:
             return None
-        chosen = [choose(affected, pipelines, job.stages)
-                  for choose in ((stack_failures, spread_over_pipelines) if affected > 1 else (stack_failures,))]
+        chosen = [stack_failures(affected, pipelines, job.stages)]
+        if affected > 1:
+            chosen.append(spread_over_pipelines(affected, pipelines, job.stages))
         if self._is_known_dead(pipelines, failures) and not slow.workers:
             chosen = [self._dead]
-        plans = [self._search_schedule(job, workers, failures, slow, TRIAL_SHARE) for workers in chosen] \
-            if len(chosen) > 1 else []
+        # Of two choices of dead workers, a trial shows the better one, which gets the rest.
+        plans: list[Schedule | None] = []
+        for workers in chosen if len(chosen) > 1 else ():
+            plans.append(self._search_schedule(job, workers, failures, slow, TRIAL_SHARE))
         best = min(filter(None, plans), key=_period_seconds, default=None)
         for workers in chosen if best is None else [chosen[plans.index(best)]]:
-            plan = self._search_schedule(job, workers, failures, slow, 1.0 - TRIAL_SHARE if plans else 1.0)
+            plan = self._search_schedule(
+                job, workers, failures, slow, 1.0 - TRIAL_SHARE if plans else 1.0
+            )
             best = min(filter(None, (best, plan)), key=_period_seconds, default=None)
         return None if best is None else self._summarize(best)
 
-    def _search_schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
-                         ) -> Schedule | None:
-        """Return the best schedule with layers moved found in a `share` (0 to 1) of the time for one plan; None if
-        there is none. The first `failures` of the workers in `chosen` are down and the others slow.
+    def _search_schedule(
+        self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
+    ) -> Schedule | None:
+        """Return the best schedule with layers moved found in a `share` of a plan's time.
+
+        The share is 0 to 1; None if there is no schedule. The first `failures` of the workers in
+        `chosen` are down and the others slow.
 
         Steps are counted, so that the result depends neither on the machine nor on its load.
         """
-        failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
+        failed = chosen[:failures]
+        slowed = tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
         ops = 3 * job.depth * sum(job.microbatches)
-        seconds = min(SETTLE_SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
+        seconds = (
+            min(SETTLE_SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
+        )
         options = self._options.with_limit(share * seconds)
         try:
             if self._dead and failed == self._dead:
@@ -193,7 +257,11 @@ def stack_failures(failures: int, pipelines: int, stages: int) -> list[Worker]: 
 
 
 def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Return this many failed workers, spread evenly over pipelines, in each one stage before those of the previous
-    pipeline."""
-    return [Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
-            for index in range(failures)]
+    """Return this many failed workers, spread evenly over pipelines.
+
+    In each they are one stage before those of the previous pipeline.
+    """
+    return [
+        Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
+        for index in range(failures)
+    ]

@@ -1,13 +1,15 @@
-"""Steady-state throughput of the schedules that policies run, in samples per second. Each schedule is planned once.
+"""Steady-state throughput of the schedules that policies run, in samples per second.
 
-Schedules are planned within a short time, in which search steps are counted instead of seconds (`planner.periods`), so
-that a job has the same figures on any machine. With a table, the periods of its entries are used if they fit. If a
-large job has separate peers for every failure, the plans for one failure in each stage are combined, provided that the
-result is proven to be the shortest (`Throughputs._independent_rate`).
+Each schedule is planned once. Schedules are planned within a short time, in which search steps are
+counted instead of seconds (`planner.periods`), so that a job has the same figures on any machine.
+With a table, the periods of its entries are used if they fit. If a large job has separate peers for
+every failure, the plans for one failure in each stage are combined, provided that the result is
+proven to be the shortest (`Throughputs._independent_rate`).
 """
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self, TypeVar
@@ -28,26 +30,54 @@ SearchMethod = Literal["cp-sat", "greedy"]
 """Methods of `slipstream plan` by which schedules are searched."""
 
 PLAN_SECONDS = 0.2
-"""Maximum time for one plan, in seconds of a fixed number of search steps each. Most plans need a hundredth of it."""
+"""Maximum time for one plan, in seconds of a fixed number of search steps each.
+
+Most plans need a hundredth of it.
+"""
 
 
 class Throughputs:
-    """Throughputs of one job in samples per second, by kind of schedule (such as re-routed, or with layers moved) and
-    failures; 0.0 if no plan exists."""
+    """Throughputs of one job in samples per second, by kind of schedule and failures.
 
-    def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
-                 dead: Sequence[Worker] = (), announce: Callable[[str], None] = lambda _: None) -> None:
+    A kind is such as re-routed, or with layers moved; 0.0 if no plan exists.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        samples_per_microbatch: float = 1.0,
+        table: Table | None = None,
+        plan_seconds: float = PLAN_SECONDS,
+        settle_seconds: float | None = None,
+        thorough: bool = False,
+        dead: Sequence[Worker] = (),
+        announce: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Prepare to plan a job, all of whose workers count as equally fast.
 
-        The arguments `plan_seconds` and `settle_seconds` limit the time for one plan, with layers in place and with
-        layers moved (None: by the size of the job). `thorough`: plans with layers in place are searched as by
-        `slipstream plan`, may cut micro-batches within a stage, and each takes all of `plan_seconds`; otherwise they
-        are list schedules, most of which take a hundredth of it. `dead`: plans for as many failures as this has workers
-        are made for exactly these. `announce` receives one line before each plan. Periods that `table` has are not
-        planned again.
+        Parameters
+        ----------
+        job
+            Job to plan.
+        samples_per_microbatch
+            Number of samples in a micro-batch.
+        table
+            Table of schedules of this job, whose periods are not planned again.
+        plan_seconds, settle_seconds
+            Time for one plan, with layers in place and with layers moved; None: by the size of the
+            job.
+        thorough
+            True if plans with layers in place are searched as by `slipstream plan`, may cut
+            micro-batches within a stage, and each take all of `plan_seconds`. Otherwise they are
+            list schedules, most of which take a hundredth of it.
+        dead
+            Workers for which exactly plans for as many failures are made.
+        announce
+            Function that receives one line before each plan.
 
-        Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another job.
+        Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another
+        job.
         """
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
@@ -60,12 +90,17 @@ class Throughputs:
         self._rebalanced_plans = RebalancedPlans(self.job, announce, settle_seconds, dead, table)
         self._plans: dict[Hashable, Any] = {}
         self._rates: dict[Hashable, Any] = {}
-        self._table = _read_table_periods(table, self.job, self._options) if table is not None else {}
+        self._table = (
+            _read_table_periods(table, self.job, self._options) if table is not None else {}
+        )
         self.plans_pipelines = False
         """True if whole pipelines run this planner's schedules, and not 1F1B."""
 
     def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the cached value of a policy's `key`, any hashable value; `find` computes it the first time."""
+        """Return the cached value of a policy's `key`, any hashable value.
+
+        `find` computes it the first time.
+        """
         return _find_once(self._rates, key, find)
 
     def _plan_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
@@ -75,25 +110,28 @@ class Throughputs:
     def with_planned_pipelines(self) -> Self:
         """Return a copy in which systems of others run this planner's schedules, too.
 
-        Two systems are then compared by how they handle failures alone. Plans are shared with this object.
+        Two systems are then compared by how they handle failures alone. Plans are shared with this
+        object.
         """
         other = copy.copy(self)
         other.plans_pipelines, other._rates = True, {}
         return other
 
-    # --- This planner -------------------------------------------------------------------------------------------------
+    # --- This planner -----------------------------------------------------------------------------
 
     def planned_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of Slipstream's schedule with layers in place and `down` workers dead, one
-        number per stage."""
+        """Return the samples per second of Slipstream's schedule with layers in place.
+
+        `down` workers are dead, one number per stage.
+        """
         return self._plan_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
     def in_place_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the best schedule with layers in place and `down` workers dead, one number
-        per stage.
+        """Return the samples per second of the best schedule with layers in place.
 
-        It is Slipstream's, or that of the pipelines without dead workers if these are faster: they share the batch, and
-        run Slipstream's schedule or 1F1B. The result is at most the throughput with all workers alive, even if the
+        `down` workers are dead, one number per stage. It is Slipstream's, or that of the pipelines
+        without dead workers if these are faster: they share the batch, and run Slipstream's
+        schedule or 1F1B. The result is at most the throughput with all workers alive, even if the
         search found a faster schedule for fewer workers by chance.
         """
         return self._plan_once(("in place", down), lambda: self._compute_in_place_rate(down))
@@ -103,37 +141,50 @@ class Throughputs:
         rate = max(self.planned_rate(down), self.one_f_one_b_rate(pipelines))
         if not any(down):
             return rate
-        return min(max(rate, self._planned_pipelines_rate(pipelines)), self.in_place_rate((0,) * self.job.stages))
+        return min(
+            max(rate, self._planned_pipelines_rate(pipelines)),
+            self.in_place_rate((0,) * self.job.stages),
+        )
 
-    def rebalanced_answer(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> tuple[float, float]:
-        """Return the samples per second after this many failures with layers moved, and the number of stages that the
-        busiest worker must load.
+    def rebalanced_answer(
+        self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS
+    ) -> tuple[float, float]:
+        """Return the samples per second with layers moved, and the stages to load.
 
-        The argument `slow` has the number and the factor of live workers that are slow. The result is (0.0, 0.0) if no
-        plan exists. The samples per second are at most those with all workers alive and at the usual speed, with layers
-        moved if that is faster.
+        It is after this many failures; the busiest worker must load that number of stages. The
+        argument `slow` has the number and the factor of live workers that are slow. The result is
+        (0.0, 0.0) if no plan exists. The samples per second are at most those with all workers
+        alive and at the usual speed, with layers moved if that is faster.
         """
-        return self._plan_once(("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow))
+        return self._plan_once(
+            ("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow)
+        )
 
-    def _compute_rebalanced_answer(self, failures: int, slow: SlowWorkerCount) -> tuple[float, float]:
+    def _compute_rebalanced_answer(
+        self, failures: int, slow: SlowWorkerCount
+    ) -> tuple[float, float]:
         plan = self._rebalanced_plans.find_best(failures, slow)
         rate, moved = (self.samples / plan.period, plan.stages_moved) if plan else (0.0, 0.0)
         return min(rate, self.whole_rate) if failures or slow != NO_SLOW_WORKERS else rate, moved
 
     @property
     def whole_rate(self) -> float:
-        """Samples per second of Slipstream's best schedule with all workers alive, with layers in place or moved,
-        whichever is faster."""
+        """Samples per second of Slipstream's best schedule with all workers alive.
+
+        Layers are in place or moved, whichever is faster.
+        """
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
-        """Return how many workers of each stage are dead in the fastest schedule that Slipstream has after this many
-        failures.
+        """Return the dead workers of each stage in the fastest schedule after this many failures.
 
-        Live workers may take over roles of dead ones (failure normalisation), so that any workers may have failed.
-        Returns None if a stage would have no live worker.
+        It is the fastest that Slipstream has. Live workers may take over roles of dead ones
+        (failure normalisation), so that any workers may have failed. Returns None if a stage would
+        have no live worker.
         """
-        return self._plan_once(("normal form", failures), lambda: self._find_best_distribution(failures))
+        return self._plan_once(
+            ("normal form", failures), lambda: self._find_best_distribution(failures)
+        )
 
     def _find_best_distribution(self, failures: int) -> DownByStage | None:
         if failures > self.workers - self.job.stages:
@@ -143,12 +194,12 @@ class Throughputs:
         ranked = windows.best_distributions(failures)
         even = spread_over_stages(failures, self.job.stages)
         choices = dict.fromkeys([*in_table, *(counts for *_, counts in ranked), even])
-        most = self.samples / (ranked[0][0] * windows.tick_seconds) if ranked else math.inf
+        bound = self.samples / (ranked[0][0] * windows.tick_seconds) if ranked else math.inf
         best, rate = None, 0.0
         for down in choices:
             if self.planned_rate(down) > rate:
                 best, rate = down, self.planned_rate(down)
-            if rate >= most * (1 - 1e-12):
+            if rate >= bound * (1 - 1e-12):
                 break  # no distribution is faster
         return best
 
@@ -161,69 +212,94 @@ class Throughputs:
         independent_rate = self._independent_rate(down, self.planned_rate)
         if independent_rate and self.samples / independent_rate <= self._single_failure_bound(down):
             return self.samples / independent_rate
-        period, is_best = self._search_period(self.job, down) if self._thorough else self._periods.planned_period(down)
-        # If time ran out, ReCycle's rule may have found a better schedule, which this planner may also use.
+        period, is_best = (
+            self._search_period(self.job, down)
+            if self._thorough
+            else self._periods.planned_period(down)
+        )
+        # If time ran out, ReCycle's rule may have found a better schedule, which this planner may
+        # also use.
         period = period if is_best else min(period, self.samples / self.round_robin_rate(down))
         if self._thorough or not self._is_behind_dropping(down, period):
             return period
         return min(period, self._search_period(self.job, down, "greedy")[0])
 
     def _is_behind_dropping(self, down: DownByStage, period: float) -> bool:
-        """Return whether dropping the replicas of dead workers, with their share of the batch, keeps more samples per
-        second than a period in seconds with whole micro-batches.
+        """Return whether dropping the replicas of dead workers keeps more samples per second.
 
-        A job may be small enough to be planned again, with micro-batches cut within a stage. For others, the result is
-        False.
+        They are dropped with their share of the batch, and compared with a period in seconds with
+        whole micro-batches.
+
+        A job may be small enough to be planned again, with micro-batches cut within a stage. For
+        others, the result is False.
         """
         left = (self.job.pipelines - max(down)) / self.job.pipelines
         whole = (0,) * self.job.stages
-        return any(down) and not self._periods.is_large and self.samples / period < left * self.planned_rate(whole)
+        return (
+            any(down)
+            and not self._periods.is_large
+            and self.samples / period < left * self.planned_rate(whole)
+        )
 
-    def _search_period(self, job: Job, down: DownByStage, method: SearchMethod = "cp-sat") -> tuple[float, bool]:
-        """Return the period in seconds that `slipstream plan --method METHOD` finds for a job, and whether it is proven
-        to be the shortest.
+    def _search_period(
+        self, job: Job, down: DownByStage, method: SearchMethod = "cp-sat"
+    ) -> tuple[float, bool]:
+        """Return the period in seconds that `slipstream plan --method METHOD` finds for a job.
 
-        There are `down` dead workers, one number per stage, in as many pipelines as possible. If the workers that the
-        user named as dead are in the same stages, exactly these are dead.
+        Also returns whether it is proven to be the shortest. There are `down` dead workers, one
+        number per stage, in as many pipelines as possible. If the workers that the user named as
+        dead are in the same stages, exactly these are dead.
         """
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % job.pipelines, column) for index, column in enumerate(columns)]
         if job is self.job and sorted(worker.column for worker in self._dead) == columns:
             failed = self._dead
-        schedule = plan_only(msgspec.structs.replace(self._options, method=method, slices=True), job,
-                             failed).schedule
+        schedule = plan_only(
+            msgspec.structs.replace(self._options, method=method, slices=True), job, failed
+        ).schedule
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
     def _independent_rate(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """Return the samples per second of a large job in which each failure is planned by itself, in pipelines of its
-        own.
+        """Return the samples per second of a large job with each failure planned by itself.
 
-        It is the least of the rates of these plans and of the plan without failures. The function `rate` returns the
-        samples per second, given the number of dead workers of each stage. Returns 0.0 for a small job, for fewer than
-        two failures, and if there are too few pipelines.
+        Each has pipelines of its own. It is the least of the rates of these plans and of the plan
+        without failures. The function `rate` returns the samples per second, given the number of
+        dead workers of each stage. Returns 0.0 for a small job, for fewer than two failures, and if
+        there are too few pipelines.
         """
         job, failures, periods = self.job, sum(down), self._periods
-        if failures < 2 or not periods.is_large or periods.affected_job(failures).pipelines == job.pipelines:
+        if (
+            failures < 2
+            or not periods.is_large
+            or periods.affected_job(failures).pipelines == job.pipelines
+        ):
             return 0.0
-        columns = [column for column, count in enumerate(down) if count]
-        parts = [tuple(int(other == column) for other in range(job.stages)) for column in columns]
+        parts = []
+        for column, count in enumerate(down):
+            if count:
+                parts.append(tuple(int(other == column) for other in range(job.stages)))
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
     def _single_failure_bound(self, down: DownByStage) -> float:
-        """Return a lower bound on the period in seconds with `down` dead workers, one number per stage: the largest of
-        the bounds for a single dead worker in each of their stages."""
-        windows = self._periods.window_bounds(1)
-        return windows.to_seconds(max(windows.column_bound(column, 1) for column, count in enumerate(down) if count))
+        """Return a lower bound on the period in seconds with `down` dead workers by stage.
 
-    # --- ReCycle ------------------------------------------------------------------------------------------------------
+        It is the largest of the bounds for a single dead worker in each of their stages.
+        """
+        windows = self._periods.window_bounds(1)
+        return windows.to_seconds(
+            max(windows.column_bound(column, 1) for column, count in enumerate(down) if count)
+        )
+
+    # --- ReCycle ----------------------------------------------------------------------------------
 
     def recycle_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of ReCycle as published, with `down` dead workers, one number per stage.
+        """Return the samples per second of ReCycle as published.
 
-        Without failures, it is 1F1B; otherwise backward passes are split into I and W, each worker runs its optimizer
-        step by itself, and micro-batches are re-routed round-robin. Healthy workers keep to 1F1B, so it is never faster
-        than that. The best of some list schedules replaces the published solver. If whole pipelines run this planner's
-        schedules, re-routed work does, too.
+        `down` workers are dead, one number per stage. Without failures, it is 1F1B; otherwise
+        backward passes are split into I and W, each worker runs its optimizer step by itself, and
+        micro-batches are re-routed round-robin. Healthy workers keep to 1F1B, so it is never faster
+        than that. The best of some list schedules replaces the published solver. If whole pipelines
+        run this planner's schedules, re-routed work does, too.
         """
         if self.plans_pipelines:
             return self.in_place_rate(down)
@@ -234,26 +310,32 @@ class Throughputs:
 
     def round_robin_rate(self, down: DownByStage, backward: BackwardMode = "split",
                          optimizer: OptimizerMode = "staggered") -> float:
-        """Return the samples per second of the best of some list schedules with round-robin re-routing and `down`
-        workers dead, one number per stage.
+        """Return the samples per second of the best list schedule with round-robin re-routing.
 
-        With a fused backward, it is the schedule of 1F1B with re-routing.
+        It is the best of some; `down` workers are dead, one number per stage. With a fused
+        backward, it is the schedule of 1F1B with re-routing.
         """
         def compute_rate() -> float:
-            self._announce(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
+            self._announce(
+                f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage"
+            )
             options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
             return self.samples / self._periods.round_robin_period(down, options)
 
         return self._plan_once(("round robin", down, backward, optimizer), compute_rate)
 
-    # --- Whole pipelines ----------------------------------------------------------------------------------------------
+    # --- Whole pipelines --------------------------------------------------------------------------
 
     def one_f_one_b_rate(self, pipelines: int) -> float:
-        """Return the samples per second of 1F1B (fused, synchronous) on pipelines that share the global batch
-        evenly."""
+        """Return the samples per second of 1F1B (fused, synchronous) on some pipelines.
+
+        They share the global batch evenly.
+        """
         if pipelines < 1:
             return 0.0
-        return self._plan_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
+        return self._plan_once(
+            ("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines)
+        )
 
     def whole_pipelines_rate(self, pipelines: int) -> float:
         """Return the samples per second of whole pipelines that share the global batch evenly.
@@ -264,7 +346,10 @@ class Throughputs:
         return max(rate, self._planned_pipelines_rate(pipelines)) if self.plans_pipelines else rate
 
     def _planned_pipelines_rate(self, pipelines: int) -> float:
-        """Return the samples per second of this planner's schedule, layers in place, on this many whole pipelines."""
+        """Return the samples per second of this planner's schedule on whole pipelines.
+
+        There are this many, and layers are in place.
+        """
         if pipelines == self.job.pipelines:
             return self.in_place_rate((0,) * self.job.stages)
         return self._plan_once(("planned pipelines", pipelines),
@@ -274,7 +359,9 @@ class Throughputs:
         if pipelines < 1:
             return math.inf
         self._announce(f"planning {pipelines} whole pipelines")
-        job = msgspec.structs.replace(self.job, pipelines=pipelines, microbatches=self._share_batch(pipelines))
+        job = msgspec.structs.replace(
+            self.job, pipelines=pipelines, microbatches=self._share_batch(pipelines)
+        )
         whole = (0,) * job.stages
         return self._search_period(job, whole)[0] if self._thorough else \
             Periods(job, self._options).planned_period(whole)[0]
@@ -284,48 +371,64 @@ class Throughputs:
         total = sum(self.job.microbatches)
         if pipelines == self.job.pipelines:
             return self.job.microbatches
-        return tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
+        return tuple(
+            total * (index + 1) // pipelines - total * index // pipelines
+            for index in range(pipelines)
+        )
 
     def scale_by_formula(self, whole: float, now: float) -> float:
-        """Return the samples per second of a system whose iteration times are given by a formula: the rate with all
-        workers alive, times the ratio of these times.
+        """Return the samples per second of a system whose iteration times a formula gives.
 
-        By the formula, the micro-batches of an iteration take `whole` seconds with all workers alive, and `now` seconds
+        It is the rate with all workers alive, times the ratio of these times. By the formula, the
+        micro-batches of an iteration take `whole` seconds with all workers alive, and `now` seconds
         after failures. The longest optimizer step is added to both.
         """
         step = self.loads.longest_step
         return self.whole_pipelines_rate(self.job.pipelines) * (whole + step) / (now + step)
 
     def _one_f_one_b_period(self, pipelines: int) -> float:
-        # Pipelines wait for each other only at the end: the one with the most micro-batches decides.
+        # Pipelines wait for each other only at the end: the one with the most micro-batches
+        # decides.
         return self._periods.one_f_one_b_period(max(self._share_batch(pipelines)))
 
-    # --- Reference ---------------------------------------------------------------------------------------------------
+    # --- Reference --------------------------------------------------------------------------------
 
     @cached_property
     def fault_free_rate(self) -> float:
-        """Samples per second of Slipstream's schedule with layers in place, or of 1F1B, with all workers alive,
-        whichever is faster."""
-        return max(self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines))
+        """Samples per second with all workers alive, of Slipstream's schedule or 1F1B.
+
+        Layers are in place; whichever is faster.
+        """
+        return max(
+            self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines)
+        )
 
     def work_conserving_rate(self, live: float) -> float:
-        """Return an upper bound on the samples per second of synchronous training on `live` workers; one at half speed
-        counts half."""
+        """Return an upper bound on the samples per second of `live` workers.
+
+        Training is synchronous; a worker at half speed counts half.
+        """
         return self.samples / self.loads.work_conserving_seconds(live)
 
 
 def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
-    """Return the shortest period, in seconds, that a table of schedules has for each number of dead workers by stage.
+    """Return the shortest period, in seconds, that a table has by dead workers.
 
-    Only schedules with layers in place count. Raises ValueError if the table is of another job.
+    They are numbers for each stage. Only schedules with layers in place count. Raises ValueError if
+    the table is of another job.
     """
     problem, basis = options.make_problem(job), table.basis
-    if (basis.grid, basis.times, basis.tick_seconds) != (problem.grid, problem.times, problem.tick_seconds):
+    if (basis.grid, basis.times, basis.tick_seconds) != (
+        problem.grid,
+        problem.times,
+        problem.tick_seconds,
+    ):
         raise ValueError(f"{table.folder}: the table is of another job: its grid or times differ")
     periods: dict[DownByStage, float] = {}
     for row in table.rows():
         if row.period is not None and row.layers_moved is None:  # otherwise layers have moved
-            down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
+            failed = Counter(role.column for role in row.failed)
+            down = tuple(failed[column] for column in range(job.stages))
             periods[down] = min(row.period, periods.get(down, math.inf))
     return periods
 

@@ -9,13 +9,16 @@ Files that others have published are read in their own formats (`public_traces`)
 
 Recordings have errors, which are corrected as follows and counted in the trace's notes:
 
-- Times run backwards: lines are sorted by time, lines of equal time keep their order, and of two counts at one instant
-  the last is used.
-- Samples are missing for more than `MAX_STEP_RATIO` times the usual step: the last count is assumed to hold.
-- A machine is removed, slow or short of GPUs that is not there, or added although it is there: the line is ignored.
+- Times run backwards: lines are sorted by time, lines of equal time keep their order, and of two
+  counts at one instant the last is used.
+- Samples are missing for more than `MAX_STEP_RATIO` times the usual step: the last count is assumed
+  to hold.
+- A machine is removed, slow or short of GPUs that is not there, or added although it is there: the
+  line is ignored.
 
-A line that cannot be read is refused with its number. Blank lines, and text after a #, are skipped. The availability
-form gives the number of machines that leave, not their names; these are drawn at random, with a seed.
+A line that cannot be read is refused with its number. Blank lines, and text after a #, are skipped.
+The availability form gives the number of machines that leave, not their names; these are drawn at
+random, with a seed.
 """
 
 import random
@@ -47,12 +50,18 @@ MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
 """Maximum slowdown factor of a machine. A slower one is as good as down."""
 MAX_STEP_RATIO = 20
-"""Largest step from one sample to the next, as a multiple of the median step, at which no sample counts as missing."""
+"""Largest step between samples at which none counts as missing.
+
+It is a multiple of the median step.
+"""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
 _EVENT = re.compile(r"(\d{1,18})\s*,\s*(add|remove|slow|gpus)\s*,\s*(\S.*)")
 _VALUE = {"slow": re.compile(r"\d{1,6}(?:\.\d{1,9})?"), "gpus": re.compile(r"\d{1,6}")}
-_EVENTS = "`MILLISECONDS,add|remove,NAME`, `MILLISECONDS,slow,NAME,FACTOR` or `MILLISECONDS,gpus,NAME,COUNT`"
+_EVENTS = (
+    "`MILLISECONDS,add|remove,NAME`, `MILLISECONDS,slow,NAME,FACTOR` or "
+    "`MILLISECONDS,gpus,NAME,COUNT`"
+)
 _FORMS = f"expected `YYYY-MM-DD, HH:MM:SS, COUNT` (availability) or {_EVENTS} (events)"
 
 Line = tuple[int, str]
@@ -63,11 +72,14 @@ class TraceFileError(ValueError):
     """Error for a trace file that cannot be used. The message is one line."""
 
 
-def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace file of any form. If the file does not name the machines that leave, they are drawn at random with
-    `seed`.
+def read_availability_trace(
+    path: Path, seed: int = 0, gpus_per_worker: int = 1
+) -> AvailabilityTrace:
+    """Read a trace file of any form.
 
-    A machine is a worker with `gpus_per_worker` GPUs. Raises TraceFileError, whose message names the file and the line.
+    If the file does not name the machines that leave, they are drawn at random with `seed`. A
+    machine is a worker with `gpus_per_worker` GPUs. Raises TraceFileError, whose message names the
+    file and the line.
     """
     data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
@@ -84,9 +96,15 @@ def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1)
 
 def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
                              gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace of any text form from the text of a file; see `read_availability_trace`. Raises ValueError (mostly a
-    TraceFileError), whose message names the line."""
-    lines = [(number, line) for number, raw in enumerate(text.splitlines(), 1) if (line := raw.split("#")[0].strip())]
+    """Read a trace of any text form from the text of a file; see `read_availability_trace`.
+
+    Raises ValueError (mostly a TraceFileError), whose message names the line.
+    """
+    lines = [
+        (number, line)
+        for number, raw in enumerate(text.splitlines(), 1)
+        if (line := raw.split("#")[0].strip())
+    ]
     if not lines:
         raise TraceFileError(f"no lines; {_FORMS}")
     if lines[0][1].startswith("{"):
@@ -102,17 +120,26 @@ def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
     raise TraceFileError(f"line {lines[0][0]}: {_quote_line(lines[0][1])}; {_FORMS}")
 
 
-def build_from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name: str, seed: int = 0,
-                      notes: Sequence[str] = ()) -> AvailabilityTrace:
-    """Return a trace of `length_seconds` from `counts`, pairs (seconds, machines alive from then on), ascending, the
-    first at 0.
+def build_from_counts(
+    counts: Sequence[tuple[float, int]],
+    length_seconds: float,
+    name: str,
+    seed: int = 0,
+    notes: Sequence[str] = (),
+) -> AvailabilityTrace:
+    """Return a trace of `length_seconds` from `counts`.
 
-    With `seed`, machines that leave are drawn at random from those alive, and the numbered slots (places) of new ones
-    from those that are free. The lines `notes` say what was assumed or corrected.
+    They are pairs (seconds, machines alive from then on), ascending, the first at 0. With `seed`,
+    machines that leave are drawn at random from those alive, and the numbered slots (places) of new
+    ones from those that are free. The lines `notes` say what was assumed or corrected.
     """
     places = max(count for _, count in counts)
     choice = random.Random(seed)
-    live = set(range(places)) if counts[0][1] == places else set(choice.sample(range(places), counts[0][1]))
+    live = (
+        set(range(places))
+        if counts[0][1] == places
+        else set(choice.sample(range(places), counts[0][1]))
+    )
     first, changes = tuple(sorted(live)), []
     for seconds, count in counts[1:]:
         difference = count - len(live)
@@ -133,12 +160,14 @@ def _parse_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
     if not counts or not max(count for _, count in counts):
         raise TraceFileError("no instance is ever available")
     if max(count for _, count in counts) > MAX_PLACES or length > MAX_SECONDS:
-        raise TraceFileError(f"the trace is too large; expected at most {MAX_PLACES} instances and 100 years")
+        raise TraceFileError(
+            f"the trace is too large; expected at most {MAX_PLACES} instances and 100 years"
+        )
     return build_from_counts(counts, length, name, seed,
                              ["leaving instances are drawn at random: the file has only counts"])
 
 
-# --- Availability -----------------------------------------------------------------------------------------------------
+# --- Availability ---------------------------------------------------------------------------------
 
 
 def _parse_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityTrace:
@@ -146,12 +175,16 @@ def _parse_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityT
     for number, line in lines:
         match = _SAMPLE.fullmatch(line)
         if match is None:
-            raise TraceFileError(f"line {number}: {_quote_line(line)}; expected `YYYY-MM-DD, HH:MM:SS, COUNT` as above "
-                                 f"it")
+            raise TraceFileError(
+                f"line {number}: {_quote_line(line)}; expected `YYYY-MM-DD, HH:MM:SS, COUNT` as "
+                "above it"
+            )
         try:
             time = datetime.strptime(f"{match[1]} {match[2]}", "%Y-%m-%d %H:%M:%S")
         except ValueError:
-            raise TraceFileError(f"line {number}: {_quote_line(line)}; there is no such date and time") from None
+            raise TraceFileError(
+                f"line {number}: {_quote_line(line)}; there is no such date and time"
+            ) from None
         samples.append(((time - datetime(1970, 1, 1)).total_seconds(), int(match[3])))
         if samples[-1][1] > MAX_PLACES:
             raise TraceFileError(f"line {number}: {samples[-1][1]} machines; at most {MAX_PLACES}")
@@ -173,15 +206,20 @@ def _describe_missing_samples(times: Sequence[float]) -> list[str]:
     missing = [step for step in steps if step > MAX_STEP_RATIO * usual]
     if not missing:
         return []
-    return [f"{len(missing)} gaps without samples, {sum(missing) / 3600:.1f} h in all: the last count is taken to "
-            "hold"]
+    return [
+        f"{len(missing)} gaps without samples, {sum(missing) / 3600:.1f} h in all: the last count "
+        "is taken to hold"
+    ]
 
 
-# --- Events -----------------------------------------------------------------------------------------------------------
+# --- Events ---------------------------------------------------------------------------------------
 
 
 class TraceEvent(NamedTuple):
-    """Line of a trace file in the form with events: at a time, a machine is added, removed, slow, or has fewer GPUs."""
+    """Line of a trace file in the form with events.
+
+    At a time, a machine is added, removed, slow, or has fewer GPUs.
+    """
 
     seconds: float
     what: str
@@ -195,11 +233,15 @@ def _parse_valid_event(number: int, line: str, gpus_per_worker: int) -> TraceEve
     if event is None:
         raise TraceFileError(f"line {number}: {_quote_line(line)}; expected {_EVENTS}, as above it")
     if event.what == "slow" and not 1 <= event.value <= MAX_FACTOR:
-        raise TraceFileError(f"line {number}: {_quote_line(line)}; expected a factor from 1 (its usual speed) to "
-                             f"{MAX_FACTOR:g}")
+        raise TraceFileError(
+            f"line {number}: {_quote_line(line)}; expected a factor from 1 (its usual speed) to "
+            f"{MAX_FACTOR:g}"
+        )
     if event.what == "gpus" and not 1 <= event.value <= gpus_per_worker:
-        raise TraceFileError(f"line {number}: {_quote_line(line)}; expected 1 to {gpus_per_worker} GPUs, as many as a "
-                             "worker has (--gpus-per-worker); where none is left, remove it")
+        raise TraceFileError(
+            f"line {number}: {_quote_line(line)}; expected 1 to {gpus_per_worker} GPUs, as many as "
+            "a worker has (--gpus-per-worker); where none is left, remove it"
+        )
     return event
 
 
@@ -211,7 +253,11 @@ def _parse_event(line: str) -> TraceEvent | None:
     if what not in _VALUE:
         return TraceEvent(seconds, what, machine)
     machine, _, value = (part.strip() for part in machine.rpartition(","))
-    return TraceEvent(seconds, what, machine, float(value)) if machine and _VALUE[what].fullmatch(value) else None
+    return (
+        TraceEvent(seconds, what, machine, float(value))
+        if machine and _VALUE[what].fullmatch(value)
+        else None
+    )
 
 
 def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> AvailabilityTrace:
@@ -223,15 +269,19 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
     for event in events:
         places.record_event(event._replace(seconds=event.seconds - begin))
     if places.ignored:
-        notes.append(f"{places.ignored} events ignored: additions of machines that were already there, other events of "
-                     "machines that were not")
+        notes.append(
+            f"{places.ignored} events ignored: additions of machines that were already there, "
+            "other events of machines that were not"
+        )
     trace = places.build_trace(name, events[-1].seconds - begin, notes)
     return msgspec.structs.replace(trace, gpus_per_worker=gpus_per_worker)
 
 
 class _ChangeSets(NamedTuple):
-    """Changes at one instant, by place (numbered slot for a machine): places that lose or get a machine, and new
-    slowdown factors and numbers of GPUs."""
+    """Changes at one instant, by place.
+
+    Places that lose or get a machine, and new slowdown factors and numbers of GPUs.
+    """
 
     removed: set[int]
     added: set[int]
@@ -240,8 +290,10 @@ class _ChangeSets(NamedTuple):
 
 
 class _MachinePlaces:
-    """Assignment of a trace file's machines, by name, to numbered places of an availability trace. A machine that is
-    added gets the lowest free place."""
+    """Assignment of a trace file's machines, by name, to numbered places of an availability trace.
+
+    A machine that is added gets the lowest free place.
+    """
 
     def __init__(self) -> None:
         self.ignored = 0
@@ -251,14 +303,17 @@ class _MachinePlaces:
         self._changes: dict[float, _ChangeSets] = {}
 
     def record_event(self, event: TraceEvent) -> None:
-        """Record the next event of the trace file, which is not earlier than those recorded before.
+        """Record the next event of the trace file.
 
-        Impossible events, such as the removal of a machine that is not there, are only counted as ignored.
+        It is not earlier than those recorded before. Impossible events, such as the removal of a
+        machine that is not there, are only counted as ignored.
         """
         if (event.what == "add") == (event.machine in self._place):
             self.ignored += 1
             return
-        removed, added, slowed, gpus = self._changes.setdefault(event.seconds, _ChangeSets(set(), set(), {}, {}))
+        removed, added, slowed, gpus = self._changes.setdefault(
+            event.seconds, _ChangeSets(set(), set(), {}, {})
+        )
         if event.what == "slow":
             slowed[self._place[event.machine]] = event.value
         elif event.what == "gpus":
@@ -266,7 +321,8 @@ class _MachinePlaces:
         elif event.what == "add":
             place = self._take_free_place()
             self._place[event.machine] = place
-            # A place that is freed and taken at one instant stays in both sets: its parameters are lost.
+            # A place that is freed and taken at one instant stays in both sets: its parameters are
+            # lost.
             added.add(place)
         else:
             place = self._place.pop(event.machine)
@@ -285,18 +341,27 @@ class _MachinePlaces:
         self._places += 1
         return self._places - 1
 
-    def build_trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
-        """Return an availability trace of `length_seconds` that consists of all recorded events. The lines `notes` say
-        what was assumed or corrected in reading the file."""
+    def build_trace(
+        self, name: str, length_seconds: float, notes: Sequence[str]
+    ) -> AvailabilityTrace:
+        """Return an availability trace of `length_seconds` that consists of all recorded events.
+
+        The lines `notes` say what was assumed or corrected in reading the file.
+        """
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
             states = tuple(sorted(slowed.items())), tuple(sorted(gpus.items()))
             if removed & added:
-                # The new machine lacks the parameters of the one that left, so it is added an instant later.
-                changes.append(Change(seconds, tuple(sorted(removed)), tuple(sorted(added - removed))))
+                # The new machine lacks the parameters of the one that left, so it is added an
+                # instant later.
+                changes.append(
+                    Change(seconds, tuple(sorted(removed)), tuple(sorted(added - removed)))
+                )
                 changes.append(Change(seconds + 1e-3, (), tuple(sorted(removed & added)), *states))
             elif removed or added or slowed or gpus:
-                changes.append(Change(seconds, tuple(sorted(removed)), tuple(sorted(added)), *states))
+                changes.append(
+                    Change(seconds, tuple(sorted(removed)), tuple(sorted(added)), *states)
+                )
         live: tuple[int, ...] = ()
         if changes and changes[0].seconds == 0:
             first = changes.pop(0)
@@ -307,12 +372,14 @@ class _MachinePlaces:
                                  length_seconds=length_seconds, notes=tuple(notes))
 
 
-# --- Both -------------------------------------------------------------------------------------------------------------
+# --- Both -----------------------------------------------------------------------------------------
 
 
 def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows in place by `time(row)`. Return a list with a note if that changed their order, otherwise an empty
-    one."""
+    """Sort rows in place by `time(row)`.
+
+    Return a list with a note if that changed their order, otherwise an empty one.
+    """
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
     return [f"time ran backwards {backwards} times: lines were sorted by time"] if backwards else []
@@ -320,9 +387,13 @@ def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type:
 
 def _require_length(seconds: float, number: int) -> None:
     if seconds <= 0:
-        raise TraceFileError(f"line {number}: all lines have the same time; expected a span of time")
+        raise TraceFileError(
+            f"line {number}: all lines have the same time; expected a span of time"
+        )
     if seconds > MAX_SECONDS:
-        raise TraceFileError(f"line {number}: the trace would span more than a century; check the times")
+        raise TraceFileError(
+            f"line {number}: the trace would span more than a century; check the times"
+        )
 
 
 def _quote_line(line: str) -> str:

@@ -106,23 +106,25 @@ class EventLoop:
         self.processes = processes
         self.news = RunReporter(run, log)
         self._workers = WorkerConnections(run, processes, self._enqueue, self._handle_lost_worker)
-        resilience, self._notify = run.resilience, run.options.notify
+        schedule, resilience, self._notify = run.request.schedule, run.request.resilience, run.request.options.notify
         self._stall = StallWatch(resilience.stall_timeout_seconds,
                                  lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
-        grid = frozenset(run.schedule.grid.workers())
+        grid = frozenset(schedule.grid.workers())
         background = choose_background(len(grid))
         divided = partial(_divide_schedule, run)
-        self._ahead = FailurePrecomputer(run.schedule, resilience.scheduler, background, run.failure_domains, divided) \
+        self._ahead = FailurePrecomputer(schedule, resilience.scheduler, background, run.failure_domains, divided) \
             if resilience.scheduler is not None and len(grid) > MAX_SMALL_JOB_WORKERS else None
         self._schedules = ScheduleService(
-            run.schedule.grid, SchedulePlanners(resilience.scheduler, resilience.at_speeds, resilience.rebalancer),
+            schedule.grid, SchedulePlanners(resilience.scheduler, resilience.at_speeds, resilience.rebalancer),
             lambda answer: self._enqueue(partial(self._apply_event, answer)), log.write,
             divided, background, (lambda _: None) if self._ahead is None else self._ahead.find_plan)
         # Failure domains matter to workers only if they keep parts of each other's states.
-        self._setup = run.setup if run.config.training.shard_optimizer else replace(run.setup, failure_domains=())
+        common = run.setup.common if run.request.config.training.shard_optimizer else \
+            replace(run.setup.common, failure_domains=())
+        self._setup = replace(run.setup, common=common)
         self._setup_frame = encode_frame(self._setup)  # encoded once: nearly all workers get the same
-        self._rules = run.build_rules(self._schedules.prepare_schedule(run.schedule))
+        self._rules = run.build_rules(self._schedules.prepare_schedule(schedule))
         at = time.monotonic()
         self.state = build_initial_state(self._rules, commits, at, run.build_rejoining_phase(at), run.journal)
         self._injected: dict[int, float] = {}
@@ -162,7 +164,7 @@ class EventLoop:
         server = await start_server(listener, connected)
         loop, descriptor = asyncio.get_running_loop(), self.processes.fileno()
         loop.add_reader(descriptor, self._read_ended_processes)
-        loop.call_later(self._run.resilience.join_timeout_seconds, self._enqueue, self._require_all_connected)
+        loop.call_later(self._run.request.resilience.join_timeout_seconds, self._enqueue, self._require_all_connected)
         address = "{}:{}".format(*listener.getsockname()[:2])
         self._report_awaited(address, others_only=True)
         self._call_every(REPORT_INTERVAL_SECONDS, partial(self._report_awaited, address))
@@ -204,7 +206,7 @@ class EventLoop:
     def _handle_stop_signal(self) -> None:
         """Handle a signal to end: the run stops at the next iteration boundary. After half of the grace time
         (`grace_seconds`) it stops in the middle of an iteration, and after all of it `serve` returns."""
-        loop, grace = asyncio.get_running_loop(), self._run.options.grace_seconds
+        loop, grace = asyncio.get_running_loop(), self._run.request.options.grace_seconds
         self._notify(f"asked to end: the run ends at the next iteration, within {grace:g} s; a second signal ends it "
                      "at once")
         self._enqueue(partial(self._apply_event, StopRequested()))
@@ -291,7 +293,7 @@ class EventLoop:
     def _report_awaited(self, address: str, *, others_only: bool = False) -> None:
         """Report to users which workers the first order waits for, and the `address` at which node 0 listens for them.
         If `others_only`, leave out the workers of this node."""
-        own_workers = self._run.shares[0] if others_only else ()
+        own_workers = self._run.facts.shares[0] if others_only else ()
         self.news.report_awaited([worker for worker in find_awaited_workers(self.state) if worker not in own_workers],
                                  self._agents.connected_nodes, address)
 
@@ -376,7 +378,7 @@ class EventLoop:
                     self.processes.begin_iteration(self.state.log.next_iteration)
 
     def _admit_worker(self, connection: Connection, message: JoinWorker) -> None:
-        worker, resilience = message.worker, self._run.resilience
+        worker, resilience = message.worker, self._run.request.resilience
         if self._workers.admit_process(connection, message):
             late = message.epoch > 0 and not isinstance(self.state.phase, RejoiningPhase)
             injections = tuple((index, one) for index, one in enumerate(resilience.injections)
@@ -427,8 +429,8 @@ class EventLoop:
     def _require_all_connected(self) -> None:
         """Raise RunError if workers are still missing before the first order."""
         if isinstance(self.state.phase, GatheringPhase) and (missing := find_awaited_workers(self.state)):
-            raise RunError(f"waited {self._run.resilience.join_timeout_seconds:g} s unsuccessfully for "
-                           + describe_awaited(missing, self._run.shares, self._agents.connected_nodes))
+            raise RunError(f"waited {self._run.request.resilience.join_timeout_seconds:g} s unsuccessfully for "
+                           + describe_awaited(missing, self._run.facts.shares, self._agents.connected_nodes))
 
     def _handle_lost_worker(self, worker: Worker, reason: str, since: float) -> None:
         """Apply the loss of a worker to the state.
@@ -437,7 +439,7 @@ class EventLoop:
         is dated to now if there is neither. The argument `since` is a time of `time.monotonic`, or 0 if it is unknown.
         """
         if not self._has_ended:
-            injections, ordered = self._run.resilience.injections, self.state.recovery.ordered_at
+            injections, ordered = self._run.request.resilience.injections, self.state.recovery.ordered_at
             # Injections before the last order do not count: the worker outlived them, or was started again since.
             times = [at for index, at in self._injected.items() if injections[index].worker == worker and at > ordered]
             self._apply_event(WorkerLost(worker, reason, max([since, *times]) or time.monotonic()))
@@ -451,7 +453,7 @@ def _has_waiting_workers(state: RunState) -> bool:
 
 def _divide_schedule(run: RunSpec, schedule: Schedule, alike: EquivalentSchedule | None = None) -> DividedSchedule:
     return divide_schedule(schedule, alike,
-                           ties=Placement(run.setup.cuts).holders_of_groups(schedule, run.shared_layers))
+                           ties=Placement(run.setup.common.cuts).holders_of_groups(schedule, run.facts.shared_layers))
 
 
 def _raise_error(error: Exception) -> None:

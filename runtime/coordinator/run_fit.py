@@ -1,8 +1,7 @@
 """Check before a run that schedule, configuration and machine fit, and compute what follows from all three."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
@@ -11,13 +10,14 @@ from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.computing.forms import find_forms
 from slipstream.runtime.computing.trial import require_repeatable_layers, try_layers
 from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.coordinator.decisions.run_state import RunFacts
 from slipstream.runtime.coordinator.records.metrics import IterationWork
 from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
 from slipstream.runtime.data.data import batch_form, is_users_own, load_data, load_validation_data
 from slipstream.runtime.data.dealt_samples import check_costs, digest_data, find_cost_function, layers_of_stages
 from slipstream.runtime.data.sample_digests import check_first_samples
 from slipstream.runtime.device import choose_device, choose_transport, gpu_count
-from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
+from slipstream.runtime.failure_domains import divide_workers_by_node, find_domains
 from slipstream.runtime.models.flops import counting_flops
 from slipstream.runtime.models.identity import build_run_identity
 from slipstream.runtime.models.layered_model import LayeredModel, build_model, parameter_dtype
@@ -25,55 +25,37 @@ from slipstream.runtime.models.sharing import sharing_of
 from slipstream.runtime.placement import Placement, PlacementError, place_layers
 from slipstream.runtime.processes.launch_environment import GpuShare, compute_gpu_share
 from slipstream.runtime.protocol.form_codec import encode_form
-from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
+from slipstream.runtime.protocol.setup import CommonSettings
 from slipstream.runtime.ranks.worker_group import simulating_rank
 from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
-from slipstream.runtime.replay.transport import TransportName
-from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity, Values, list_differences
+from slipstream.runtime.run_identity import list_differences
 from slipstream.runtime.state.held_layers import count_trained_elements
 from slipstream.runtime.state.parameter_groups import require_all_patterns_match
-from slipstream.runtime.state.parts import ElementCounts
 from slipstream.runtime.state.undoable_steps import optimizer_factory
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import Grid, Schedule, Worker
+from slipstream.schedules.schedule import Schedule
 
 MAX_DIFFERENCES = 8
 """Largest number of differences from the run of a checkpoint that a line names."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFit:
-    """Result of `check_fit`: device, model, placement of layers and workers, transport, and other values that follow
-    from schedule, configuration and machine."""
+    """Result of `check_fit`: the values that follow from schedule, configuration and machine."""
 
-    device: Literal["cpu", "cuda"]
+    common: CommonSettings
+    """Settings that all processes are told."""
+    facts: RunFacts
     model: LayeredModel
-    placement: Placement
-    shares: Sequence[Sequence[Worker]]
-    """Workers of each node that are live from the start, by the node's number."""
-    domains: FailureDomains
     gpus: GpuShare
-    transport: TransportName
-    forms: tuple[FormSpec, ...]
-    """Shapes and dtypes of the values that are passed at each cut between layers. They are computed once for all
-    workers and before node 0 listens, because it takes seconds."""
+    """GPUs of the workers of node 0."""
     work: IterationWork
     """Number of tokens and of floating-point operations in an iteration."""
-    shared_layers: tuple[frozenset[int], ...]
-    """Groups of layers of the model that share a parameter."""
-    whole_schedules: bool
-    """True if workers need the whole of each schedule, to deal samples or to evaluate."""
-    elements: tuple[ElementCounts, ...]
-    """Number of trained elements of each layer of the model, on each rank of a worker."""
-    data: FormSpec | None = None
-    """Shapes and dtypes of each micro-batch that the data provide; None: not checked."""
-    identity: RunIdentity = NO_IDENTITY
-    """What the run trains."""
-    first_samples: Values = field(default_factory=dict)
-    """Digest of the first samples, by the name that it has in the run's identity."""
-    fused_layers: frozenset[int] = frozenset()
-    """Layers whose backward must not be divided into I and W (`runtime.computing.trial`)."""
+
+    @property
+    def placement(self) -> Placement:
+        """Mapping between the schedules' stages, their columns, and the layers of the model."""
+        return Placement(self.common.cuts)
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
@@ -99,7 +81,7 @@ def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) 
     written_by = resume.manifest.run
     if written_by is None:
         return None
-    ours = fit.identity
+    ours = fit.facts.identity
     iterations = ours.training["iterations"]
     theirs = replace(written_by, training={**written_by.training, "iterations": iterations})
     if ours.libraries.get("slipstream") != theirs.libraries.get("slipstream"):
@@ -109,7 +91,7 @@ def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) 
     differences = list_differences(ours, theirs, there="in its run")
     if not differences:
         return None
-    changed = [name for name, digest in fit.first_samples.items()
+    changed = [name for name, digest in fit.common.first_samples.items()
                if written_by.data.get(name, digest) != digest]
     grids = [clause for clause in differences if clause.startswith("grid.")]
     if changed and grids and is_users_own(config.training):
@@ -122,7 +104,8 @@ def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) 
     return f"{resume.path}: resumes with differences: {'; '.join(listed)}{more}"
 
 
-def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:
+def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ,
+              resilience: Resilience = Resilience()) -> RunFit:
     """Check that schedule, configuration and machine fit each other, and return what follows from all three.
 
     The argument `read` is the result of `count_samples_read`. Raises PlacementError and ConfigError.
@@ -147,44 +130,28 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
     check_costs(corpus, schedule, training, placement)
     validation = load_validation_data(config, schedule.grid.microbatches)
     digests = digest_data(corpus, validation, training) | first_samples.digests
-    identity = build_run_identity(config, data=digests, microbatches=schedule.grid.microbatches,
-                                  columns=find_layers_by_column(schedule.grid, placement))
+    columns = tuple(tuple(sorted(placement.layers_in_column(schedule.grid, column)))
+                    for column in range(schedule.grid.columns))
+    identity = build_run_identity(config, data=digests, microbatches=schedule.grid.microbatches, columns=columns)
     fused = try_layers(config, first_samples.first, placement.cuts, flops.training_flops(1), options.notify)
     shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
     gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
-    return RunFit(device, model, placement, shares, domains, gpus,
-                  choose_transport(training.backend, device, gpus.processes, gpu_count(device),
+    common = CommonSettings(
+        iterations=training.iterations, traced=options.traced, nodes=options.nodes, device=device,
+        transport=choose_transport(training.backend, device, gpus.processes, gpu_count(device),
                                    shared=training.share_devices),
-                  tuple(encode_form(layer_forms[cut]) for cut in placement.cuts),
-                  IterationWork(tokens=training.batch * config.model.context * microbatches,
-                                flops=flops.training_flops(microbatches), peak_flops=training.peak_flops
-                                or options.peak_flops),
-                  tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
-                  training.evaluate_every is not None
-                  or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
-                  elements, encode_form(data_form), identity, first_samples.digests, fused)
-
-
-def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,
-                resilience: Resilience) -> WorkerSetup:
-    """Return the message with the settings that workers need before their first order (`WorkerSetup`)."""
-    grid = schedule.grid
-    return WorkerSetup(
-        first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
-        read=count_samples_read(resilience.resume, config, grid.microbatches),
-        iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
-        device=fit.device, store=store, cuts=fit.placement.cuts,
-        columns=find_layers_by_column(grid, fit.placement),
-        forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
-        microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
-        heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
-        fused_layers=tuple(sorted(fit.fused_layers)),
-        checkpoint_every=resilience.checkpoint_every, verify_every=resilience.verify_every,
-        fetch_bytes_per_second=resilience.fetch_bytes_per_second, first_samples=fit.first_samples)
-
-
-def find_layers_by_column(grid: Grid, placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of the model that the stages of each column hold."""
-    return tuple(tuple(sorted(placement.layers_in_column(grid, column))) for column in range(grid.columns))
+        cuts=placement.cuts, columns=columns, forms=tuple(encode_form(layer_forms[cut]) for cut in placement.cuts),
+        data=encode_form(data_form), failure_domains=domains.domains, microbatches=schedule.grid.microbatches,
+        resilience=resilience.select_for_workers(), first_samples=first_samples.digests,
+        fused_layers=tuple(sorted(fused)))
+    facts = RunFacts(
+        shares=shares, elements=elements, identity=identity,
+        shared_layers=tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
+        whole_schedules=training.evaluate_every is not None
+        or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None)
+    work = IterationWork(tokens=training.batch * config.model.context * microbatches,
+                         flops=flops.training_flops(microbatches),
+                         peak_flops=training.peak_flops or options.peak_flops)
+    return RunFit(common=common, facts=facts, model=model, gpus=gpus, work=work)

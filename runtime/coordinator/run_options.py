@@ -1,10 +1,11 @@
-"""Options of a run besides schedule and configuration: how it deals with failures, and where it runs."""
+"""What a run is asked for: schedule, configuration, and how it deals with failures, where it runs, what it reports."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.runtime.checkpoints.checkpoint import Checkpoint
+from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.decisions.effects import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.settling import Settling
@@ -18,8 +19,8 @@ from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECOND
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
-from slipstream.schedules.schedule import Worker
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, WorkerResilience
+from slipstream.schedules.schedule import Schedule, Worker
 
 STALL_TIMEOUT_SECONDS = 300.0
 """Default for `Resilience.stall_timeout_seconds`. It is long, because one op takes seconds."""
@@ -31,31 +32,20 @@ Notify = Callable[[Recovery | SpeedEvent | str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resilience:
-    """Options for how a run deals with failures."""
+class Resilience(WorkerResilience):
+    """Options for how a run deals with failures: those that workers are told, and these."""
 
     scheduler: Scheduler | None = None
     """Function that returns the schedule for a set of failed workers, called outside of the event loop; None: the run
     ends at the first failure."""
     at_speeds: SchedulerAtSpeeds | None = None
     """Function that returns the schedule for failures while workers are slow; None: slow workers are reported only."""
-    heartbeat_timeout_seconds: float = 5.0
-    """Seconds without a heartbeat after which a worker counts as dead."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     """Seconds to wait for all workers before the first iteration."""
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
     """Seconds without a committed iteration after which the run reports which worker waits for what."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
     """Seconds that workers wait for another node 0 after this one has died; 0: they end at once."""
-    fetch_bytes_per_second: float | None = None
-    """Rate in bytes per second at which each worker sends layers to a joining worker while it trains; None:
-    unlimited."""
-    checkpoint_every: int | None = 0
-    """Number of iterations between checkpoints; 0: no checkpoints; None: as often as costs less than 1 % of the
-    time."""
-    verify_every: int = VERIFY_EVERY
-    """Number of iterations between comparisons of the workers' copies of parameters and optimizer state; 0: they are
-    compared only at the start of an order, at a checkpoint, and before the last step."""
     resume: Checkpoint | None = None
     """Checkpoint from which the run continues; None: it starts with iteration 0."""
     rebalancer: Rebalancer | None = None
@@ -117,3 +107,16 @@ class RunOptions:
     """File for Prometheus' textfile collector; None: none is written."""
     peak_flops: float | None = None
     """Peak operations per second of a worker's device, used if `[training] peak_flops` is not set; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """All that `runtime.launch.run` is asked for: what to train, by which first schedule, where, and how."""
+
+    schedule: Schedule
+    """Schedule with which the run begins."""
+    config: RunConfig
+    out: Path
+    """Folder of the run."""
+    options: RunOptions = RunOptions()
+    resilience: Resilience = Resilience()

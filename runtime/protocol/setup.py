@@ -1,5 +1,6 @@
-"""Settings that a worker needs before its first order."""
+"""Settings that processes of a run are told before the first order: those common to all, and a worker's own."""
 
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import msgspec
@@ -28,12 +29,69 @@ class FormSpec(msgspec.Struct, frozen=True, array_like=True):
     """Field names of a tuple. None: the form is a single tensor."""
 
 
-class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to `JoinWorker`: settings of a worker besides the schedule. The worker prepares, and then sends `Ready`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerResilience:
+    """Those options for how a run deals with failures that its workers are told."""
 
-    The answer names no code and no paths: those are in the `NodeSettings` that the worker's own launcher has given it.
+    heartbeat_timeout_seconds: float = 5.0
+    """Seconds without a heartbeat after which a worker counts as dead."""
+    fetch_bytes_per_second: float | None = None
+    """Rate in bytes per second at which each worker sends layers to a joining worker while it trains; None:
+    unlimited."""
+    checkpoint_every: int | None = 0
+    """Number of iterations between checkpoints; 0: no checkpoints; None: as often as costs less than 1 % of the
+    time."""
+    verify_every: int = VERIFY_EVERY
+    """Number of iterations between comparisons of the workers' copies of parameters and optimizer state; 0: they are
+    compared only at the start of an order, at a checkpoint, and before the last step."""
+
+    def select_for_workers(self) -> "WorkerResilience":
+        """Return these options alone, without what a subclass adds to them."""
+        return WorkerResilience(**{option.name: getattr(self, option.name) for option in fields(WorkerResilience)})
+
+
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that all processes of a run are told, and that are the same for each: the run besides its schedule.
+
+    They name no code and no paths: those are in the `NodeSettings` that each process's own launcher has given it.
     """
 
+    iterations: int
+    """Number of iterations of the whole run, including those before it was resumed."""
+    traced: int
+    """Number of last iterations of the run in which workers report when each op ran."""
+    nodes: int
+    transport: TransportName
+    device: Literal["cpu", "cuda"]
+    cuts: tuple[int, ...]
+    """First layer of the model in each layer of the schedules, and then the number of the model's layers
+    (`runtime.placement.Placement`)."""
+    columns: tuple[tuple[int, ...], ...]
+    """Layers of the model that the stages of each column hold."""
+    forms: tuple[FormSpec, ...]
+    """Forms of the values that are passed at each of `cuts`, from one layer of the schedules to the next. They are
+    computed once for all workers and before node 0 listens, because it takes seconds."""
+    data: FormSpec | None = None
+    """Form of every micro-batch of the data. None: not checked."""
+    failure_domains: tuple[tuple[Worker, ...], ...] = ()
+    """Groups of workers that share a machine, which sharded state takes into account (`runtime.failure_domains`)."""
+    microbatches: tuple[int, ...] = (1,)
+    """Number of micro-batches of each pipeline in an iteration."""
+    resilience: WorkerResilience = WorkerResilience()
+    first_samples: dict[str, str] = {}
+    """Digest of the first samples that node 0 has read, by the name that it has in the run's identity."""
+    fused_layers: tuple[int, ...] = ()
+    """Layers whose backward must not be divided into I and W: their gradients would not be autograd's own
+    (`runtime.computing.trial`)."""
+
+
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `JoinWorker`: settings of a worker besides the schedule.
+
+    The worker prepares, and then sends `Ready`.
+    """
+
+    common: CommonSettings
     epoch: int = 0
     """Number of the coordinator that sends this: the time at which it was started, in nanoseconds, or more.
 
@@ -46,44 +104,10 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     read: SamplesRead = NOTHING_READ
     """Number of samples that earlier runs read before some iteration; needed if they read other numbers of samples in
     each iteration than this run."""
-    iterations: int
-    """Number of iterations of the whole run, including those before `first_iteration`."""
-    traced: int
-    """Number of last iterations of the run in which workers report when each op ran."""
-    nodes: int
-    transport: TransportName
-    device: Literal["cpu", "cuda"]
     store: Rendezvous
     """Address of torch's key-value store, where process groups find each other."""
-    cuts: tuple[int, ...]
-    """First layer of the model in each layer of the schedules, and then the number of the model's layers
-    (`runtime.placement.Placement`)."""
-    columns: tuple[tuple[int, ...], ...]
-    """Layers of the model that the stages of each column hold."""
-    forms: tuple[FormSpec, ...]
-    """Forms of the values that are passed at each of `cuts`, from one layer of the schedules to the next."""
-    data: FormSpec | None = None
-    """Form of every micro-batch of the data. None: not checked."""
-    failure_domains: tuple[tuple[Worker, ...], ...] = ()
-    """Groups of workers that share a machine, which sharded state takes into account (`runtime.failure_domains`)."""
-    loss_scale: float
-    microbatches: tuple[int, ...] = (1,)
-    """Number of micro-batches of each pipeline in an iteration."""
-    heartbeat_timeout_seconds: float
-    fetch_bytes_per_second: float | None = None
-    """Largest rate in bytes per second at which layers are sent to each worker that fetches them while all train; None:
-    not limited."""
-    checkpoint_every: int | None = None
-    """Number of iterations from one checkpoint to the next. None: the coordinator decides (`Acknowledged`)."""
-    verify_every: int = 0
-    """Number of iterations from one comparison of the workers' copies of equal state to the next, besides those that
-    are always made. 0: no others."""
     injections: tuple[tuple[int, Injection], ...] = ()
     """Failures on purpose of this worker that have not happened yet, each with its index among all failures of the
     run."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Slowdowns of this worker's ops on purpose."""
-    first_samples: dict[str, str] = {}
-    """Digest of the first samples that node 0 has read, by the name that it has in the run's identity."""
-    fused_layers: tuple[int, ...] = ()
-    """Layers whose backward must not be divided into I and W: their gradients would not be autograd's own."""

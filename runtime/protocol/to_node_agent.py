@@ -1,13 +1,11 @@
 """Messages from the coordinator to the node agents: the launchers of the other nodes (`runtime.node_agent`)."""
 
-from typing import Literal
-
 import msgspec
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.protocol.channel import Decoder
+from slipstream.runtime.protocol.setup import CommonSettings
 from slipstream.runtime.protocol.to_worker import Acknowledged
-from slipstream.runtime.replay.transport import TransportName
 from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0
@@ -19,10 +17,9 @@ run survives if node 0 is stopped for less."""
 class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     """Answer to `JoinNode`: the workers to start. The agent checks that they fit its machine, and starts them."""
 
+    common: CommonSettings
     shares: tuple[int, ...]
     """Number of workers of each node that take part from the start."""
-    device: Literal["cpu", "cuda"]
-    transport: TransportName
     workers: tuple[Worker, ...]
     """Workers of the agent's own node, which it starts."""
     config: RunConfig

@@ -52,9 +52,9 @@ class Checkpointer:
                  run: RunIdentity | None = None, data_state: ReadDataState = lambda _: None) -> None:
         self._folder = Path(settings.out) / CHECKPOINTS
         self._resume = None if settings.resume is None else Path(settings.resume)
-        self._every = setup.checkpoint_every
+        self._every = setup.common.resilience.checkpoint_every
         self._first = setup.first_iteration
-        self._read, self._samples = setup.read, settings.config.training.batch * sum(setup.microbatches)
+        self._read, self._samples = setup.read, settings.config.training.batch * sum(setup.common.microbatches)
         self._identity = identity_of(settings.config, layers)
         self._run = run
         self._data_state = data_state

@@ -102,7 +102,8 @@ WorkerLink = CoordinatorLink[ToWorker, WorkerSetup]
 class WorkerContext:
     """Objects that a worker keeps from order to order."""
 
-    worker: Worker
+    spec: WorkerSpec
+    """What this process was started with."""
     group: WorkerGroup | None
     """Group of the worker's processes, if it has several."""
     channel: WorkerLink
@@ -112,10 +113,6 @@ class WorkerContext:
     links: GroupCache
     """Process groups that live from order to order."""
     setup: WorkerSetup
-    config: RunConfig
-    """Configuration from this node's own job file."""
-    out: str
-    """Folder of the run."""
     device: torch.device
     model: LayeredModel
     sharing: Sharing
@@ -135,6 +132,16 @@ class WorkerContext:
     checkpointer: Checkpointer
     layer_sender: LayerSender
     layer_receiver: LayerReceiver
+
+    @property
+    def worker(self) -> Worker:
+        """Worker of this process."""
+        return self.spec.worker
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration from this node's own job file."""
+        return self.spec.settings.config
 
     @property
     def rank(self) -> int:
@@ -173,17 +180,18 @@ STORE_TIMEOUT = timedelta(seconds=10)
 def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     """Build the context of this process's worker. Errors end the worker."""
     setup, settings = channel.setup, spec.settings
+    common = setup.common
     config = settings.config
-    training, device = config.training, _claim_device(setup.device, spec.card)
+    training, device = config.training, _claim_device(common.device, spec.card)
     torch.set_num_threads(training.threads)
     group = enter_group(spec.rank, training.tensor_parallel)
     model = build_model(config.model, training.seed, parameter_dtype(training), device)
     sharing = sharing_of(model)
-    corpus = load_data(config, setup.microbatches, setup.read)
-    validation = load_validation_data(config, setup.microbatches)
-    digests = digest_data(corpus, validation, training) | setup.first_samples
-    identity = build_run_identity(config, data=digests, microbatches=setup.microbatches,
-                                  columns=setup.columns)
+    corpus = load_data(config, common.microbatches, setup.read)
+    validation = load_validation_data(config, common.microbatches)
+    digests = digest_data(corpus, validation, training) | common.first_samples
+    identity = build_run_identity(config, data=digests, microbatches=common.microbatches,
+                                  columns=common.columns)
     checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing,
                                 identity, partial(get_data_state, corpus))
     use_saved_states(corpus, checkpointer.find_data_state)
@@ -193,12 +201,12 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
     injector = Injector(channel.setup.injections,
                         lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, group=group, channel=channel, store=store,
+        spec=spec, group=group, channel=channel, store=store,
         reporter=ReportSender(spec.rank, channel.send, settings.reports),
-        links=GroupCache(setup.transport), setup=channel.setup,
-        config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
-        corpus=corpus, validation=validation, identity=identity,
-        forms=list(map(decode_form, setup.forms)), layer_store=layer_store, injector=injector,
+        links=GroupCache(common.transport), setup=channel.setup,
+        device=device, model=model, sharing=sharing, placement=Placement(common.cuts), corpus=corpus,
+        validation=validation, identity=identity,
+        forms=list(map(decode_form, common.forms)), layer_store=layer_store, injector=injector,
         memory=DeviceMemory(spec.worker, device),
         checkpointer=checkpointer,
         layer_receiver=LayerReceiver(
@@ -206,7 +214,8 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
             partial(SteppedPart, config=training, device=device, sharing=sharing), device, settings.secret,
             _FetchReporter(spec.worker, channel, injector,
                            partial(move_data_to, corpus) if spec.restarted else lambda _: None), spec.worker),
-        layer_sender=LayerSender(configure_interface(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
+        layer_sender=LayerSender(configure_interface(spec.coordinator), settings.secret,
+                                 common.resilience.fetch_bytes_per_second))
 
 
 def _connect_to_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:

@@ -60,7 +60,7 @@ def take_layers(part: OrderContext) -> None:
         part.session.wait_for_all()
     cuts = build_partitions(context.placement.reductions_of(part.program), dict(order.cut_for),
                             store.count_elements,
-                            context.setup.failure_domains, sharded=context.config.training.shard_optimizer)
+                            context.setup.common.failure_domains, sharded=context.config.training.shard_optimizer)
     store.keep_parts(cuts, part.worker, order.first_iteration - 1)
     context.injector.fail_if_due(order.first_iteration, "moved")
 

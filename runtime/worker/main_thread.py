@@ -128,7 +128,7 @@ class MainThread:
         RendezvousError if node 0 is gone and no other comes, and errors of this worker's own."""
         if self._spec.restarted:
             # The worker will most likely play its own role: build its layers while the others train.
-            self._context.layer_store.prebuild_layers(self._context.setup.columns[self._worker.column])
+            self._context.layer_store.prebuild_layers(self._context.setup.common.columns[self._worker.column])
         known = None
         while True:
             self._channel.send(Ready(self._worker, (self._context.layer_sender.address,),
@@ -142,7 +142,7 @@ class MainThread:
 
     def _follow_coordinator(self) -> int:
         """Handle the messages of one coordinator, and return the exit status. Raises CoordinatorGoneError."""
-        interval = self._context.setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
+        interval = self._context.setup.common.resilience.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
         beat = time.monotonic() + interval
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)

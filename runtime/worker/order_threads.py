@@ -120,7 +120,7 @@ class OrderThreads:
             with self._finishing:
                 for layer, worker in order.writers if order.parameters and context.rank == 0 else ():
                     if worker == context.worker:
-                        publish_layer(Path(context.out), layer, order.order)
+                        publish_layer(Path(context.spec.settings.out), layer, order.order)
                 context.checkpointer.publish_last(order.first_iteration)
                 context.channel.send(Published(context.worker, order.order))
 
@@ -196,7 +196,7 @@ def _write_layers(context: WorkerContext, order: Finish, received: Sequence[Part
             copies, module = context.sharing.copies_in(layer), holding.modules[layer]
             full_state = gather_layer(module, context.group)
             if context.rank == 0:
-                draft_layer_with_retry(Path(context.out), layer, order.order, {
+                draft_layer_with_retry(Path(context.spec.settings.out), layer, order.order, {
                     name: tensor for name, tensor in full_state.items() if name not in copies},
                     lambda text: context.channel.send(Note(context.worker, text)))
     store = context.layer_store

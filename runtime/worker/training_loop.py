@@ -135,7 +135,8 @@ class TrainingLoop:
         self._part = part
         self._session = part.session
         self._reports = reports
-        self._form = None if context.setup.data is None else decode_form(context.setup.data)
+        data = context.setup.common.data
+        self._form = None if data is None else decode_form(data)
         self._has_masked = False
         """True if a micro-batch has been read in which no token counts."""
         self.evaluation_mode = EvaluationMode()
@@ -156,15 +157,16 @@ class TrainingLoop:
         """Run the order's iterations until the last one, or until all members stop before the next one. Raises
         CommunicationError."""
         part, context, setup = self._part, self._part.context, self._part.context.setup
+        common = setup.common
         first, steps = part.order.first_iteration, self.steps
         recorder = create_recorder(setup.slowdowns, context.device, context.group)
         if part.samples.is_dealing:
             recorder.costs = part.samples.relative_duration
         exchange = self._build_exchange(part.program, self._until_evaluation(first))
-        weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
+        weights = LossWeights(context.corpus, context.config.training, common.microbatches)
         slices = WorkerSlices(context.layer_store.holding, context.placement.slice_layers(part.program),
                               context.model, loss_scale=weights, config=context.config,
-                              fused=setup.fused_layers)
+                              fused=common.fused_layers)
         self._holds.add(slices)
         if self._session.ordered:
             self._rehearse_ops(slices, first)
@@ -176,11 +178,11 @@ class TrainingLoop:
             sample_of=part.samples)
         evaluate = self._build_evaluation(slices, executor, weights)
         context.channel.send(TrainingStarted(part.worker, part.order.order))
-        first_traced = max(first, setup.iterations - setup.traced)
+        first_traced = max(first, common.iterations - common.traced)
         with contextlib.suppress(OrderStoppedError):
-            for iteration in range(first, setup.iterations):
+            for iteration in range(first, common.iterations):
                 part.samples.start_dealing(iteration)
-                if iteration == first_traced and setup.nodes > 1:
+                if iteration == first_traced and common.nodes > 1:
                     # Comparing clocks takes many round trips between nodes, and no recovery should wait for them.
                     self._reports.wait_until_acknowledged()
                     part.activity.set_activity("compares clocks")
@@ -222,7 +224,7 @@ class TrainingLoop:
         """Return the iterations from `first` to the next one that is followed by an evaluation, or to the last one.
         Tensors of later iterations are not received before that evaluation."""
         context = self._part.context
-        every, end = context.config.training.evaluate_every, context.setup.iterations
+        every, end = context.config.training.evaluate_every, context.setup.common.iterations
         return range(first, end if every is None else min(end, (first // every + 1) * every))
 
     def _build_exchange(self, program: WorkerProgram, iterations: range) -> Exchange:
@@ -244,7 +246,7 @@ class TrainingLoop:
         needs is built at its first call, so that no recovery waits for that."""
         part, context, evaluations = self._part, self._part.context, list[Evaluation]()
         validation = None if context.validation is None else LossWeights(
-            context.validation, context.config.training, context.setup.microbatches,
+            context.validation, context.config.training, context.setup.common.microbatches,
             context.config.training.evaluation_iterations)
 
         def before_op(iteration: int, place: int, kind: OpKind) -> None:
@@ -317,9 +319,10 @@ class TrainingLoop:
     def _are_copies_compared(self, iteration: int) -> bool:
         """Return whether the copies that peers hold of the state before an iteration are compared, by checksums. They
         are compared at the first iteration of an order, before the last step, and at a fixed interval."""
-        setup = self._part.context.setup
-        return iteration in (self._part.order.first_iteration, setup.iterations - 1) \
-            or (setup.verify_every > 0 and iteration % setup.verify_every == 0)
+        common = self._part.context.setup.common
+        every = common.resilience.verify_every
+        return iteration in (self._part.order.first_iteration, common.iterations - 1) \
+            or (every > 0 and iteration % every == 0)
 
     def _gather_whole_states(self, after: int) -> dict[int, dict[str, Tensor]]:
         """Return the layers that this worker saves, as they are after an iteration. If states are sharded, all members

@@ -8,24 +8,25 @@ order matters, and which samples other workers run for a failed worker.
 """
 
 from slipstream.schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
-from slipstream.schedules.dealing.fit import (
+from slipstream.schedules.dealing.lengths import (
     CoefficientFit,
     Coefficients,
     costs_by_stage,
+    costs_of,
     fit_coefficients,
+    read_lengths,
 )
-from slipstream.schedules.dealing.lengths import costs_of, read_lengths
 
 __all__ = [
-           "CoefficientFit",
-           "Coefficients",
-           "CostError",
-           "Costs",
-           "Dealer",
-           "Dealt",
-           "costs_by_stage",
-           "costs_of",
-           "fit_coefficients",
-           "read_lengths",
-           "require_costs",
+    "CoefficientFit",
+    "Coefficients",
+    "CostError",
+    "Costs",
+    "Dealer",
+    "Dealt",
+    "costs_by_stage",
+    "costs_of",
+    "fit_coefficients",
+    "read_lengths",
+    "require_costs",
 ]

@@ -170,21 +170,26 @@ class Table:
         """Return the schedule with the shortest period for exactly these failed workers.
 
         None if the table has none. By default, only schedules in which no worker loads a layer are
-        considered. The options allow more:
+        considered. If the entry for the exact failure pattern and the one for the number of
+        failures have equal periods, the former is used, because it moves no worker. If several slow
+        workers are down, the best of the entries for each of them is used. The result is valid
+        because the stored schedule is checked at first use and `relabel_schedule` keeps every rule.
 
-        - `roles_move`: live workers may take over roles of other stages, whose layers they load
-          first.
-        - `settled`: the schedule to reach eventually, for which any layers may move.
-        - `held_elsewhere`: as `roles_move`, even if a column has no live worker left: its layers
-          come from elsewhere.
-        - `nodes`: the workers of each machine. If roles move, the holders of a stage are spread
-          over machines.
-        - `checked`: False skips the checker, for callers that check the result themselves.
-
-        If the entry for the exact failure pattern and the one for the number of failures have equal
-        periods, the former is used, because it moves no worker. If several slow workers are down,
-        the best of the entries for each of them is used. The result is valid because the stored
-        schedule is checked at first use and `relabel_schedule` keeps every rule.
+        Parameters
+        ----------
+        failed
+            Workers that are down.
+        settled
+            Return the schedule to reach eventually, for which any layers may move.
+        roles_move
+            Let live workers take over roles of other stages, whose layers they load first.
+        held_elsewhere
+            As `roles_move`, even if a column has no live worker left: its layers come from
+            elsewhere.
+        nodes
+            Workers of each machine. If roles move, the holders of a stage are spread over machines.
+        checked
+            False skips the checker, for callers that check the result themselves.
 
         Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be
         used.

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.shared import inputs
+from slipstream.cli.shared import options as inputs
 from slipstream.cli.shared.train_options import TrainRequest
 from slipstream.cli.train import look_up_or_plan
 from slipstream.planner.bound_verifier import proven_bound

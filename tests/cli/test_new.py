@@ -126,6 +126,8 @@ def test_whole_backwards_gpu_ranges_and_other_names(tmp_path):
     (["--trace", "empty.json"], "no op of a micro-batch among its 1 events"),
     (["--trace", "empty.json", "--pattern", "("], "not a regular expression"),
     (["--trace", "empty.json", "--pattern", "F"], "expected groups"),
+    (["--trace", "words.json", "--pattern", "(?P<kind>[a-z]+)_(?P<stage>.+)"], "of kind 'fwd' and stage '0'"),
+    (["--trace", "words.json", "--pattern", "(?P<kind>F)(?P<stage>.+)"], "of kind 'F' and stage 'x'"),
     (["--preset", "gpt-1.5b", "--out", "bad.json"], "bad.json: exists already; --force overwrites it"),
 ])
 def test_bad_input_is_refused_in_one_line(arguments, says, tmp_path, monkeypatch):
@@ -136,6 +138,7 @@ def test_bad_input_is_refused_in_one_line(arguments, says, tmp_path, monkeypatch
     packed[12:20] = bytes(255 - byte for byte in packed[12:20])
     (tmp_path / "changed.json.gz").write_bytes(packed)
     (tmp_path / "empty.json").write_text(trace(("aten::mm", 3, {})))
+    (tmp_path / "words.json").write_text(trace(("fwd_0", 3, {}), ("Fx", 3, {})))
     done = new(*arguments)
     assert done.exit_code == 2 and done.stdout == ""
     assert says in done.stderr and done.stderr.count("\n") == 1

@@ -15,7 +15,7 @@ from slipstream.cli.drawing.op_labels import worker_label
 from slipstream.cli.drawing.svg_timeline import draw_schedule
 from slipstream.cli.drawing.text_timeline import MAX_ROWS, draw_timeline
 from slipstream.cli.exporters.perfetto import perfetto_trace
-from slipstream.cli.shared.schedule_summary import gap_text
+from slipstream.cli.shared.summaries import gap_text
 from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_with

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from slipstream.cli.drawing.svg_timeline import LINK_HEIGHT, draw_schedule
 from slipstream.cli.exporters.perfetto import perfetto_trace
-from slipstream.cli.shared.schedule_summary import busy_shares
+from slipstream.cli.shared.summaries import busy_shares
 from slipstream.cli.timeline_page import ShownSchedule, timeline_data
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError, parse_job

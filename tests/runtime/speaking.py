@@ -3,11 +3,13 @@
 import asyncio
 import hashlib
 import socket
+from pathlib import Path
 
 from slipstream.planner.job.file import Job
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.moving.layer_messages import encode_message, read_message
 from slipstream.runtime.node_agent import NodeJob
+from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,
@@ -19,9 +21,14 @@ from slipstream.runtime.protocol.authentication import (
     authenticate_connection,
 )
 from slipstream.runtime.protocol.channel import FrameParser, encode_frame
+from slipstream.runtime.protocol.setup import CommonSettings, WorkerResilience
 from slipstream.schedules.schedule import Worker
 
 SECRET = Secret(b"the secret of tests has 32 bytes")
+COMMON = CommonSettings(iterations=4, traced=0, nodes=1, transport="gloo", device="cpu", cuts=(0, 4),
+                        columns=((0, 1, 2, 3),), forms=(), resilience=WorkerResilience(
+                            heartbeat_timeout_seconds=0.5, checkpoint_every=None, verify_every=0))
+"""What all processes of a run are told, of three workers that hold all layers each."""
 
 
 class Talk:
@@ -110,7 +117,7 @@ def be_asked(connection: socket.socket, purpose="layers", secret: Secret = SECRE
     return Asking(connection, keys)
 
 
-def own_job(job: Job, config: RunConfig) -> NodeJob:
+def own_job(job: Job, config: RunConfig, out: Path, **more) -> NodeJob:
     """What a node that is not node 0 has on its own disk."""
     workers = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
-    return NodeJob(config=config, workers=workers, secret=SECRET)
+    return NodeJob(settings=NodeSettings(config=config, secret=SECRET, out=str(out), **more), workers=workers)

@@ -84,7 +84,7 @@ def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeyp
 
 def test_a_launcher_that_was_told_to_wait_does_not_wait_for_a_run_that_has_ended():
     node_0 = Node0s(NodeTaken(), None)
-    job = SimpleNamespace(secret=SECRET, coordinator_timeout_seconds=1.0)
+    job = SimpleNamespace(settings=SimpleNamespace(secret=SECRET, coordinator_timeout_seconds=1.0))
     began = time.monotonic()
     with pytest.raises(RendezvousError):
         _connect_to_coordinator(node_0.address, job, 1, 600.0, lambda _: None)

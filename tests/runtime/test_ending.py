@@ -222,7 +222,7 @@ def test_a_node_whose_workers_leave(fork_server, other_fork_server, tmp_path):
 
     def follow() -> None:
         try:
-            join_run(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other",
+            join_run(rendezvous, own_job(JOB, CONFIG, tmp_path / "other"), node=1, nodes=2,
                      fork_server=other_fork_server)
         except Exception as error:
             errors.append(error)

@@ -53,7 +53,7 @@ from tests.jobs import grid
 from tests.runtime.failing import GRACE_SECONDS, TIMEOUT_SECONDS, assert_same_so_far
 from tests.runtime.launchers import Launcher
 from tests.runtime.running import free_port, log_of, losses_in, schedule_for, tiny
-from tests.runtime.speaking import SECRET, be_asked, framed
+from tests.runtime.speaking import COMMON, SECRET, be_asked, framed
 from tests.runtime.test_node_0_restart import LEAD, assert_right, killed
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
@@ -249,7 +249,8 @@ def test_the_set_up_that_a_worker_is_sent_names_no_code_no_path_and_no_secret(vi
     length = int.from_bytes(heard[0][:4], "little")
     setup = json.loads(heard[0][4:4 + length])
     assert setup.pop("type") == "WorkerSetup"
-    assert not setup.keys() & {"config", "model", "training", "out", "resume", "checkpoints", "secret"}
+    keys = setup.keys() | setup["common"].keys()
+    assert not keys & {"config", "model", "training", "out", "resume", "checkpoints", "secret"}
     assert str(victim._out) not in heard[0].decode(errors="replace")
 
 
@@ -346,10 +347,7 @@ class Impostor:
         connection.sendall(b"".join(encode_frame(one).with_tag(keys.sending) for one in messages))
 
     def setup(self, epoch: int) -> WorkerSetup:
-        return WorkerSetup(epoch=epoch, first_iteration=0, iterations=1, traced=0, nodes=1, transport="gloo",
-                           device="cpu",
-                           store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=(), forms=(), loss_scale=1.0,
-                           heartbeat_timeout_seconds=1.0)
+        return WorkerSetup(epoch=epoch, first_iteration=0, common=COMMON, store=Rendezvous("127.0.0.1", 1))
 
 
 def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_node_0_is(tmp_path):

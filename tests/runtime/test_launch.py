@@ -211,7 +211,7 @@ class Joining:
 
     def _join(self, rendezvous: Rendezvous, fork_server: ForkServer, out: Path) -> None:
         try:
-            own = own_job(JOB, tiny())
-            join_run(rendezvous, own, node=1, nodes=2, out=out, fork_server=fork_server)
+            own = own_job(JOB, tiny(), out)
+            join_run(rendezvous, own, node=1, nodes=2, fork_server=fork_server)
         except Exception as error:
             self.error = error

@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,9 +106,9 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
 
 def follow(out: str, port: str, clip: str, timeout: str = "240") -> None:
     config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None)
-    own = replace(own_job(JOB, config), coordinator_timeout_seconds=float(timeout))
+    own = own_job(JOB, config, Path(out), coordinator_timeout_seconds=float(timeout))
     with fork_server_of_launcher() as fork_server:
-        join_run(Rendezvous("127.0.0.1", int(port)), own, node=1, nodes=2, out=Path(out), fork_server=fork_server,
+        join_run(Rendezvous("127.0.0.1", int(port)), own, node=1, nodes=2, fork_server=fork_server,
                  notify=lambda news: print(news, file=sys.stderr, flush=True))
 
 

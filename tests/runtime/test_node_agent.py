@@ -15,7 +15,7 @@ from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.talking import SETUP
 from tests.runtime.running import tiny
-from tests.runtime.speaking import own_job
+from tests.runtime.speaking import COMMON, own_job
 
 LOST, WHOLE = WorkerEnded(Worker(1, 0), -9), Worker(1, 1)
 
@@ -76,8 +76,8 @@ def own_settings(tmp_path, notes, **training):
     iterations."""
     at_node_0 = tiny(learning_rate_schedule="cosine")
     here = tiny(**{"learning_rate_schedule": "cosine", **training})
-    setup = NodeSetup((1, 1), "cpu", "gloo", (Worker(0, 1),), at_node_0, 0)
-    return _build_own_settings(own_job(grid(2, 2, 2), here), setup, tmp_path, notes.append)
+    setup = NodeSetup(COMMON, (1, 1), (Worker(0, 1),), at_node_0, 0)
+    return _build_own_settings(own_job(grid(2, 2, 2), here, tmp_path), setup, notes.append)
 
 
 def test_a_node_trains_for_the_iterations_of_node_0(tmp_path):

@@ -44,7 +44,7 @@ CONFIG = tiny(iterations=80)
 def follow(port: str, out: str) -> None:
     """Node 1."""
     with fork_server_of_launcher() as fork_server:
-        join_run(Rendezvous("127.0.0.1", int(port)), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(out),
+        join_run(Rendezvous("127.0.0.1", int(port)), own_job(JOB, CONFIG, Path(out)), node=1, nodes=2,
                  fork_server=fork_server, join_timeout_seconds=240,
                  notify=lambda text: print(text, file=sys.stderr, flush=True))
 

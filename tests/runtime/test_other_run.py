@@ -115,5 +115,5 @@ def test_checkpoints_of_earlier_versions_say_nothing_of_their_run():
     fit = check_fit(schedule_for(JOB), tiny(), RunOptions())
     earlier = Manifest(iteration=1, identity={}, layers=())
     assert compare_with_checkpoint(Checkpoint(Path("old"), earlier), fit, tiny()) is None
-    same = replace(earlier, run=fit.identity)
+    same = replace(earlier, run=fit.facts.identity)
     assert compare_with_checkpoint(Checkpoint(Path("same"), same), fit, tiny()) is None

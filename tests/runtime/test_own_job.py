@@ -1,6 +1,5 @@
 """What a node runs comes from its own job file and command line; what node 0 sends is only compared."""
 
-import dataclasses
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from slipstream.runtime.launch import RunError, RunOptions, run
 from slipstream.runtime.node_agent import NodeJob, RunDoneError, join_run
 from slipstream.runtime.processes import restart_policy as start_limit
 from slipstream.runtime.processes.restart_policy import MAX_STARTS, StartLimit, StartLimitError
+from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol import authentication, to_node_agent
 from slipstream.runtime.protocol.channel import encode_frame
 from slipstream.runtime.protocol.rendezvous import Rendezvous, open_listener
@@ -20,12 +20,11 @@ from slipstream.runtime.protocol.to_node_agent import NodeSetup, StartWorker, St
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import free_port, schedule_for, tiny
-from tests.runtime.speaking import SECRET, be_asked
+from tests.runtime.speaking import COMMON, SECRET, be_asked
 
 SCHEDULE = schedule_for(grid(2, 2, 2))
 WORKERS = [seat.worker for seat in SCHEDULE.seats]
-OWN = NodeJob(config=tiny(), workers=WORKERS, secret=SECRET)
-SETUP = NodeSetup((2, 2), "cpu", "gloo", (), tiny(), 0, restarted=False)
+SETUP = NodeSetup(COMMON, (2, 2), (), tiny(), 0, restarted=False)
 SOON = 240.0
 
 
@@ -51,8 +50,12 @@ def node_0():
     over.set()
 
 
-def join_as_node_1(address: Rendezvous, out: Path, fork_server, own: NodeJob = OWN) -> None:
-    join_run(address, own, node=1, nodes=2, out=out, fork_server=fork_server)
+def own(out: Path, **more) -> NodeJob:
+    return NodeJob(settings=NodeSettings(config=tiny(), secret=SECRET, out=str(out), **more), workers=WORKERS)
+
+
+def join_as_node_1(address: Rendezvous, out: Path, fork_server, **more) -> None:
+    join_run(address, own(out, **more), node=1, nodes=2, fork_server=fork_server)
 
 
 @pytest.mark.parametrize(("setup", "reason"), [
@@ -77,7 +80,7 @@ def test_a_node_that_waits_for_node_0_learns_that_the_run_is_done(fork_server, t
     """It was started again while the run was ending: node 0 has left, and never comes back."""
     lines = []
     with pytest.raises(RunDoneError, match="waiting for node 0"):
-        join_run(Rendezvous("127.0.0.1", free_port()), OWN, node=1, nodes=2, out=tmp_path / "out",
+        join_run(Rendezvous("127.0.0.1", free_port()), own(tmp_path / "out"), node=1, nodes=2,
                  fork_server=fork_server, notify=lines.append, is_done=lambda: True)
     assert not lines and not (tmp_path / "out").exists()
 
@@ -102,7 +105,7 @@ def test_a_node_0_that_falls_silent_is_given_up(node_0, fork_server, tmp_path, m
     for seconds, told in (0.0, ""), (0.2, r"; no other node 0 came within 0\.2 s"):
         with pytest.raises(RunError, match=rf"^node 0 is gone: it has sent no message for 0 s{told}$"):
             join_as_node_1(node_0(SETUP, StillRunning()), tmp_path, fork_server,
-                           dataclasses.replace(OWN, coordinator_timeout_seconds=seconds))
+                           coordinator_timeout_seconds=seconds)
 
 
 def test_several_nodes_without_a_secret_are_refused_with_the_way_to_make_one(fork_server, tmp_path):

@@ -181,7 +181,7 @@ def test_a_whole_node_dies(fork_server, tmp_path):
 
     def follow(other):
         try:
-            join_run(rendezvous, own_job(JOB, LONG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join_run(rendezvous, own_job(JOB, LONG, tmp_path / "other"), node=1, nodes=2, fork_server=other)
         except RunError as error:
             errors.append(str(error))
 

@@ -40,7 +40,7 @@ def test_data_from_the_global_generator_are_refused(name):
 
 
 def test_data_that_repeat_are_accepted():
-    assert check_fit(ON, reading("Seeded"), RunOptions()).identity.data["samples of iteration 0"]
+    assert check_fit(ON, reading("Seeded"), RunOptions()).facts.identity.data["samples of iteration 0"]
 
 
 def test_a_run_reads_its_first_micro_batches_once_and_two_of_them_again(monkeypatch):
@@ -73,7 +73,7 @@ def test_a_model_whose_layers_are_not_seeded_is_refused():
 
 
 def test_a_model_that_repeats_is_accepted():
-    assert check_fit(ON, modelled("tests.runtime.ruled_model:Model"), RunOptions()).elements
+    assert check_fit(ON, modelled("tests.runtime.ruled_model:Model"), RunOptions()).facts.elements
 
 
 def test_checks_leave_the_generator_as_it_was():

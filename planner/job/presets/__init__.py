@@ -1,4 +1,7 @@
-"""List job files to start from: published measurements as files, and estimates for models with public shapes."""
+"""List job files to start from.
+
+Published measurements as files, and estimates for models with public shapes.
+"""
 
 from pathlib import Path
 
@@ -12,34 +15,71 @@ from slipstream.schedules.tables.table import LIBRARY, library_names
 MEASURED = Path(__file__).parent
 ESTIMATED = {
     "llama-3-8b": (
-        ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=8192,
-                   vocabulary=128_256),
-        ModelLayout(gpu=GPUS["h100"], pipelines=8, stages=4, microbatches=16, tensor_parallel=2, efficiency=0.45)),
+        ModelShape(
+            layers=32,
+            hidden=4096,
+            heads=32,
+            kv_heads=8,
+            ffn=14336,
+            gated=True,
+            sequence=8192,
+            vocabulary=128_256,
+        ),
+        ModelLayout(
+            gpu=GPUS["h100"],
+            pipelines=8,
+            stages=4,
+            microbatches=16,
+            tensor_parallel=2,
+            efficiency=0.45,
+        ),
+    ),
     "llama-3-70b": (
-        ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, sequence=8192,
-                   vocabulary=128_256),
-        ModelLayout(gpu=GPUS["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
+        ModelShape(
+            layers=80,
+            hidden=8192,
+            heads=64,
+            kv_heads=8,
+            ffn=28672,
+            gated=True,
+            sequence=8192,
+            vocabulary=128_256,
+        ),
+        ModelLayout(
+            gpu=GPUS["h100"],
+            pipelines=8,
+            stages=16,
+            microbatches=32,
+            tensor_parallel=8,
+            efficiency=0.45,
+        ),
+    ),
 }
-"""Models whose job files are estimated, by preset name: shape and distribution over GPUs, which is an example.
+"""Models whose job files are estimated, by preset name.
 
-The shapes are those of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3).
+They have a shape and a distribution over GPUs, which is an example. The shapes are those of Llama 3
+(Grattafiori et al. 2024, arXiv 2407.21783, table 3).
 """
 
 
 def preset_names() -> tuple[str, ...]:
     """Return the names of all presets, sorted."""
-    return tuple(sorted({*library_names(), *(path.stem for path in MEASURED.glob("*.toml")), *ESTIMATED}))
+    return tuple(
+        sorted({*library_names(), *(path.stem for path in MEASURED.glob("*.toml")), *ESTIMATED})
+    )
 
 
 def preset_text(name: str, *, shard_optimizer: bool = False) -> str:
-    """Return the text of a preset's job file. With `shard_optimizer`, a preset whose values are estimated has sharded
-    optimizer state.
+    """Return the text of a preset's job file.
 
-    Raises KeyError for unknown names.
+    With `shard_optimizer`, a preset whose values are estimated has sharded optimizer state. Raises
+    KeyError for unknown names.
     """
     if name in ESTIMATED:
         shape, layout = ESTIMATED[name]
-        return job_text(*estimate_job(name, shape.by_layer(), replace(layout, shard_optimizer=shard_optimizer)))
+        return job_text(
+            *estimate_job(name, shape.by_layer(), replace(layout, shard_optimizer=shard_optimizer))
+        )
     for path in (MEASURED / f"{name}.toml", LIBRARY / name / "job.toml"):
         if name in preset_names() and path.exists():
             return path.read_text(encoding="utf-8")

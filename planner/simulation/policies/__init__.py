@@ -13,6 +13,21 @@ from slipstream.planner.simulation.policies.slipstream import Slipstream, Slipst
 from slipstream.planner.simulation.policies.torchft import FTHSDP, TorchFT
 from slipstream.planner.simulation.policy import Policy
 
-POLICIES: Mapping[str, type[Policy]] = {kind.name: kind for kind in (
-    Slipstream, SlipstreamFixed, ReCycle, Oobleck, ElasWave, Malleus, ResiHP, Bamboo, TorchFT, FTHSDP,
-    Restart, FaultScaled, WorkConserving)}
+POLICIES: Mapping[str, type[Policy]] = {
+    kind.name: kind
+    for kind in (
+        Slipstream,
+        SlipstreamFixed,
+        ReCycle,
+        Oobleck,
+        ElasWave,
+        Malleus,
+        ResiHP,
+        Bamboo,
+        TorchFT,
+        FTHSDP,
+        Restart,
+        FaultScaled,
+        WorkConserving,
+    )
+}

@@ -1,8 +1,9 @@
 """Bamboo (NSDI 2023): each worker also holds the next stage, and computes its forward redundantly.
 
-In steady state its published throughput follows the share of workers alive: within 2 % up to 7 of 24 down, 9 and 13 %
-below it at 8 and 9 (points digitised from ReCycle's talk). So a pipeline with dead workers continues, with predecessors
-*covering* their stages, and its share of the batch falls in proportion to its live workers.
+In steady state its published throughput follows the share of workers alive: within 2 % up to 7 of
+24 down, 9 and 13 % below it at 8 and 9 (points digitised from ReCycle's talk). So a pipeline with
+dead workers continues, with predecessors *covering* their stages, and its share of the batch falls
+in proportion to its live workers.
 """
 
 from collections.abc import Sequence
@@ -12,22 +13,30 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Bamboo(Policy):
-    """Policy in which the predecessor of a dead worker also runs ("covers") its stage. If both are dead, or too many
-    stages are covered in this way, new pipelines are formed."""
+    """Policy in which the predecessor of a dead worker also runs ("covers") its stage.
+
+    If both are dead, or too many stages are covered in this way, new pipelines are formed.
+    """
 
     name = "bamboo"
     title = "Bamboo: redundant computation on the predecessor"
-    source = ("Bamboo (NSDI 2023), section 5; artifact project_pactum/simulation; throughput: ReCycle's talk (SOSP "
-              "2024), figure of throughput by failures, 350M")
-    assumptions = ("fault-free throughput as published relative to 1F1B (redundant forwards, memory for two stages); "
-                   "throughput in proportion to the workers alive, as published; new pipelines when more than 5 % of "
-                   "the stages are covered or spares suffice, and then every second stage may be covered; the global "
-                   "batch is kept")
+    source = (
+        "Bamboo (NSDI 2023), section 5; artifact project_pactum/simulation; throughput: ReCycle's "
+        "talk (SOSP 2024), figure of throughput by failures, 350M"
+    )
+    assumptions = (
+        "fault-free throughput as published relative to 1F1B (redundant forwards, memory for two "
+        "stages); throughput in proportion to the workers alive, as published; new pipelines when "
+        "more than 5 % of the stages are covered or spares suffice, and then every second stage "
+        "may be covered; the global batch is kept"
+    )
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines: list[list[int | None]] = []
-        """Pipelines, each with the machine of each stage; None where the predecessor covers the stage."""
+        """Pipelines, each with the machine of each stage; None where the predecessor covers the
+        stage.
+        """
         self._pipeline_of: dict[int, list[int | None]] = {}
         """Pipeline of each machine that is in one."""
         self._spares: list[int] = []
@@ -36,34 +45,42 @@ class Bamboo(Policy):
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second of 1F1B in which each worker also runs the forwards of the next stage, with all workers
-        alive."""
+        """Samples per second of 1F1B with redundant forwards, with all workers alive.
+
+        Each worker also runs the forwards of the next stage.
+        """
         return self._rate_for_machines(self.scenario.workers)
 
     def _rate_for_machines(self, machines: int) -> float:
-        whole = self.costs.bamboo_fault_free_share * self.throughputs.whole_pipelines_rate(self.scenario.pipelines)
+        whole = self.costs.bamboo_fault_free_share * self.throughputs.whole_pipelines_rate(
+            self.scenario.pipelines
+        )
         return whole * machines / self.scenario.workers
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures, in proportion to the live workers."""
+        """Return the samples per second with this many failures, in proportion to the live workers.
+        """
         return self._rate_for_machines(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form pipelines of the machines in `live` (by number), and return the phases (spans of time, each with a
-        training rate and a cause) from the beginning of the trace."""
+        """Form pipelines of the machines in `live`, and return the phases from the beginning.
+
+        Machines are given by number.
+        """
         self._spares = sorted(live)
         self._form_pipelines()
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Let predecessors run the stages of dead workers, or form new pipelines, and return the phases (spans of time,
-        each with a training rate and a cause) after the change.
+        """Let predecessors run the stages of dead workers, or form new pipelines.
 
-        The argument `remaining` has what was left of the phases before. If a stage has no live predecessor, forming
-        pipelines includes a rendezvous.
+        Returns the phases after the change. The argument `remaining` has what was left of the
+        phases before. If a stage has no live predecessor, forming pipelines includes a rendezvous.
         """
         dead = set(change.removed)
-        self._spares = [machine for machine in (*self._spares, *change.added) if machine not in dead]
+        self._spares = [
+            machine for machine in (*self._spares, *change.added) if machine not in dead
+        ]
         died, stage_lost = self._remove_dead(dead)
         lost_samples = self.discard_lost_samples(remaining, worker_died=died)
         if self.needs_checkpoint(remaining):
@@ -73,7 +90,9 @@ class Bamboo(Policy):
             return self.restart(self._current_rate(), remaining)
         if stage_lost or self._should_form_pipelines():
             self._form_pipelines()
-            seconds = self.costs.bamboo_seconds + (self.costs.bamboo_fatal_seconds if stage_lost else 0.0)
+            seconds = self.costs.bamboo_seconds + (
+                self.costs.bamboo_fatal_seconds if stage_lost else 0.0
+            )
         elif died:
             unfinished = sum(phase.seconds for phase in remaining if phase.cause is Cause.SWITCH)
             seconds = max(self.costs.switch_seconds, unfinished)
@@ -83,8 +102,11 @@ class Bamboo(Policy):
                                     lost_samples=lost_samples)
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:
-        """Remove the machines in `gone` from the pipelines; return two flags: whether any was in a pipeline, and
-        whether some stage can no longer be run by its predecessor."""
+        """Remove the machines in `gone` from the pipelines, and return two flags.
+
+        They say whether any was in a pipeline, and whether some stage can no longer be run by its
+        predecessor.
+        """
         died = gone & self._pipeline_of.keys()
         touched = [(self._pipeline_of.pop(machine), machine) for machine in died]
         for machines, machine in touched:
@@ -96,25 +118,45 @@ class Bamboo(Policy):
         return bool(died), stage_lost
 
     def _should_form_pipelines(self) -> bool:
-        """Return whether to form new pipelines. This is so if spare machines suffice for one more pipeline, or too many
-        workers have died since pipelines were last formed, or if replacing dead machines by spares gains more until the
-        next failure, on average, than the pause costs."""
+        """Return whether to form new pipelines.
+
+        This is so if spare machines suffice for one more pipeline, or too many workers have died
+        since pipelines were last formed, or if replacing dead machines by spares gains more until
+        the next failure, on average, than the pause costs.
+        """
         covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
-        more = len(self._pipelines) < self.scenario.pipelines and len(self._spares) >= self.scenario.stages
+        more = (
+            len(self._pipelines) < self.scenario.pipelines
+            and len(self._spares) >= self.scenario.stages
+        )
         dead = covered - self._formed_covered
         filled = min(covered, len(self._spares))
-        pays = self.costs.bamboo_seconds * (workers - covered) < filled * self.scenario.seconds_between_failures
+        pays = (
+            self.costs.bamboo_seconds * (workers - covered)
+            < filled * self.scenario.seconds_between_failures
+        )
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Form as many pipelines as the live machines allow, at most as many as the job has. In each, as few stages as
-        possible are run by the worker of the stage before, and no two of these are adjacent."""
+        """Form as many pipelines as the live machines allow, up to the job's number.
+
+        In each, as few stages as possible are run by the worker of the stage before, and no two of
+        these are adjacent.
+        """
         stages = self.scenario.stages
-        live = [machine for machines in self._pipelines for machine in machines if machine is not None] + self._spares
+        live = [
+            machine for machines in self._pipelines for machine in machines if machine is not None
+        ] + self._spares
         most_covered = stages // 2
         count = min(self.scenario.pipelines, len(live) // (stages - most_covered))
         if not count:
-            self._pipelines, self._spares, self._pipeline_of, self._covered, self._formed_covered = [], live, {}, 0, 0
+            (
+                self._pipelines,
+                self._spares,
+                self._pipeline_of,
+                self._covered,
+                self._formed_covered,
+            ) = [], live, {}, 0, 0
             return
         used = min(len(live), count * stages)
         missing = count * stages - used
@@ -122,11 +164,19 @@ class Bamboo(Policy):
         self._pipelines = []
         for index in range(count):
             covered = missing * (index + 1) // count - missing * index // count
-            # The predecessor of the first stage is the last stage, so covered stages are 1, 3, 5, ...
+            # The predecessor of the first stage is the last stage, so covered stages are 1, 3, 5,
+            # ...
             gaps = range(1, 2 * covered, 2)
-            self._pipelines.append([None if stage in gaps else next(machines) for stage in range(stages)])
-        self._pipeline_of = {machine: machines for machines in self._pipelines for machine in machines
-                             if machine is not None}
+            pipeline: list[int | None] = []
+            for stage in range(stages):
+                pipeline.append(None if stage in gaps else next(machines))
+            self._pipelines.append(pipeline)
+        self._pipeline_of = {
+            machine: machines
+            for machines in self._pipelines
+            for machine in machines
+            if machine is not None
+        }
         self._covered = self._formed_covered = missing
 
     def _current_rate(self) -> float:

@@ -1,15 +1,18 @@
-"""ElasWave (arXiv 2510.00606): one division of the layers for all pipelines, by the replicas that each stage has left.
+"""ElasWave (arXiv 2510.00606): one division of the layers for all pipelines.
 
-If a stage has lost replicas, the others take larger micro-batches, so that the global batch stays. Layers then migrate
-between stages, by a minimax partition, so that a stage with fewer replicas has fewer layers. Optimizer states are
-sharded over the replicas of a stage (ZeRO) in interleaved parts, which are sent from rank to rank. Measured there: 1.35
-times ReCycle's throughput on 96 NPUs, and a second to edit the communication groups in place.
+It follows the replicas that each stage has left.
 
-In formulas: a stage with `live` of D replicas takes D / live times as long, for each of the M micro-batches of a
-pipeline, under 1F1B; the division of the layers makes the longest stage as short as possible. Assumed, in its favour:
-larger micro-batches are slower in exact proportion; memory is no limit; migration takes as long as loading a stage,
-while training continues with the old division; its change of clock frequencies, which hides the remaining imbalance, is
-not simulated.
+If a stage has lost replicas, the others take larger micro-batches, so that the global batch stays.
+Layers then migrate between stages, by a minimax partition, so that a stage with fewer replicas has
+fewer layers. Optimizer states are sharded over the replicas of a stage (ZeRO) in interleaved parts,
+which are sent from rank to rank. Measured there: 1.35 times ReCycle's throughput on 96 NPUs, and a
+second to edit the communication groups in place.
+
+In formulas: a stage with `live` of D replicas takes D / live times as long, for each of the M
+micro-batches of a pipeline, under 1F1B; the division of the layers makes the longest stage as short
+as possible. Assumed, in its favour: larger micro-batches are slower in exact proportion; memory is
+no limit; migration takes as long as loading a stage, while training continues with the old
+division; its change of clock frequencies, which hides the remaining imbalance, is not simulated.
 """
 
 from slipstream.planner.simulation.loads import DownByStage
@@ -19,14 +22,20 @@ from slipstream.planner.simulation.policy import Phase, Scenario
 
 
 class ElasWave(Rerouting):
-    """Policy in which the replicas of a stage share its work, and layers move to stages with more replicas."""
+    """Policy in which replicas of a stage share its work, and layers move.
+
+    They move to stages with more replicas.
+    """
 
     name = "elaswave"
     title = "ElasWave: one cut of the layers for all pipelines, by the replicas left of each stage"
     source = "ElasWave (arXiv 2510.00606), sections 4 and 5; our reading: no public code"
-    assumptions = ("1F1B; a stage's live replicas share its micro-batches evenly; one minimax cut of the layers over "
-                   "stages; a failure costs half an iteration and a switch; layers migrate, and newcomers load, while "
-                   "the job trains on; memory is no limit; a stage without workers comes from a checkpoint")
+    assumptions = (
+        "1F1B; a stage's live replicas share its micro-batches evenly; one minimax cut of the "
+        "layers over stages; a failure costs half an iteration and a switch; layers migrate, and "
+        "newcomers load, while the job trains on; memory is no limit; a stage without workers "
+        "comes from a checkpoint"
+    )
     moves_workers = False
 
     def __init__(self, scenario: Scenario) -> None:
@@ -36,8 +45,10 @@ class ElasWave(Rerouting):
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with `down` dead workers by stage, after layers have moved so that stages with
-        fewer workers have fewer layers."""
+        """Return the samples per second with `down` dead workers by stage.
+
+        Layers have moved, so that stages with fewer workers have fewer layers.
+        """
         return self._cached_rate(down, migrated=True)
 
     def _cached_rate(self, down: DownByStage, *, migrated: bool) -> float:
@@ -45,7 +56,8 @@ class ElasWave(Rerouting):
                                              lambda: self._compute_rate(down, migrated=migrated))
 
     def _compute_rate(self, down: DownByStage, *, migrated: bool) -> float:
-        pipelines, whole = self.scenario.pipelines, self._fault_free_template.seconds_for(self._microbatches)
+        pipelines = self.scenario.pipelines
+        whole = self._fault_free_template.seconds_for(self._microbatches)
         if max(down) >= pipelines:
             return 0.0
         if migrated:
@@ -56,10 +68,11 @@ class ElasWave(Rerouting):
         return self.throughputs.scale_by_formula(whole, seconds)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) from the time `now` on: the pauses `stalls`, training
-        with the old numbers of layers of each stage, then with the new ones.
+        """Return the phases from the time `now` on.
 
-        Training includes redoing `lost_samples`. The new numbers apply when all layers have migrated.
+        They are the pauses `stalls`, training with the old numbers of layers of each stage, then
+        with the new ones, which apply when all layers have migrated. Training includes redoing
+        `lost_samples`.
         """
         first_rate = self._cached_rate(self._held_stages.down_by_stage, migrated=False)
         final_rate = self._rate_for_stages(self._stages)

@@ -10,17 +10,23 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Oobleck(Policy):
-    """Policy in which, at a failure, pipelines shrink, take nodes from others or merge. The micro-batches are then
-    divided over the pipelines again."""
+    """Policy in which, at a failure, pipelines shrink, take nodes from others or merge.
+
+    The micro-batches are then divided over the pipelines again.
+    """
 
     name = "oobleck"
     title = "Oobleck: pipelines of several lengths"
-    source = ("Oobleck (SOSP 2023), section 4; artifact SymbioticLab/Oobleck: csrc/planning, planning/instantiator.py, "
-              "execution/engine.py; branch sosp23-artifact: tools/simulator")
-    assumptions = ("starts as the job's grid, its stages cut into layers; a pipeline needs at least half the nodes it "
-                   "starts with; the batch is split for the shortest iteration; who joins waits for the next failure; "
-                   "a failure loses half an iteration and the published reconfiguration time; layers that "
-                   "no live node holds come from a checkpoint")
+    source = (
+        "Oobleck (SOSP 2023), section 4; artifact SymbioticLab/Oobleck: csrc/planning, "
+        "planning/instantiator.py, execution/engine.py; branch sosp23-artifact: tools/simulator"
+    )
+    assumptions = (
+        "starts as the job's grid, its stages cut into layers; a pipeline needs at least half the "
+        "nodes it starts with; the batch is split for the shortest iteration; who joins waits for "
+        "the next failure; a failure loses half an iteration and the published reconfiguration "
+        "time; layers that no live node holds come from a checkpoint"
+    )
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -30,20 +36,25 @@ class Oobleck(Policy):
         """Smallest number of nodes (machines) of a pipeline: half of its stages, rounded up."""
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures: the better result of spreading them over all pipelines
-        and of removing whole pipelines."""
+        """Return the samples per second with this many failures.
+
+        The better result of spreading them over all pipelines and of removing whole pipelines.
+        """
         pipelines, stages = self.scenario.pipelines, self.scenario.stages
         if not failures:
             return self.fault_free_rate
-        return max(self.rate(sizes) for sizes in (spread_sizes(pipelines, stages, failures),
-                                                  stacked_sizes(pipelines, stages, failures))
-                   if all(size == 0 or size >= self._min_nodes for size in sizes))
+        rates = []
+        for divide in (spread_sizes, stacked_sizes):
+            sizes = divide(pipelines, stages, failures)
+            if all(size == 0 or size >= self._min_nodes for size in sizes):
+                rates.append(self.rate(sizes))
+        return max(rates)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many pipelines of the job's length as possible, and return the phases (spans of time, each with a
-        training rate and a cause) from the beginning of the trace.
+        """Form as many pipelines of the job's length as possible, and return the phases.
 
-        The argument `live` has the numbers of the machines that are alive then; those left over join these pipelines.
+        The argument `live` has the numbers of the machines alive at the beginning of the trace;
+        those left over join these pipelines.
         """
         self._idle = sorted(live)
         self._pipelines = PipelineGroups()
@@ -51,11 +62,10 @@ class Oobleck(Policy):
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Form new pipelines if a machine of one died, and return the phases (spans of time, each with a training rate
-        and a cause) after the change.
+        """Form new pipelines if a machine of one died, and return the next phases.
 
-        The argument `remaining` has what was left of the phases before. Machines that are added while none dies wait,
-        idle, until one does.
+        The argument `remaining` has what was left of the phases before. Machines that are added
+        while none dies wait, idle, until one does.
         """
         dead, pipelines = set(change.removed), self._pipelines
         died = not dead.isdisjoint(pipelines.group_of)
@@ -70,8 +80,10 @@ class Oobleck(Policy):
                                         worker_died=died, state_lost=layers_lost)
 
     def _instantiate_pipelines(self) -> None:
-        """Change the lengths of pipelines after a failure: idle nodes fill or form pipelines; too short ones grow or
-        merge."""
+        """Change the lengths of pipelines after a failure.
+
+        Idle nodes fill or form pipelines; too short ones grow or merge.
+        """
         idle, self._idle = self._idle, []
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in [nodes for nodes in pipelines if not nodes]:
@@ -90,11 +102,19 @@ class Oobleck(Policy):
             groups.add_machine(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
-        """Lengthen pipelines below the minimum length by nodes of the longest ones; if these have none to spare,
-        dissolve the short ones, and add their nodes to other pipelines, if any."""
+        """Lengthen pipelines below the minimum length by nodes of the longest ones.
+
+        If these have none to spare, dissolve the short ones, and add their nodes to other
+        pipelines, if any.
+        """
         groups, pipelines = self._pipelines, self._pipelines.groups
-        for nodes in sorted([nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len):
-            while len(nodes) < self._min_nodes and len(largest := max(pipelines, key=len)) > self._min_nodes:
+        for nodes in sorted(
+            [nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len
+        ):
+            while (
+                len(nodes) < self._min_nodes
+                and len(largest := max(pipelines, key=len)) > self._min_nodes
+            ):
                 groups.add_machine(largest.pop(), nodes)
             if len(nodes) < self._min_nodes:
                 for machine in groups.remove_group(nodes):
@@ -107,29 +127,44 @@ class Oobleck(Policy):
         return self.rate(list(map(len, self._pipelines.groups)))
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """Return the samples per second of pipelines with these numbers of nodes, one for each pipeline."""
+        """Return the samples per second of pipelines with these numbers of nodes.
+
+        One number for each pipeline.
+        """
         lengths = tuple(sorted(size for size in sizes if size))
-        return self.throughputs.compute_once((self.name, lengths), lambda: self._compute_rate(lengths))
+        return self.throughputs.compute_once(
+            (self.name, lengths), lambda: self._compute_rate(lengths)
+        )
 
     def _compute_rate(self, lengths: tuple[int, ...]) -> float:
         counts = Counter(lengths)
         if not counts:
             return 0.0
-        layers, microbatches = self.throughputs.loads.layer_seconds, sum(self.throughputs.job.microbatches)
-        whole = shortest_iteration_by_length(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
+        layers = self.throughputs.loads.layer_seconds
+        microbatches = sum(self.throughputs.job.microbatches)
+        whole = shortest_iteration_by_length(
+            layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches
+        )
         now = shortest_iteration_by_length(layers, tuple(sorted(counts.items())), microbatches)
         return self.throughputs.scale_by_formula(whole, now)
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the number of nodes of each pipeline if failures are spread evenly over pipelines of `stages` nodes."""
-    return [stages - failures // pipelines - (index < failures % pipelines) for index in range(pipelines)]
+    """Return the nodes of each pipeline if failures are spread evenly.
+
+    Pipelines have `stages` nodes at first.
+    """
+    return [
+        stages - failures // pipelines - (index < failures % pipelines)
+        for index in range(pipelines)
+    ]
 
 
 def stacked_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the number of nodes of each remaining pipeline if failures remove whole pipelines of `stages` nodes.
+    """Return the nodes of each remaining pipeline if failures remove whole ones.
 
-    The remaining nodes of the last pipeline that is removed join the other pipelines.
+    Pipelines have `stages` nodes at first. The remaining nodes of the last pipeline that is removed
+    join the other pipelines.
     """
     removed, remainder = divmod(failures, stages)
     sizes = [stages] * (pipelines - removed - (remainder > 0))

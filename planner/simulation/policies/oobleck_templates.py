@@ -1,4 +1,7 @@
-"""Oobleck's pipeline templates (SOSP 2023): the division of layers over a pipeline's nodes, and the resulting times."""
+"""Compute Oobleck's pipeline templates (SOSP 2023).
+
+A template is the division of layers over a pipeline's nodes, and the resulting times.
+"""
 
 import math
 from bisect import bisect_right
@@ -10,8 +13,10 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """Times of a pipeline with a certain number of nodes (a "template" of Oobleck): n micro-batches take `fill` + n x
-    `step` seconds."""
+    """Times of a pipeline with a certain number of nodes.
+
+    n micro-batches take `fill` + n x `step` seconds. Oobleck calls it a "template".
+    """
 
     step: float
     """Seconds of a micro-batch at the slowest stage, forward and backward."""
@@ -19,20 +24,23 @@ class Template(NamedTuple):
     """Seconds to fill and drain the pipeline, in addition to `step` for each micro-batch."""
 
     def seconds_for(self, microbatches: int) -> float:
-        """Return the seconds of an iteration with this many micro-batches, without all-reduce and optimizer."""
+        """Return the seconds of an iteration with this many micro-batches, without all-reduce and
+        optimizer.
+        """
         return self.fill + microbatches * self.step if microbatches else 0.0
 
 
 @lru_cache(maxsize=1024)
 def find_template(layers: tuple[float, ...], nodes: int) -> Template:
-    """Return the template (times of a pipeline) of the best contiguous division of `layers` (seconds each) over nodes,
-    by Oobleck's formula.
+    """Return the template of the best contiguous division of `layers` over nodes.
 
-    With c_i the time of stage i = 0..S-1 and k* the slowest stage, it minimises T = T1 + T2 + T3 where
+    Layers are in seconds each, and Oobleck's formula judges. With c_i the time of stage i = 0..S-1
+    and k* the slowest stage, it minimises T = T1 + T2 + T3 where
 
-        T1 = sum of c_i;  T2 = (N - S + k* - 1) c_k*;  T3 = sum of c_i for i >= k*;  N = 4 S micro-batches.
+        T1 = sum of c_i;  T2 = (N - S + k* - 1) c_k*;  T3 = sum of c_i for i >= k*;  N = 4 S
 
-    Exact: every range of layers is tried as the slowest stage, with the fewest stages before it that suffice.
+    and N counts micro-batches. Exact: every range of layers is tried as the slowest stage, with the
+    fewest stages before it that suffice.
     """
     stages = min(nodes, len(layers))
     prefix = [0.0, *accumulate(layers)]
@@ -50,20 +58,25 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
         tail = prefix[-1] - prefix[first]
         total = prefix[-1] + (3 * stages + before - 1) * slowest + tail
         if total < best:
-            best, best_template = total, Template(slowest, prefix[-1] + (before - stages - 1) * slowest + tail)
+            best = total
+            best_template = Template(slowest, prefix[-1] + (before - stages - 1) * slowest + tail)
     assert best_template is not None
     return best_template
 
 
 def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """Return a function that counts the stages that a range of layers needs if none may take longer than some seconds.
+    """Return a function that counts the stages that a range of layers needs.
 
-    Its arguments are the first layer, the end of the range, and the seconds. `prefix` has the sums of layers' seconds.
+    None may take longer than some seconds. Its arguments are the first layer, the end of the range,
+    and the seconds. `prefix` has the sums of layers' seconds.
     """
     def count_stages(first: int, last: int, seconds: float) -> int:
         count, position = 0, first
         while position < last:
-            end = bisect_right(prefix, prefix[position] + seconds * (1 + 1e-9), position, last + 1) - 1
+            end = (
+                bisect_right(prefix, prefix[position] + seconds * (1 + 1e-9), position, last + 1)
+                - 1
+            )
             if end == position:
                 return len(prefix)  # a single layer is longer
             count, position = count + 1, end
@@ -75,8 +88,10 @@ def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], 
 @lru_cache(maxsize=65536)
 def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...],
                                  microbatches: int) -> float:
-    """Return the seconds of an iteration if its micro-batches are divided in the best way over pipelines of these
-    lengths, whose stages divide `layers` (seconds each) in the best way.
+    """Return the seconds of the best iteration over pipelines of these lengths.
+
+    Their stages divide `layers` (seconds each), and the pipelines divide the micro-batches, in the
+    best way.
 
     The argument `lengths` has pairs (nodes, number of pipelines with so many nodes).
     """
@@ -87,12 +102,20 @@ def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple
 
 
 def shortest_iteration(pipelines: Mapping[Template, int], microbatches: int) -> float:
-    """Return the seconds of an iteration if its micro-batches are divided over the pipelines in the best way. The
-    argument `pipelines` has the number of pipelines by template (the times of a pipeline with a number of nodes)."""
-    def count_fitting(seconds: float) -> int:
-        return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())
+    """Return the seconds of an iteration whose micro-batches are divided best.
 
-    low, high = 0.0, min(one.seconds_for(-(-microbatches // count)) for one, count in pipelines.items())
+    The argument `pipelines` has the number of pipelines by template.
+    """
+    def count_fitting(seconds: float) -> int:
+        return sum(
+            count * max(0, int((seconds - template.fill) / template.step + 1e-9))
+            for template, count in pipelines.items()
+        )
+
+    low = 0.0
+    high = min(
+        template.seconds_for(-(-microbatches // count)) for template, count in pipelines.items()
+    )
     for _ in range(60):
         middle = (low + high) / 2
         if count_fitting(middle) >= microbatches:

@@ -8,8 +8,11 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """Base class of policies that no system has, drawn as lines to compare others with: the rate depends only on the
-    number of live workers and their speed (`_rate_for_live`, for subclasses to define), and changes take no time."""
+    """Base class of policies that no system has, drawn as lines to compare with.
+
+    The rate depends only on the number of live workers and their speed (`_rate_for_live`, for
+    subclasses to define), and changes take no time.
+    """
 
     is_reference = True
     balances_speeds = True
@@ -20,7 +23,7 @@ class _Reference(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """Return the number of GPUs that a worker uses if `alive` of `whole` are alive: all of them."""
+        """Return the number of GPUs that a worker uses, all that are alive."""
         return alive
 
     @abstractmethod
@@ -37,21 +40,25 @@ class _Reference(Policy):
         return self._rate_for_live(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return one phase: a span of time without end, of training on the machines whose numbers are in `live`."""
+        """Return one phase without end, of training on the machines in `live`."""
         self._live = len(live)
         return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return one phase after the change: a span of time without end, of training without a pause on the machines
-        that are live now. The argument `remaining` is ignored."""
+        """Return one phase without end, of training on the machines that are live now.
+
+        There is no pause. The argument `remaining` is ignored.
+        """
         self._live += len(change.added) - len(change.removed)
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
         return [Phase(Cause.RUN, rate=self._rate_for_live(speed))]
 
 
 class FaultScaled(_Reference):
-    """Imaginary policy, drawn as a reference line: its throughput is that of 1F1B without failures, times the share of
-    workers alive."""
+    """Reference line of 1F1B's throughput, times the share of workers alive.
+
+    The throughput is that without failures.
+    """
 
     name = "fault-scaled"
     title = "reference: plain 1F1B times the share of workers alive"
@@ -59,17 +66,26 @@ class FaultScaled(_Reference):
     assumptions = "no cost of any change; as in the published figures"
 
     def _rate_for_live(self, live: float) -> float:
-        return self.throughputs.one_f_one_b_rate(self.scenario.pipelines) * live / self.scenario.workers
+        return (
+            self.throughputs.one_f_one_b_rate(self.scenario.pipelines)
+            * live
+            / self.scenario.workers
+        )
 
 
 class WorkConserving(_Reference):
-    """Imaginary policy, drawn as a reference line: its throughput is an upper bound for synchronous training, as if all
-    live workers were busy all the time."""
+    """Reference line of an upper bound for synchronous training.
+
+    All live workers are busy all the time.
+    """
 
     name = "work-conserving"
     title = "reference: no live worker ever idle, no change costs anything"
     source = "a bound: the work over the live workers"
-    assumptions = "an iteration's work spread evenly over live workers, whatever stage it is of, and one optimizer step"
+    assumptions = (
+        "an iteration's work spread evenly over live workers, whatever stage it is of, and one "
+        "optimizer step"
+    )
 
     def _rate_for_live(self, live: float) -> float:
         return self.throughputs.work_conserving_rate(live)

@@ -1,4 +1,7 @@
-"""Policies that re-route micro-batches to peers: every live worker holds a stage, and all of them train."""
+"""Policies that re-route micro-batches to peers.
+
+Every live worker holds a stage, and all of them train.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -9,10 +12,15 @@ from slipstream.planner.simulation.policy import Cause, Phase, RatedByStage, Sce
 
 
 class StageAssignment:
-    """Table of the stage that each machine runs, and of the number of machines that each stage lacks."""
+    """Table of the stage that each machine runs, and of what each stage lacks.
+
+    Machines are counted.
+    """
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Create a table without machines; `lacking` has the number of machines that each stage needs."""
+        """Create a table without machines; `lacking` has the number of machines that each stage
+        needs.
+        """
         self.stage_of: dict[int, int] = {}
         """Stage that each machine runs; machines without one are not in it."""
         self._lacking = list(lacking)
@@ -56,18 +64,21 @@ class StageAssignment:
 
 
 class Rerouting(RatedByStage):
-    """Base class of policies that re-route (this planner, ReCycle, ElasWave), which assigns stages to machines, and
-    counts what failures and moves cost. Subclasses define `rate` and `_plan_phases`.
+    """Base class of policies that re-route (this planner, ReCycle, ElasWave).
 
-    A failure discards the iteration in progress (half of one on average), and the survivors continue after a switch. A
-    new machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. If
-    a stage has lost all its workers, or there are fewer workers than stages, the job returns to a checkpoint (written
-    in the background), with stages newly assigned to the machines that are alive. Machines that arrive meanwhile wait
-    until that is done.
+    It assigns stages to machines, and counts what failures and moves cost. Subclasses define `rate`
+    and `_plan_phases`.
 
-    The stage of each machine depends on the trace alone, and not on any policy's throughput. So all policies of this
-    kind that move workers lose a stage at the same times, and a policy whose schedules are never slower than another's
-    never falls behind it.
+    A failure discards the iteration in progress (half of one on average), and the survivors
+    continue after a switch. A new machine loads a stage and joins between two iterations; so does a
+    live worker that is moved to another stage. If a stage has lost all its workers, or there are
+    fewer workers than stages, the job returns to a checkpoint (written in the background), with
+    stages newly assigned to the machines that are alive. Machines that arrive meanwhile wait until
+    that is done.
+
+    The stage of each machine depends on the trace alone, and not on any policy's throughput. So all
+    policies of this kind that move workers lose a stage at the same times, and a policy whose
+    schedules are never slower than another's never falls behind it.
     """
 
     moves_workers: bool = True
@@ -79,18 +90,19 @@ class Rerouting(RatedByStage):
         self._stages = StageAssignment([scenario.pipelines] * scenario.stages)
         """Stage assigned to each live machine."""
         self._held_stages = self._stages
-        """Stage whose parameters each machine holds, until `_loaded_at`. A machine that is about to join holds none.
+        """Stage whose parameters each machine holds, until `_loaded_at`.
 
-        This is the same object as `_stages` if no machine loads a stage.
+        A machine that is about to join holds none. This is the same object as `_stages` if no
+        machine loads a stage.
         """
         self._loaded_at = 0.0
         """Time in seconds of the trace from which on every machine holds its assigned stage."""
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Assign a stage to every machine in `live` (by number), and return the phases (spans of time, each with a
-        training rate and a cause) from the beginning of the trace.
+        """Assign a stage to every machine in `live`, and return the phases from the beginning.
 
-        The stage is that of the machine's position in the grid, unless some stage would have no worker.
+        The stage is that of the machine's position in the grid, unless some stage would have no
+        worker.
         """
         for machine in live:
             self._stages.assign_stage(machine, machine % self.scenario.stages)
@@ -100,11 +112,10 @@ class Rerouting(RatedByStage):
         return self.resume_training(self._rate_for_stages(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Assign stages to newcomers and moved workers, and return the phases (spans of time, each with a training rate
-        and a cause) after the change.
+        """Assign stages to newcomers and moved workers, and return the next phases.
 
-        The argument `remaining` has what was left of the phases before. If a stage has lost all its workers, the job
-        restarts from the checkpoint.
+        The argument `remaining` has what was left of the phases before. If a stage has lost all its
+        workers, the job restarts from the checkpoint.
         """
         if change.seconds >= self._loaded_at:
             self._held_stages = self._stages
@@ -131,55 +142,75 @@ class Rerouting(RatedByStage):
 
     @abstractmethod
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) from the time `now` on, with the stages assigned as
-        they are now.
+        """Return the phases from the time `now` on, with stages as assigned now.
 
-        They begin with the pauses `stalls` and redo `lost_samples`. By the last phase each machine has loaded its
-        assigned stage.
+        They begin with the pauses `stalls` and redo `lost_samples`. By the last phase each machine
+        has loaded its assigned stage.
         """
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold the stages to which `stages` assigns them."""
+        """Return the samples per second of machines that hold these stages.
+
+        The stages are those to which `stages` assigns machines.
+        """
         return self.rate(stages.down_by_stage)
 
-    # --- Which machine holds which stage ------------------------------------------------------------------------------
+    # --- Which machine holds which stage ----------------------------------------------------------
 
     @property
     def _is_loading(self) -> bool:
         """True if some machine does not hold its assigned stage yet."""
-        return self._held_stages is not self._stages and self._held_stages.stage_of != self._stages.stage_of
+        return (
+            self._held_stages is not self._stages
+            and self._held_stages.stage_of != self._stages.stage_of
+        )
 
     def _has_lost_stage(self, stages: StageAssignment) -> bool:
         return stages.most_down >= self._pipelines
 
     def _assign_stage(self, machine: int, stage: int) -> None:
-        """Assign a stage to a machine, which does not count as holding the stage until it has loaded its parameters."""
+        """Assign a stage to a machine, which has yet to load its parameters.
+
+        Until then it does not count as holding the stage.
+        """
         if self._held_stages is self._stages:
             self._stages = self._held_stages.copy()
         self._stages.assign_stage(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
-        """Assign stages to the live machines again, with failures spread evenly over stages. If too few are alive to
-        run every stage, each keeps its stage, and newcomers get the first stage."""
+        """Assign stages to the live machines again, with failures spread evenly over stages.
+
+        If too few are alive to run every stage, each keeps its stage, and newcomers get the first
+        stage.
+        """
         spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
                 self._stages.assign_stage(machine, self._stages.stage_of.get(machine, 0))
             return
-        stages = [stage for stage, down in enumerate(spread) for _ in range(self.scenario.pipelines - down)]
+        stages = [
+            stage
+            for stage, down in enumerate(spread)
+            for _ in range(self.scenario.pipelines - down)
+        ]
         for machine, stage in zip(sorted(machines), stages, strict=True):
             self._stages.assign_stage(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
-        """Assign to each newcomer the stage whose number of missing workers most exceeds that with failures spread
-        evenly over stages."""
+        """Assign to each newcomer the stage that lacks the most workers.
+
+        They are compared with failures spread evenly over stages.
+        """
         if not machines:
             return
-        spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of)
-                                                      - len(machines))
+        spread = self.throughputs.loads.spread_evenly(
+            self.scenario.workers - len(self._stages.stage_of) - len(machines)
+        )
         for machine in machines:
             down = self._stages.down_by_stage
-            lacking = [(most - least, most) for most, least in zip(down, spread or down, strict=True)]
+            lacking = [
+                (count - even, count) for count, even in zip(down, spread or down, strict=True)
+            ]
             self._assign_stage(machine, lacking.index(max(lacking)))
 
     def _move_workers(self) -> None:
@@ -197,26 +228,38 @@ class Rerouting(RatedByStage):
 
 
 class ReCycle(Rerouting):
-    """ReCycle's policy: 1F1B while all workers are alive; after a failure round-robin re-routing, with backward split
-    into I and W, and a staggered optimizer: each stage steps as soon as its own gradients are summed."""
+    """ReCycle's policy, 1F1B with round-robin re-routing after a failure.
+
+    The backward is then split into I and W, and the optimizer staggered.
+    """
 
     name = "recycle"
     title = "ReCycle as published"
-    source = "ReCycle (SOSP 2024, arXiv 2405.14009), sections 3 to 5; its solver is replaced by list schedules"
-    assumptions = ("1F1B on healthy workers, micro-batches of dead workers assigned round-robin, split backward and "
-                   "staggered optimizer; one failure a stage, then two; its solver replaced by list schedules; who "
-                   "joins or moves loads one stage from a peer, all at the same time, while the others wait; "
-                   "switches and lost work as for slipstream")
+    source = (
+        "ReCycle (SOSP 2024, arXiv 2405.14009), sections 3 to 5; its solver is replaced by list "
+        "schedules"
+    )
+    assumptions = (
+        "1F1B on healthy workers, micro-batches of dead workers assigned round-robin, split "
+        "backward and staggered optimizer; one failure a stage, then two; its solver replaced by "
+        "list schedules; who joins or moves loads one stage from a peer, all at the same time, "
+        "while the others wait; switches and lost work as for slipstream"
+    )
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of ReCycle's schedule; `down` has the number of dead workers of each stage."""
+        """Return the samples per second of ReCycle's schedule with `down` dead workers by stage."""
         return self.throughputs.recycle_rate(down)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) from the time `now` on, in which all workers wait
-        while some load a stage. They begin with the pauses `stalls` and redo `lost_samples`."""
+        """Return the phases from the time `now` on, in which all workers wait for loading.
+
+        They begin with the restart in `stalls`, if there is one; its other pauses are dropped. A
+        switch follows, and a load if stages are loaded. Training redoes `lost_samples`.
+        """
         stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
         if self._is_loading:
             stalls.append(self.load)
         self._loaded_at = now + sum(stall.seconds for stall in stalls)
-        return self.resume_training(self._rate_for_stages(self._stages), *stalls, lost_samples=lost_samples)
+        return self.resume_training(
+            self._rate_for_stages(self._stages), *stalls, lost_samples=lost_samples
+        )

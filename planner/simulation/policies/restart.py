@@ -7,15 +7,23 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Restart(Policy):
-    """Policy that restarts from the last checkpoint on as many whole pipelines as there are machines for."""
+    """Policy that restarts from the last checkpoint on whole pipelines.
+
+    There are as many as there are machines for.
+    """
 
     name = "checkpoint-restart"
     title = "checkpoint and restart on whole pipelines"
-    source = "torchrun elastic, Varuna; times: Oobleck (SOSP 2023), tools/simulator; interval: Young (1974)"
+    source = (
+        "torchrun elastic, Varuna; times: Oobleck (SOSP 2023), tools/simulator; interval: Young "
+        "(1974)"
+    )
     pauses = True
-    assumptions = ("published times of a restart and of a checkpoint; training pauses for a checkpoint; the best "
-                   "interval (Young 1974) for the failures of this very trace; newcomers that make a pipeline more are "
-                   "taken in at the next checkpoint, by a restart; the global batch is kept")
+    assumptions = (
+        "published times of a restart and of a checkpoint; training pauses for a checkpoint; the "
+        "best interval (Young 1974) for the failures of this very trace; newcomers that make a "
+        "pipeline more are taken in at the next checkpoint, by a restart; the global batch is kept"
+    )
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -27,22 +35,26 @@ class Restart(Policy):
         self._rate = 0.0
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second on as many whole pipelines as this many failures leave machines for."""
-        return self.throughputs.whole_pipelines_rate((self.scenario.workers - failures) // self.scenario.stages)
+        """Return the samples per second on the whole pipelines that this many failures leave."""
+        return self.throughputs.whole_pipelines_rate(
+            (self.scenario.workers - failures) // self.scenario.stages
+        )
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole pipelines of the machines in `live` (by number) as possible, and return the phases (spans
-        of time, each with a training rate and a cause) from the beginning of the trace."""
+        """Form whole pipelines of the machines in `live`, and return the phases.
+
+        There are as many pipelines as possible. The phases begin with the trace.
+        """
         self._idle_machines = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
         return self.resume_training(self._rate)
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases (spans of time, each with a training rate and a cause) after a change: a restart now if a
-        machine in use died, or a later one, to use new machines.
+        """Return the phases after a change.
 
-        The argument `remaining` has what was left of the phases before.
+        The job restarts now if a machine in use died, or later, to use new machines. The argument
+        `remaining` has what was left of the phases before.
         """
         self._grow_if_due(change.seconds)
         used = len(self._machines_in_use)
@@ -59,11 +71,14 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases (spans of time at one training rate) from the time `now` on: those of `remaining` (planned
-        before) that precede training, then training, with a restart after the next checkpoint if idle machines suffice
-        for another pipeline."""
+        """Return the phases from the time `now` on.
+
+        They are those of `remaining` (planned before) that precede training, then training, with a
+        restart after the next checkpoint if idle machines suffice for another pipeline.
+        """
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
-        if self._grow_at is not None:  # the last phase is the planned restart, which is planned again below
+        # the last phase is the planned restart, which is planned again below
+        if self._grow_at is not None:
             before = before[:-1]
         usable = self._count_usable_machines()
         if usable == len(self._machines_in_use):
@@ -77,7 +92,10 @@ class Restart(Policy):
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
 
     def _grow_if_due(self, now: float) -> None:
-        """Use idle machines for more pipelines if the restart that was planned for them is before the time `now`."""
+        """Use idle machines for more pipelines if their restart is due.
+
+        It was planned before the time `now`.
+        """
         if self._grow_at is None or now < self._grow_at:
             return
         self._fill_pipelines()
@@ -85,20 +103,28 @@ class Restart(Policy):
         self._grow_at = None
 
     def _count_usable_machines(self) -> int:
-        """Return the number of live machines in as many whole pipelines as they can fill, up to the job's number of
-        pipelines."""
+        """Return the number of live machines in whole pipelines, up to the job's number."""
         stages = self.scenario.stages
-        return min(self.scenario.workers, (len(self._machines_in_use) + len(self._idle_machines)) // stages * stages)
+        return min(
+            self.scenario.workers,
+            (len(self._machines_in_use) + len(self._idle_machines)) // stages * stages,
+        )
 
     def _fill_pipelines(self) -> None:
-        """Use the live machines of as many whole pipelines as they can fill, up to the job's number of pipelines, and
-        leave all others idle."""
+        """Use the live machines of whole pipelines, and leave all others idle.
+
+        There are as many pipelines as can be filled, up to the job's number.
+        """
         count = self._count_usable_machines()
-        surplus = [self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)]
+        surplus = [
+            self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)
+        ]
         self._idle_machines = dict.fromkeys(reversed(surplus)) | self._idle_machines
         for machine in list(self._idle_machines)[:count - len(self._machines_in_use)]:
             del self._idle_machines[machine]
             self._machines_in_use[machine] = None
 
     def _current_rate(self) -> float:
-        return self.throughputs.whole_pipelines_rate(len(self._machines_in_use) // self.scenario.stages)
+        return self.throughputs.whole_pipelines_rate(
+            len(self._machines_in_use) // self.scenario.stages
+        )

@@ -1,4 +1,8 @@
-"""This project: schedules that fill bubbles with re-routed work, computed by the planner, switched by the runtime."""
+"""This project's policies.
+
+Schedules fill bubbles with re-routed work; the planner computes them, and the runtime switches
+them.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,42 +15,47 @@ from slipstream.planner.simulation.policies.rerouting import Rerouting, StageAss
 from slipstream.planner.simulation.policy import Cause, Phase, Scenario
 from slipstream.planner.simulation.settled import SlowWorkerCount
 
-AT_ONCE_ASSUMPTIONS = ("the schedules of `slipstream plan` (list schedulers, or the table given), with "
-                       "micro-batches cut within a stage where dropping replicas would keep more, never slower than "
-                       "those of "
-                       "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or "
-                       "moves loads one "
-                       "stage from peers while the others train on, and a switch follows; a slow worker is waited for, "
-                       "or left out "
-                       "as if it were down, whichever is faster; a worker that lost some of its GPUs is down")
-SETTLED_ASSUMPTIONS = ("; layers move while it trains on, for as long as the busiest worker needs for what it "
-                       "receives, and a "
-                       "switch follows, where its pause is made up for before the next failure, on average; slow "
-                       "workers have "
-                       "fewer layers then, where that is fastest; the next failure is answered at once as if they had "
-                       "not moved")
+AT_ONCE_ASSUMPTIONS = (
+    "the schedules of `slipstream plan` (list schedulers, or the table given), with micro-batches "
+    "cut within a stage where dropping replicas would keep more, never slower than those of "
+    "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or "
+    "moves loads one stage from peers while the others train on, and a switch follows; a slow "
+    "worker is waited for, or left out as if it were down, whichever is faster; a worker that lost "
+    "some of its GPUs is down"
+)
+SETTLED_ASSUMPTIONS = (
+    "; layers move while it trains on, for as long as the busiest worker needs for what it "
+    "receives, and a switch follows, where its pause is made up for before the next failure, on "
+    "average; slow workers have fewer layers then, where that is fastest; the next failure is "
+    "answered at once as if they had not moved"
+)
 
 
 SPEED_STEP = 0.25
-"""Step of the slowdown factors that are planned for: factors are rounded up to multiples of it, so that few plans are
-needed."""
+"""Step of the slowdown factors that are planned for.
+
+Factors are rounded up to multiples of it, so that few plans are needed.
+"""
 
 
 class LeaveOutChoice(NamedTuple):
-    """Slow live machines to leave idle, so that the others need not wait for them, and the resulting samples per
-    second."""
+    """Slow live machines to leave idle, and the resulting samples per second.
+
+    The others then need not wait for them.
+    """
 
     rate: float
     left_out: frozenset[int]
 
 
 class Slipstream(Rerouting):
-    """Policy that answers a failure at once with layers in place, then with layers moved (rebalanced) if that pays.
+    """Policy that answers a failure at once, then with layers moved if that pays.
 
-    Layers move while training continues. Machines that join or change their stage load its layers while the others
-    continue. Every machine has an assigned stage, which it holds in addition to or instead of its layers in the
-    rebalanced plan. The assigned stages decide the first answer to the next failure, and which failures lose a stage.
-    So training is never slower than with layers in place.
+    At once, layers are in place; then the schedule is rebalanced. Layers move while training
+    continues. Machines that join or change their stage load its layers while the others continue.
+    Every machine has an assigned stage, which it holds in addition to or instead of its layers in
+    the rebalanced plan. The assigned stages decide the first answer to the next failure, and which
+    failures lose a stage. So training is never slower than with layers in place.
     """
 
     name = "slipstream"
@@ -60,17 +69,21 @@ class Slipstream(Rerouting):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
-        """Slow machines that the present schedule leaves idle, including those that still load a stage."""
-        self._settled_at, self._planned_rate = 0.0, 0.0
-        """Time in seconds of the trace at which the plan with layers moved begins, and its samples per second at the
-        speeds it was made for; 0: no such plan."""
+        """Slow machines that the present schedule leaves idle, including those that still load a
+        stage.
+        """
+        self._settled_at = 0.0
+        """Time in seconds of the trace at which the plan with layers moved begins."""
+        self._planned_rate = 0.0
+        """Samples per second of this plan at its speeds; 0: no such plan."""
         self._planned_slowness: dict[int, float] = {}
-        """Slowdown factors of the machines that were slow when the plan with layers moved was made."""
+        """Slowdown factors of machines when the plan with layers moved was made."""
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the planner's schedule with layers in place, or of 1F1B if that is faster.
+        """Return the samples per second of the planner's schedule with layers in place.
 
-        1F1B runs on the pipelines without a dead worker. `down` has the number of dead workers of each stage.
+        Those of 1F1B if that is faster. 1F1B runs on the pipelines without a dead worker. `down`
+        has the number of dead workers of each stage.
         """
         return self.throughputs.in_place_rate(down)
 
@@ -80,29 +93,49 @@ class Slipstream(Rerouting):
         return self.steady_rate(0)
 
     def rebalanced_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the planner's schedule with layers moved. Of `down`, the dead workers by
-        stage, only the sum counts, since layers can move."""
+        """Return the samples per second of the planner's schedule with layers moved.
+
+        Of `down`, the dead workers by stage, only the sum counts, since layers can move.
+        """
         failures = sum(down)
-        return self.throughputs.rebalanced_answer(failures)[0] if failures < self.throughputs.workers else 0.0
+        return (
+            self.throughputs.rebalanced_answer(failures)[0]
+            if failures < self.throughputs.workers
+            else 0.0
+        )
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures, with layers in place or moved, whichever is faster."""
+        """Return the samples per second with this many failures.
+
+        Layers are in place or moved, whichever is faster.
+        """
         at_once = super().steady_rate(failures)
-        return max(at_once, self.throughputs.rebalanced_answer(failures)[0]) if self.moves_layers else at_once
+        return (
+            max(at_once, self.throughputs.rebalanced_answer(failures)[0])
+            if self.moves_layers
+            else at_once
+        )
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases (spans of time, each with a training rate and a cause) from the beginning of the trace,
-        with layers moved if that is faster. The argument `live` has the numbers of the machines alive then."""
+        """Return the phases from the beginning of the trace.
+
+        Layers are moved if that is faster. The argument `live` has the numbers of the machines
+        alive then.
+        """
         super().start(live)
-        self._settled_at, self._planned_rate, self._planned_slowness = 0.0, self._rebalanced_rate_now(), {}
+        self._settled_at, self._planned_rate, self._planned_slowness = (
+            0.0,
+            self._rebalanced_rate_now(),
+            {},
+        )
         return self.resume_training(self._best_rate())
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return the phases (spans of time, each with a training rate and a cause) of a restart from the last
-        checkpoint, with layers moved if that is faster.
+        """Return the phases of a restart from the last checkpoint.
 
-        All machines load their layers from the checkpoint anyway. The parameter `rate` is not used; `remaining` has
-        what was left of the phases before.
+        Layers are moved if that is faster: all machines load their layers from the checkpoint
+        anyway. The parameter `rate` is not used; `remaining` has what was left of the phases
+        before.
         """
         self._planned_rate, self._planned_slowness = self._rebalanced_rate_now(), {}
         return super().restart(self._best_rate(), remaining)
@@ -115,13 +148,20 @@ class Slipstream(Rerouting):
         return max(at_once, self._best_rebalanced_rate()) if self.moves_layers else at_once
 
     def _best_rebalanced_rate(self) -> float:
-        """Return the samples per second of the better choice with layers moved: a plan that gives slow workers less
-        work, or one that leaves the slowest idle."""
-        return max(self._rate_of_best_choice(self._stages, self.rebalanced_rate), self._rate_for_slow_workers())
+        """Return the samples per second of the better choice with layers moved.
+
+        A plan gives slow workers less work, or leaves the slowest idle.
+        """
+        return max(
+            self._rate_of_best_choice(self._stages, self.rebalanced_rate),
+            self._rate_for_slow_workers(),
+        )
 
     def _rate_for_slow_workers(self) -> float:
-        """Return the samples per second of a plan, with layers moved, for the workers that are slow now; 0 if there are
-        none."""
+        """Return the samples per second of a plan for the workers that are slow now.
+
+        Layers are moved; 0 if there are no slow workers.
+        """
         slow = [factor for machine, factor in self.slow.items() if machine in self._stages.stage_of]
         if not slow or self._has_lost_stage(self._stages):
             return 0.0
@@ -130,59 +170,83 @@ class Slipstream(Rerouting):
                                                   SlowWorkerCount(len(slow), longest))[0]
 
     def _current_rebalanced_rate(self) -> float:
-        """Return the samples per second of the last plan with layers moved, scaled to the present speeds of machines.
+        """Return the samples per second of the last plan with layers moved.
 
-        They are divided by the largest factor f by which a machine is slower than planned: if each op takes at most f
-        times as long, so does the plan.
+        They are scaled to the present speeds of machines. They are divided by the largest factor f
+        by which a machine is slower than planned: if each op takes at most f times as long, so does
+        the plan.
         """
         return self._planned_rate / max([1.0, *(factor / self._planned_slowness.get(machine, 1.0)
                                                 for machine, factor in self.slow.items())])
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases (spans of time, each with a training rate and a cause) after machines were lost, added, or
-        changed in speed. They begin with a switch of schedules if other slow machines are left idle than before the
-        change.
+        """Return the phases after machines were lost, added, or changed in speed.
 
-        The argument `remaining` has what was left of the phases before.
+        They begin with a switch of schedules if other slow machines are left idle than before the
+        change. The argument `remaining` has what was left of the phases before.
         """
         if change.removed or change.seconds < self._settled_at:
             self._planned_rate = 0.0  # some of its layers are lost, or not loaded yet
         phases = super().on_change(change, remaining)
         if not self.slow and not self._left_out:
             return phases
-        before, self._left_out = self._left_out, self._choose_left_out(self._stages, self.rate).left_out
+        before, self._left_out = (
+            self._left_out,
+            self._choose_left_out(self._stages, self.rate).left_out,
+        )
         same = before == self._left_out & self._held_stages.stage_of.keys()
-        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self.switch, *phases]
+        return (
+            phases
+            if change.removed or remaining[0].cause is not Cause.RUN or same
+            else [self.switch, *phases]
+        )
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages, with the slowest left idle if that pays."""
+        """Return the samples per second of machines that hold these stages.
+
+        The slowest are left idle if that pays.
+        """
         return self._rate_of_best_choice(stages, self.rate)
 
-    def _rate_of_best_choice(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> float:
-        """Return the samples per second if the best number of the slowest machines is left idle; 0 if a stage has no
-        live machine.
+    def _rate_of_best_choice(
+        self, stages: StageAssignment, rate: Callable[[DownByStage], float]
+    ) -> float:
+        """Return the samples per second with the best number of machines left idle.
 
-        The function `rate` maps the dead or idle workers of each stage to samples per second.
+        They are the slowest; 0 if a stage has no live machine. The function `rate` maps the dead or
+        idle workers of each stage to samples per second.
         """
         if self.slow:
             return self._choose_left_out(stages, rate).rate
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
 
-    def _choose_left_out(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
-        """Return which of the slowest machines to leave idle, and the resulting samples per second. All others wait for
-        the slowest machine that is not idle.
+    def _choose_left_out(
+        self, stages: StageAssignment, rate: Callable[[DownByStage], float]
+    ) -> LeaveOutChoice:
+        """Return which of the slowest machines to leave idle, and the resulting samples per second.
 
-        The function `rate` maps the dead or idle workers of each stage to samples per second. A schedule in which every
-        op takes at most f times as long has at most f times the period.
+        All others wait for the slowest machine that is not idle. The function `rate` maps the dead
+        or idle workers of each stage to samples per second. A schedule in which every op takes at
+        most f times as long has at most f times the period.
         """
         down = list(stages.down_by_stage)
-        slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages.stage_of),
-                      reverse=True)
+        slow = sorted(
+            (
+                (factor, machine)
+                for machine, factor in self.slow.items()
+                if machine in stages.stage_of
+            ),
+            reverse=True,
+        )
         best, left_out = LeaveOutChoice(0.0, frozenset()), list[int]()
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
             if max(down) >= self._pipelines:
                 break
-            best = max(best, LeaveOutChoice(rate(tuple(down)) / factor, frozenset(left_out)), key=lambda one: one.rate)
+            best = max(
+                best,
+                LeaveOutChoice(rate(tuple(down)) / factor, frozenset(left_out)),
+                key=lambda choice: choice.rate,
+            )
             for _, machine in machines:
                 if machine >= 0:
                     left_out.append(machine)
@@ -190,11 +254,11 @@ class Slipstream(Rerouting):
         return best
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) from the time `now` on: training with the machines
-        that hold their stage, then with all, then with layers moved.
+        """Return the phases from the time `now` on.
 
-        They begin with the pauses `stalls` and redo `lost_samples`. If the last plan with layers moved is still
-        possible and faster, it is used from the beginning.
+        The job trains with the machines that hold their stage, then with all, then with layers
+        moved. The phases begin with the pauses `stalls` and redo `lost_samples`. If the last plan
+        with layers moved is still possible and faster, it is used from the beginning.
         """
         settled = self._current_rebalanced_rate()
         first_rate = max(settled, self._rate_for_stages(self._held_stages))
@@ -207,39 +271,59 @@ class Slipstream(Rerouting):
         else:
             phases = self.resume_training(first_rate, *stalls, lost_samples=lost_samples)
             loads = loads and final_rate > first_rate
-            phases = self.change_rate(phases, self._loaded_at - now, switch, final_rate) if loads else phases
-        return self._append_rebalanced(phases, final_rate, now, self._loaded_at - now + loads * switch.seconds)
+            phases = (
+                self.change_rate(phases, self._loaded_at - now, switch, final_rate)
+                if loads
+                else phases
+            )
+        return self._append_rebalanced(
+            phases, final_rate, now, self._loaded_at - now + loads * switch.seconds
+        )
 
-    def _append_rebalanced(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
-        """Return `phases` (spans of time at one training rate), followed by training with layers moved if it pays. In
-        `phases`, training reaches `rate` samples per second at `seconds` after the time `now`.
+    def _append_rebalanced(
+        self, phases: list[Phase], rate: float, now: float, seconds: float
+    ) -> list[Phase]:
+        """Return `phases`, followed by training with layers moved if it pays.
 
-        Moving layers pays if the higher rate makes up for the pause of the switch within the mean time between
-        failures.
+        In `phases`, training reaches `rate` samples per second at `seconds` after the time `now`.
+        Moving layers pays if the higher rate makes up for the pause of the switch within the mean
+        time between failures.
         """
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
         usual = self._rebalanced_rate_now()
         settled = max(rate, self._best_rebalanced_rate() if self.slow else usual)
-        move = self.throughputs.rebalanced_answer(self.scenario.workers
-                                                  - len(self._stages.stage_of))[1] * self.costs.load_seconds
+        move = (
+            self.throughputs.rebalanced_answer(self.scenario.workers - len(self._stages.stage_of))[
+                1
+            ]
+            * self.costs.load_seconds
+        )
         move += self.costs.plan_seconds
         gained = settled - rate
         made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
         if seconds + move + made_up > self.scenario.seconds_between_failures:
             return phases
-        self._settled_at, self._planned_rate, self._planned_slowness = now + seconds + move, usual, {}
+        self._settled_at, self._planned_rate, self._planned_slowness = (
+            now + seconds + move,
+            usual,
+            {},
+        )
         if self.slow and (for_slow := self._rate_for_slow_workers()) == settled:
             self._planned_rate, self._planned_slowness = for_slow, dict(self.slow)
         return self.change_rate(phases, seconds + move, self.switch, settled)
 
 
 class SlipstreamFixed(Slipstream):
-    """Slipstream in which live workers keep their stages and layers; a newcomer may be given any stage."""
+    """Slipstream in which live workers keep their stages and layers.
+
+    A newcomer may be given any stage.
+    """
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"
-    assumptions = AT_ONCE_ASSUMPTIONS + ("; newcomers, who have to load a stage anyway, get the one that lacks workers "
-                                         "most")
+    assumptions = AT_ONCE_ASSUMPTIONS + (
+        "; newcomers, who have to load a stage anyway, get the one that lacks workers most"
+    )
     moves_workers = False
     moves_layers = False

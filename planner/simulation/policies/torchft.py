@@ -1,4 +1,7 @@
-"""torchft (0.2.0) with pipeline parallelism inside a replica group: a group lives or dies as a whole."""
+"""torchft (0.2.0) with pipeline parallelism inside a replica group.
+
+A *group* is a data-parallel replica, which lives or dies as a whole.
+"""
 
 from collections.abc import Sequence
 
@@ -10,15 +13,21 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class TorchFT(Policy):
-    """Policy that drops a replica group which lost a worker, and restarts workers of dropped groups as whole groups."""
+    """Policy that drops a group which lost a worker.
+
+    Workers of dropped groups are restarted as whole groups.
+    """
 
     name = "torchft"
     title = "torchft: a replica group that lost a worker is dropped"
     source = "torchft 0.2.0, src/manager.rs: a quorum counts whole replica groups"
-    assumptions = ("throughput in proportion to whole groups (each continues with its own micro-batches, so that the "
-                   "global batch shrinks); a failure discards the step; whoever is left of dropped groups, and "
-                   "newcomers, are restarted as whole groups after the time of a restart, in which the others go on, "
-                   "and take the state from a peer; steps take no longer than without torchft, in its favour")
+    assumptions = (
+        "throughput in proportion to whole groups (each continues with its own micro-batches, so "
+        "that the global batch shrinks); a failure discards the step; whoever is left of dropped "
+        "groups, and newcomers, are restarted as whole groups after the time of a restart, in "
+        "which the others go on, and take the state from a peer; steps take no longer than without "
+        "torchft, in its favour"
+    )
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -33,21 +42,23 @@ class TorchFT(Policy):
         return self.fault_free_rate * groups / self.scenario.pipelines
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second on as many whole groups as this many failures leave workers for."""
+        """Return the samples per second on the whole groups that this many failures leave."""
         return self._rate_for_groups((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole groups (data-parallel replicas) of the machines in `live` (by number) as possible, and
-        return the phases (spans of time, each with a training rate and a cause) from the beginning of the trace."""
+        """Form whole groups of the machines in `live`, and return the phases.
+
+        There are as many groups as possible. The phases begin with the trace.
+        """
         self._ungrouped = sorted(live)
         self._groups = PipelineGroups(self._form_whole_groups())
         return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Drop groups (data-parallel replicas) that lost a worker, restart whole groups in the background, and return
-        the next phases (spans of time, each with a training rate and a cause).
+        """Drop groups that lost a worker, and return the next phases.
 
-        The argument `remaining` has what was left of the phases before.
+        Whole groups are restarted in the background. The argument `remaining` has what was left of
+        the phases before.
         """
         now, dead = change.seconds, set(change.removed)
         if now >= self._restarted_at:
@@ -67,41 +78,51 @@ class TorchFT(Policy):
         return self._training_phases(now, broken, remaining)
 
     def _join_restarted_groups(self) -> None:
-        """Move the restarted groups (data-parallel replicas) to those that train."""
+        """Move the restarted groups to those that train."""
         for group in self._starting.groups:
             self._groups.add_group(group)
         self._starting = PipelineGroups()
 
     def _remove_dead(self, gone: set[int]) -> None:
-        """Remove dead machines (`gone`), and drop the groups (data-parallel replicas) that lost one."""
+        """Remove dead machines (`gone`), and drop the groups that lost one."""
         for groups in (self._groups, self._starting):
             for group in groups.find_groups(sorted(gone)):
                 self._ungrouped += groups.remove_group(group)
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _training_phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases (spans of time at one training rate) from the time `now` on: training with the groups
-        (replicas) that run, and from `_restarted_at` on also with the restarted ones.
+        """Return the phases from the time `now` on.
 
-        The flag `broken` says that a group that trained has just lost a machine. The argument `remaining` has the
-        phases planned before; if its pauses still apply, the new phases begin with them.
+        The groups that run train, and from `_restarted_at` on also the restarted ones. The flag
+        `broken` says that a group that trained has just lost a machine. The argument `remaining`
+        has the phases planned before; if its pauses still apply, the new phases begin with them.
         """
         running, starting = len(self._groups.groups), len(self._starting.groups)
         rate = self._rate_for_groups(running)
         lost_samples = self.discard_lost_samples(remaining, worker_died=broken)
-        stalls = [phase for phase in remaining[:_find_training_phase(remaining)] if phase.cause is not Cause.LOST]
+        stalls = [
+            phase
+            for phase in remaining[: _find_training_phase(remaining)]
+            if phase.cause is not Cause.LOST
+        ]
         if broken and not self.needs_checkpoint(remaining):
             stalls = [self.switch]
         phases = self.resume_training(rate, *stalls, lost_samples=lost_samples)
         if starting:
             spent = sum(phase.seconds for phase in phases[:-1])
             phases[-1] = phases[-1].with_seconds(max(0.0, self._restarted_at - now - spent))
-            phases += [self._join_phase, self.load, self.training_phase(self._rate_for_groups(running + starting))]
+            phases += [
+                self._join_phase,
+                self.load,
+                self.training_phase(self._rate_for_groups(running + starting)),
+            ]
         return phases
 
     def _form_whole_groups(self) -> list[list[int]]:
-        """Return new whole groups (data-parallel replicas), as lists of machines that are in no group; at most as many
-        as the job lacks."""
+        """Return new whole groups, as lists of machines that are in no group.
+
+        There are at most as many as the job lacks.
+        """
         groups: list[list[int]] = []
         stages = self.scenario.stages
         room = self.scenario.pipelines - len(self._groups.groups) - len(self._starting.groups)
@@ -112,15 +133,21 @@ class TorchFT(Policy):
 
 
 class FTHSDP(TorchFT):
-    """Policy of torchft with the times that the FT-HSDP paper reports for 100,000 GPUs: all pause for 3 minutes at a
-    failure, and a replica restarts in 10."""
+    """Policy of torchft with the times that the FT-HSDP paper reports.
+
+    For 100,000 GPUs: all pause for 3 minutes at a failure, and a replica restarts in 10.
+    """
 
     name = "ft-hsdp"
     title = "FT-HSDP: a replica that failed restarts alone, with a stall of 3 minutes"
-    source = "FT-HSDP (arXiv 2602.00277), abstract: stalls of 3 minutes; our reading: no public code"
-    assumptions = ("as torchft, but all stand still for 3 minutes at each failure, in all: a replica restarts in 10 "
-                   "minutes, in which the others train, and joins again by a usual switch; replicas are the job's "
-                   "pipelines")
+    source = (
+        "FT-HSDP (arXiv 2602.00277), abstract: stalls of 3 minutes; our reading: no public code"
+    )
+    assumptions = (
+        "as torchft, but all stand still for 3 minutes at each failure, in all: a replica restarts "
+        "in 10 minutes, in which the others train, and joins again by a usual switch; replicas are "
+        "the job's pipelines"
+    )
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario._replace(costs=msgspec.structs.replace(
@@ -130,6 +157,8 @@ class FTHSDP(TorchFT):
 
 
 def _find_training_phase(phases: Sequence[Phase]) -> int:
-    """Return the index of the first phase (span of time at one rate) whose cause is `RUN`, plain training; 0 if there
-    is none."""
+    """Return the index of the first phase whose cause is `RUN`, plain training.
+
+    0 if there is none.
+    """
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

@@ -1,4 +1,5 @@
-"""Machines in pipelines of unequal length, layers divided by speed, and layers left after failures."""
+"""Machines in pipelines of unequal length, layers divided by speed, and layers left after failures.
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
@@ -8,9 +9,10 @@ from slipstream.planner.simulation.policies.oobleck_templates import Template
 
 
 class PipelineGroups:
-    """Lists of machines, one for each pipeline or replica, in which the list of a machine is found without a search.
+    """Lists of machines, one for each pipeline or replica.
 
-    The cost of a change depends on the number of machines that it concerns, and not on the size of the job.
+    The list of a machine is found without a search. The cost of a change depends on the number of
+    machines that it concerns, and not on the size of the job.
     """
 
     def __init__(self, lists: Iterable[list[int]] = ()) -> None:
@@ -23,13 +25,18 @@ class PipelineGroups:
         self.group_of[machine] = group
 
     def add_group(self, group: list[int]) -> None:
-        """Add a pipeline or replica, as the list of its machines. None of these may be in another list."""
+        """Add a pipeline or replica, as the list of its machines.
+
+        None of these may be in another list.
+        """
         self.groups.append(group)
         self.group_of |= dict.fromkeys(group, group)
 
     def remove_group(self, group: list[int]) -> list[int]:
-        """Remove a pipeline or replica, given as its list of machines, and return this list. The machines are then in
-        no list."""
+        """Remove a pipeline or replica, given as its list of machines, and return this list.
+
+        The machines are then in no list.
+        """
         del self.groups[next(index for index, other in enumerate(self.groups) if other is group)]
         for machine in group:
             del self.group_of[machine]
@@ -37,7 +44,11 @@ class PipelineGroups:
 
     def find_groups(self, machines: Iterable[int]) -> list[list[int]]:
         """Return the lists that hold any of these machines, each once."""
-        groups_by_id = {id(group): group for machine in machines if (group := self.group_of.get(machine)) is not None}
+        groups_by_id = {
+            id(group): group
+            for machine in machines
+            if (group := self.group_of.get(machine)) is not None
+        }
         return list(groups_by_id.values())
 
     def remove_machines(self, machines: Iterable[int]) -> bool:
@@ -50,11 +61,12 @@ class PipelineGroups:
 
 @lru_cache(maxsize=65536)
 def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
-    """Return the template (times of a pipeline) of the contiguous division of layers over nodes that makes the slowest
-    stage as fast as possible. `layers` are in seconds each, and `factors` the slowdown of the nodes, in their order.
+    """Return the template of the contiguous division with the fastest slowest stage.
 
-    A node with factor f takes f times as long. If c_i is the time of stage i, n micro-batches take the sum of all c_i
-    plus n - 1 times the longest. A node may be left without layers. Raises ValueError if there are no nodes.
+    The `layers` are in seconds each, and `factors` the slowdown of the nodes, in their order. A
+    node with factor f takes f times as long. If c_i is the time of stage i, n micro-batches take
+    the sum of all c_i plus n - 1 times the longest. A node may be left without layers. Raises
+    ValueError if there are no nodes.
     """
     if not factors:
         raise ValueError("a pipeline of no nodes")
@@ -70,11 +82,14 @@ def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Te
     return Template(step=max(stages), fill=sum(stages) - max(stages))
 
 
-def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: float) -> list[float] | None:
-    """Return the seconds of each node's stage if each node in turn takes as many of the remaining layers as fit into
-    `seconds`; None if layers are left over.
+def _fill_stages_within(
+    prefix: Sequence[float], factors: Sequence[float], seconds: float
+) -> list[float] | None:
+    """Return the seconds of each node's stage if none takes more than `seconds`.
 
-    The argument `prefix` has 0 and the running sums of the layers' seconds, and `factors` the slowdown of each node.
+    Each node in turn takes as many of the remaining layers as fit; None if layers are left over.
+    The argument `prefix` has 0 and the running sums of the layers' seconds, and `factors` the
+    slowdown of each node.
     """
     position, stages = 0, []
     for factor in factors:
@@ -87,8 +102,11 @@ def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], secon
 
 
 def has_all_layers(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
-    """Return whether the machines of `pipelines` that are not in `gone` together hold every layer. Of n machines in a
-    pipeline, number k is assumed to hold the k-th of n equal parts of the layers."""
+    """Return whether the machines of `pipelines` that are not in `gone` together hold every layer.
+
+    Of n machines in a pipeline, number k is assumed to hold the k-th of n equal parts of the
+    layers.
+    """
     gone = set(gone)
     if any(nodes and gone.isdisjoint(nodes) for nodes in pipelines):
         return True

@@ -55,7 +55,7 @@ class MessageBounds:
         The argument `next_iteration` is the first iteration that is not committed.
         """
         iterations = range(self.setup.first_iteration - 1,
-                           min(self.setup.iterations, next_iteration + MAX_ITERATIONS_AHEAD))
+                           min(self.setup.common.iterations, next_iteration + MAX_ITERATIONS_AHEAD))
         match message:
             case IterationReport() if message.iteration not in iterations or not math.isfinite(message.window_seconds):
                 return f"it reports an impossible iteration {message.iteration} or time; the next is {next_iteration}"
@@ -63,7 +63,7 @@ class MessageBounds:
                 and not 0 <= message.squares < math.inf:
                 return "it reports a squared gradient norm that is negative or not finite"
             case IterationReport() | Finished() \
-                if not all(checksum.layer in range(self.setup.cuts[-1]) for checksum in message.checksums):
+                if not all(checksum.layer in range(self.setup.common.cuts[-1]) for checksum in message.checksums):
                 return "it reports checksums of layers that the model does not have"
             case IterationReport():
                 return _find_time_violation(message.times)
@@ -84,12 +84,12 @@ class MessageBounds:
         return None
 
     def _can_keep(self, kept: HeldState) -> bool:
-        return _is_ascending(kept.layers, self.setup.cuts[-1]) and all(
-            layer in range(self.setup.cuts[-1]) and 0 <= start < stop for layer, start, stop in kept.parts)
+        return _is_ascending(kept.layers, self.setup.common.cuts[-1]) and all(
+            layer in range(self.setup.common.cuts[-1]) and 0 <= start < stop for layer, start, stop in kept.parts)
 
     def _can_know(self, known: RecoveryReport | None) -> bool:
         assert known is not None
-        iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
+        iterations = range(self.setup.first_iteration - 1, self.setup.common.iterations)
         return (0 <= known.order < 2**31 and known.iteration in iterations
                 and self.workers.issuperset(known.failed) and self._can_keep(known.kept)
                 and (known.validated is None or known.validated.iteration in iterations))

@@ -69,7 +69,7 @@ class NodeAgents:
         run has given an order before, so that the agent's workers join a run in progress.
         """
         node = join.node
-        setup, shares, is_known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+        setup, shares, is_known = self._run.setup, self._run.facts.shares, 0 < node < self._run.setup.common.nodes
         if join.epoch and (join.epoch >= setup.epoch or self._run.behind is None):
             why = "its connection had ended" if join.epoch == setup.epoch else "it followed another node 0"
             connection.send(encode_frame(RunEnded(f"node 0 continues without node {node}: {why}")))
@@ -89,9 +89,8 @@ class NodeAgents:
             else:
                 self._processes.record_node_started(node)
         connection.send(encode_frame(NodeSetup(
-            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if is_known else (),
-            self._run.config, setup.first_iteration, restarted=restarted,
-            epoch=setup.epoch)))
+            setup.common, tuple(map(len, shares)), tuple(shares[node]) if is_known else (), self._run.request.config,
+            setup.first_iteration, restarted=restarted, epoch=setup.epoch)))
         return is_known and not join.epoch
 
     def handle_disconnect(self, connection: Connection) -> bool:

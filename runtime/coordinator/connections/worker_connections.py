@@ -46,10 +46,10 @@ class WorkerConnections:
         self._processes = processes
         self._put = put
         self._lost = lost
-        self._known = frozenset(run.schedule.grid.workers())
-        self._ranks = run.config.training.tensor_parallel
+        self._known = frozenset(run.request.schedule.grid.workers())
+        self._ranks = run.request.config.training.tensor_parallel
         self._domains = run.failure_domains
-        self._timeout = run.setup.heartbeat_timeout_seconds
+        self._timeout = run.setup.common.resilience.heartbeat_timeout_seconds
         self._looked = time.monotonic()
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """Connections of each worker that is not lost, by rank; some may have ended."""
@@ -213,7 +213,7 @@ class WorkerConnections:
         """
         others = [other for other in self._domains.workers_failing_with(worker) if other != worker
                   and self._is_watched(other)]
-        here = any(other in self._run.shares[0] for other in (worker, *others))
+        here = any(other in self._run.facts.shares[0] for other in (worker, *others))
         return [] if here or not all(other in silent for other in others) else others
 
     def _close_worker(self, worker: Worker) -> None:
@@ -259,4 +259,4 @@ class WorkerConnections:
         return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_path_of(ended.worker)})"
 
     def _log_path_of(self, worker: Worker) -> Path:
-        return self._run.out / "logs" / f"worker-{worker}.log"
+        return self._run.request.out / "logs" / f"worker-{worker}.log"

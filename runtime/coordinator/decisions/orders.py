@@ -66,7 +66,7 @@ def send_train_order(step: TransitionBuilder, prepared: PreparedSchedule, moves:
         fetch=0 if join is None else join.fetch, factor=step.state.log.last_factor,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.find_source_addresses(moves), failed=parts.failed,
-        schedule=msgspec.Raw(prepared.text) if step.rules.whole_schedules else JSON_NULL,
+        schedule=msgspec.Raw(prepared.text) if step.rules.facts.whole_schedules else JSON_NULL,
         restore=None if restore is None else tuple(restore.items()), trusted_from=step.state.trusted_from))
     if join is not None:
         step.add_effect(HandedOver(fetch=join.fetch, order=step.state.order))

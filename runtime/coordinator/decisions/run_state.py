@@ -1,7 +1,7 @@
 """State of a run: all that decisions depend on. It is immutable; `TransitionBuilder` builds the next one for each
 event."""
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,9 +21,25 @@ from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import Finished, HeldState, IterationReport
 from slipstream.runtime.protocol.to_worker import Addresses, LayerMove
 from slipstream.runtime.run_identity import NO_IDENTITY, RunIdentity
-from slipstream.runtime.state.parts import OriginalMembers
+from slipstream.runtime.state.parts import ElementCounts, OriginalMembers
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Grid, Schedule, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What follows from schedule, model, data and machines of a run, and only node 0 needs to know."""
+
+    shares: Sequence[Sequence[Worker]] = ()
+    """Workers of each node that are started with the run, by the node's number."""
+    elements: Sequence[ElementCounts] = ()
+    """Number of trained elements of each layer of the model, on each rank of a worker."""
+    shared_layers: Sequence[Collection[int]] = ()
+    """Groups of layers of the model that share a parameter (`runtime.models.sharing`)."""
+    whole_schedules: bool = True
+    """True if each worker needs all of every schedule, not only its own share, to deal samples or to evaluate."""
+    identity: RunIdentity = NO_IDENTITY
+    """What the run trains. Workers with another identity are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +63,7 @@ class RunRules:
     """True if a planner is configured that makes schedules for slow workers."""
     domains: FailureDomains = NO_SHARED_DOMAINS
     """Failure domains: groups of workers that fail together."""
-    whole_schedules: bool = True
-    """True if each member is also sent the whole of each schedule, to deal samples or to evaluate by it."""
-    identity: RunIdentity = NO_IDENTITY
-    """What the run trains. Workers with another identity do not take part."""
+    facts: RunFacts = RunFacts()
 
     @property
     def placement(self) -> Placement:

@@ -245,7 +245,7 @@ def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
     """Add a worker that waits for an order, or refuse it if it would train something else than the
     run."""
     state, worker = step.state, report.worker
-    difference = describe_difference(report.identity, step.rules.identity, "there")
+    difference = describe_difference(report.identity, step.rules.facts.identity, "there")
     if difference is not None:
         _refuse_worker(step, report, difference)
         return

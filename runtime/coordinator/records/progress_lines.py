@@ -26,9 +26,9 @@ class RunReporter:
     """Reporter of one run to its users and to its log."""
 
     def __init__(self, run: RunSpec, log: RunLog) -> None:
-        self._run, self._notify = run, run.options.notify
+        self._run, self._notify = run, run.request.options.notify
         self._log = log
-        self._folder = read_lock_holder(run.out)
+        self._folder = read_lock_holder(run.request.out)
         self._apart = False
         """True if a worker of another node has been found to write to another folder than node 0."""
         self._checkpointed = 0
@@ -61,7 +61,8 @@ class RunReporter:
         """Report, unless `workers` is empty, that the first order waits for these workers; `agents` are the other nodes
         that have connected, and `address` is that of node 0."""
         if workers:
-            self._notify(f"node 0, at {address}, waits for " + describe_awaited(workers, self._run.shares, agents))
+            awaited = describe_awaited(workers, self._run.facts.shares, agents)
+            self._notify(f"node 0, at {address}, waits for {awaited}")
 
     def log_checkpoint(self, report: CheckpointSaved) -> None:
         """Log that a checkpoint is complete, if the `report` of a worker that has saved its layers is the first to say
@@ -75,7 +76,7 @@ class RunReporter:
         is one."""
         self._log.write_iteration(one.iteration, one.loss, one.window_seconds, gradient_norm=one.gradient_norm,
                                   evaluation=one.evaluation, cost_error=one.cost_error)
-        for slowdown in self._run.resilience.slowdowns:
+        for slowdown in self._run.request.resilience.slowdowns:
             if slowdown.iteration == one.iteration:
                 speed = "is as fast as usual" if slowdown.factor == 1.0 else \
                     f"takes {slowdown.factor:g} times as long"
@@ -109,7 +110,7 @@ class RunReporter:
         incomplete. This is reported only once."""
         if report.folder != self._folder and not self._apart:
             self._apart = True
-            node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)
+            node = next((node for node, share in enumerate(self._run.facts.shares) if report.worker in share), 0)
             self.report_note(f"node {node} writes to another folder than node 0: checkpoints and parameters of which "
                              f"both "
                              "write layers are complete in neither; give all nodes one --out on a file system they "
@@ -117,7 +118,7 @@ class RunReporter:
 
     def describe_progress(self, count: int) -> str:
         """Return a clause that tells that `count` iterations are committed, and where their losses are written."""
-        path: Path = self._run.out / LOSSES
+        path: Path = self._run.request.out / LOSSES
         return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss goes to {path}" \
             if count == 1 else f"{count} iterations are committed, their losses go to {path}"
 

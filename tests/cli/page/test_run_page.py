@@ -10,7 +10,7 @@ from slipstream.cli.app import app
 from slipstream.cli.drawing.run_charts import MAX_POINTS, build_points, choose_ticks, find_settling
 from slipstream.cli.run_page import MAX_EVENTS, run_page
 from slipstream.cli.run_page import _read_schedules as read_schedules
-from slipstream.cli.shared.run_summary import describe_event, event_group
+from slipstream.cli.shared.summaries import describe_event, event_group
 from slipstream.runtime.run_record import read_run
 from tests.cli.runs import SAMPLES, Writer, long_run, settled_run
 

@@ -39,7 +39,7 @@ def test_divided_is_no_worse_and_nobody_has_more_memory(monkeypatch):
         uniform, divided = (bench.find_best(name, divided=how) for how in (False, True))
         if uniform is not None:
             assert divided.seconds <= uniform.seconds
-        assert divided is None or divided.held <= bench.room * (1 + 1e-9)
+        assert divided is None or divided.megabytes <= bench.room * (1 + 1e-9)
 
 
 def test_ours_has_no_more_memory_either(monkeypatch):

@@ -1,13 +1,17 @@
 """A whole run whose workers only talk: real connections, no processes and no tensors."""
 
 import asyncio
+import dataclasses
 import os
 import time
 
+from msgspec.structs import replace
+
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.run_state import RunFacts
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.records.run_log import RunLog
-from slipstream.runtime.coordinator.run_options import Resilience, RunOptions
+from slipstream.runtime.coordinator.run_options import Resilience, RunOptions, RunRequest
 from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol import to_worker
@@ -32,14 +36,21 @@ from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.holding import holding
 from tests.runtime.running import schedule_for, tiny
-from tests.runtime.speaking import SECRET, talk
+from tests.runtime.speaking import COMMON, SECRET, talk
 
 JOB = grid(3, 1, 2)
 WORKERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
 SOON = 120.0
-SETUP = WorkerSetup(first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
-                    store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=((0, 1, 2, 3),), forms=(), loss_scale=1.0,
-                    heartbeat_timeout_seconds=0.5)
+HEARTBEAT_TIMEOUT_SECONDS = COMMON.resilience.heartbeat_timeout_seconds
+SETUP = WorkerSetup(common=COMMON, first_iteration=0, store=Rendezvous("127.0.0.1", 1))
+
+
+def setup_with(heartbeat_timeout_seconds=None, **common):
+    """The setup of the three workers, with other settings for all."""
+    if heartbeat_timeout_seconds is not None:
+        common["resilience"] = dataclasses.replace(COMMON.resilience,
+                                                   heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+    return replace(SETUP, common=replace(COMMON, **common))
 
 
 class Processes:
@@ -144,7 +155,7 @@ class Talker:
         if iteration == self._stops_before:
             self._stops_before = 99
             self.stopped.set()
-        elif iteration < SETUP.iterations:
+        elif iteration < SETUP.common.iterations:
             self.say(IterationReport(self.worker, order, iteration, 1.0, 0.1))
         else:
             self.say(Paused(self.worker, order, holding((0, 4)), None, None))
@@ -156,12 +167,14 @@ class World:
     def __init__(self, out, scheduler=None, setup=SETUP, config=None, **limits):
         self.processes, self.told, self.forgotten = Processes(), [], []
         self._log = RunLog(out)
-        shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
+        shares = [WORKERS] if setup.common.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            RunSpec(schedule=schedule_for(JOB), setup=setup, shares=shares, config=config or tiny(), secret=SECRET,
-                    out=out,
-                    forget_orders=self.forgotten.append, resilience=Resilience(scheduler=scheduler, **limits),
-                    options=RunOptions(notify=self.told.append), elements=[ElementCounts(1)] * 4),
+            RunSpec(request=RunRequest(
+                        schedule=schedule_for(JOB), config=config or tiny(), out=out,
+                        options=RunOptions(notify=self.told.append, secret=SECRET),
+                        resilience=Resilience(scheduler=scheduler, **limits)),
+                    setup=setup, forget_orders=self.forgotten.append,
+                    facts=RunFacts(shares=shares, elements=[ElementCounts(1)] * 4, whole_schedules=False)),
             CommitLog(), self.processes, self._log)
         self.talkers, self.address, self.agent = {}, None, None
 

@@ -7,7 +7,6 @@ import socket
 import time
 
 import pytest
-from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.connections import stall_watch
 from slipstream.runtime.coordinator.connections.worker_connections import CHECKS_PER_TIMEOUT
@@ -34,7 +33,15 @@ from slipstream.runtime.run_folder import hold_folder_lock, read_lock_holder
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator import talking
 from tests.runtime.coordinator.holding import holding
-from tests.runtime.coordinator.talking import JOB, SETUP, SOON, WORKERS, Talker, World
+from tests.runtime.coordinator.talking import (
+    HEARTBEAT_TIMEOUT_SECONDS,
+    JOB,
+    SOON,
+    WORKERS,
+    Talker,
+    World,
+    setup_with,
+)
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import talk, until
 
@@ -118,7 +125,7 @@ def test_a_process_that_ends_while_its_connection_stays_is_waited_for_no_longer_
         world.processes.end(WORKERS[0])
 
     with pytest.raises(RunError, match=r"^worker 0\.0 was killed by SIGKILL; 2 iterations are"):
-        World(tmp_path, setup=replace(SETUP, heartbeat_timeout_seconds=20.0)).play(script, stops_before=2)
+        World(tmp_path, setup=setup_with(heartbeat_timeout_seconds=20.0)).play(script, stops_before=2)
 
 
 def test_a_silent_worker_is_given_up_and_killed(tmp_path):
@@ -136,7 +143,7 @@ def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
         await all_stopped(world)
         world.agent.writer.close()
 
-    setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
+    setup = setup_with(nodes=2, heartbeat_timeout_seconds=20.0)
     with pytest.raises(RunError, match=r"^worker 1\.0 is gone with node 1; 2 iterations are"):
         World(tmp_path, setup=setup).play(script, stops_before=2, agent=True)
 
@@ -155,7 +162,7 @@ def test_an_agent_that_joins_anew_ends_what_is_left_of_its_nodes_workers(tmp_pat
         for worker in WORKERS[::2]:
             world.talkers[worker].say(IterationReport(worker, 2, 2, 1.0, 0.1))
 
-    setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
+    setup = setup_with(nodes=2, heartbeat_timeout_seconds=20.0)
     world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))), setup=setup)
     world.play(script, stops_before=2)
     (recovery,) = world.events.state.recovery.recoveries
@@ -175,7 +182,7 @@ def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tm
         await until(lambda: len(workers.incomplete_workers) == 3)
         world.events._enqueue(world.events._require_all_connected)
 
-    world = World(tmp_path, setup=replace(SETUP, nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=1000)
+    world = World(tmp_path, setup=setup_with(nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=1000)
     with pytest.raises(RunError, match=r"^waited 1000 s unsuccessfully for worker 0\.0 of node 0, worker 2\.0 of node "
                        r"0 and worker 1\.0 of node 1; "):
         world.play(script, agent=True)
@@ -190,7 +197,7 @@ def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
         for talker in world.talkers.values():
             talker.say(IterationReport(talker.worker, 1, 2, 1.0, 0.1))
 
-    world = World(tmp_path, setup=replace(SETUP, nodes=2))
+    world = World(tmp_path, setup=setup_with(nodes=2))
     world.play(script, stops_before=2, agent=True)
     assert world.log.losses == [3.0] * 4
 
@@ -201,7 +208,7 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
         for worker in WORKERS[1:]:
             world.talkers[worker].beating, world.talkers[worker].answers = False, False
         await until(lambda: WORKERS[0] in world.events.state.live)
-        await asyncio.sleep(2 * SETUP.heartbeat_timeout_seconds)  # nobody is given up before it is ready
+        await asyncio.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS)  # nobody is given up before it is ready
         world.events._enqueue(world.events._require_all_connected)
 
     with pytest.raises(RunError, match=r"^waited 1000 s unsuccessfully for worker 1\.0 of node 0 and worker 2\.0 of "
@@ -232,7 +239,7 @@ def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
     def scheduler(down):
         began = time.monotonic()
         asked.append(down)
-        time.sleep(2 * SETUP.heartbeat_timeout_seconds)
+        time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS)
         while len(world.processes.buried) < 2 and time.monotonic() < began + SOON / 2:
             time.sleep(0.01)  # the first one, on a busy machine
         planned.append((down, began, time.monotonic()))
@@ -324,7 +331,7 @@ class Looks:
         self.now = 100.0
 
     def monotonic(self):
-        self.now += SETUP.heartbeat_timeout_seconds / CHECKS_PER_TIMEOUT
+        self.now += HEARTBEAT_TIMEOUT_SECONDS / CHECKS_PER_TIMEOUT
         return self.now
 
 
@@ -351,7 +358,7 @@ def test_node_0_says_at_once_for_which_node_it_waits(tmp_path):
         for worker in WORKERS[1:]:
             world.talkers[worker].answers = False
 
-    world = World(tmp_path, setup=replace(SETUP, nodes=2), join_timeout_seconds=0.3)
+    world = World(tmp_path, setup=setup_with(nodes=2), join_timeout_seconds=0.3)
     with pytest.raises(RunError, match=r"^waited 0\.3 s unsuccessfully for node 1, which has not connected, and for "):
         world.play(script)
     assert world.told == [f"node 0, at 127.0.0.1:{world.address.port}, waits for node 1, which has not connected"]
@@ -364,7 +371,7 @@ def test_one_line_tells_that_nodes_do_not_share_their_folder(tmp_path):
             world.talkers[worker].folder = read_lock_holder(tmp_path)
 
     with hold_folder_lock(tmp_path, 0):
-        world = World(tmp_path, setup=replace(SETUP, nodes=2))
+        world = World(tmp_path, setup=setup_with(nodes=2))
         world.play(script)
     (line,) = [line for line in world.told if "folder" in line]
     assert line.startswith("node 1 writes to another folder than node 0: checkpoints and parameters of which both ")
@@ -410,7 +417,7 @@ def test_what_decides_nothing_is_followed_by_no_look_at_all_workers(tmp_path, mo
     """Heartbeats pass beside the queue, and of an iteration's reports only the last can change anything."""
     looked = []
     monkeypatch.setattr(next_order, "prepare_changes", lambda step, phase: looked.append(step))
-    setup = replace(SETUP, iterations=90, heartbeat_timeout_seconds=1000.0)
+    setup = setup_with(iterations=90, heartbeat_timeout_seconds=1000.0)
     monkeypatch.setattr(talking, "SETUP", setup)
     world = World(tmp_path, setup=setup)
     world.play()

@@ -1,17 +1,18 @@
 """Whose silence is whose end, where workers share machines."""
 
 import pytest
-from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.connections import worker_connections
 from slipstream.runtime.coordinator.connections.server import Connection, Server
 from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
+from slipstream.runtime.coordinator.decisions.run_state import RunFacts
+from slipstream.runtime.coordinator.run_options import RunRequest
 from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.protocol.to_coordinator import JoinWorker
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
-from tests.runtime.coordinator.talking import SETUP, Processes
+from tests.runtime.coordinator.talking import Processes, setup_with
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import SECRET
 
@@ -50,11 +51,11 @@ class Watched:
     """All workers of three machines; those that are given up, at each look."""
 
     def __init__(self, clock, out, ranks=1):
-        setup = replace(SETUP, nodes=3, failure_domains=tuple(map(tuple, SHARES)), heartbeat_timeout_seconds=1.0)
+        setup = setup_with(nodes=3, failure_domains=tuple(map(tuple, SHARES)), heartbeat_timeout_seconds=1.0)
         self._clock, self._given_up, self.killed = clock, [], []
         self._workers = WorkerConnections(
-            RunSpec(schedule=SCHEDULE, setup=setup, shares=SHARES, config=tiny(tensor_parallel=ranks),
-                    secret=SECRET, out=out, elements=()), Killing(self.killed), lambda event: None,
+            RunSpec(request=RunRequest(schedule=SCHEDULE, config=tiny(tensor_parallel=ranks), out=out), setup=setup,
+                    facts=RunFacts(shares=SHARES)), Killing(self.killed), lambda event: None,
             lambda worker, reason, since: self._given_up.append((worker, reason, round(since, 1))))
         self._processes = [connected(worker, rank) for worker in SCHEDULE.grid.workers() for rank in range(ranks)]
         for one in self._processes:

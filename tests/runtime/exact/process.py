@@ -14,8 +14,9 @@ from slipstream.runtime.moving.layer_receiver import LayerReceiver, ReceiverCall
 from slipstream.runtime.moving.layer_sender import LayerSender
 from slipstream.runtime.moving.layer_store import LayerStore
 from slipstream.runtime.moving.received_part import SteppedPart
+from slipstream.runtime.processes.worker_start import NodeSettings, WorkerSpec
 from slipstream.runtime.protocol.node_reports import ReportSender
-from slipstream.runtime.protocol.setup import WorkerSetup
+from slipstream.runtime.protocol.setup import CommonSettings, WorkerResilience, WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
     CheckpointSaved,
     FetchFailed,
@@ -213,10 +214,13 @@ class Process:
         config, training = world.config, world.config.training
         model = build_model(config.model, training.seed, parameter_dtype(training), CPU)
         sharing, build = sharing_of(model), partial(build_layer, model, config=training)
-        setup = WorkerSetup(first_iteration=0, iterations=training.iterations, traced=0, nodes=1, transport="gloo",
-                            device="cpu", store=None, cuts=PLACEMENT.cuts, columns=(), forms=(), loss_scale=1.0,
-                            microbatches=world.microbatches, failure_domains=(), heartbeat_timeout_seconds=1.0,
-                            checkpoint_every=world.every, verify_every=world.verify_every)
+        common = CommonSettings(
+            iterations=training.iterations, traced=0, nodes=1, transport="gloo", device="cpu", cuts=PLACEMENT.cuts,
+            columns=(), forms=(), microbatches=world.microbatches, resilience=WorkerResilience(
+                heartbeat_timeout_seconds=1.0, checkpoint_every=world.every, verify_every=world.verify_every))
+        setup = WorkerSetup(common=common, first_iteration=0, store=None)
+        settings = NodeSettings(config=config, secret=SECRET, out="")
+        spec = WorkerSpec(worker, None, None, settings)
         channel = SimpleNamespace(send=self.say, setup=setup)
         self.host, self.nccl_ends = ScriptedGloo(world.wires), []
         links = GroupCache("gloo")
@@ -233,8 +237,8 @@ class Process:
         receiver._begin = partial(kind, **receiver._begin.keywords)
         self.sender = Sender(worker)
         self.context = WorkerContext(
-            worker=worker, group=None, channel=channel, reporter=ReportSender(0, self.say, None), store=world.store,
-            links=links, setup=setup, config=config, out="", device=CPU, model=model, sharing=sharing,
+            spec=spec, group=None, channel=channel, reporter=ReportSender(0, self.say, None), store=world.store,
+            links=links, setup=setup, device=CPU, model=model, sharing=sharing,
             placement=PLACEMENT, corpus=world.corpus, validation=None, forms=[passed[cut] for cut in PLACEMENT.cuts],
             layer_store=store, memory=DeviceMemory(worker, CPU), injector=injector, checkpointer=checkpointer,
             layer_sender=self.sender, layer_receiver=receiver)

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.runtime.checkpoints import checkpoint
 from slipstream.runtime.models.sharing import Sharing
+from slipstream.runtime.protocol.setup import WorkerResilience
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved
 from slipstream.runtime.replay.microbatch import NOTHING_READ
 from slipstream.runtime.worker.checkpointer import Checkpointer
@@ -20,6 +21,12 @@ class OrderOverError(Exception):
     """The order is over."""
 
 
+def setup_from(iteration: int) -> SimpleNamespace:
+    """What a worker is told of a run that begins with an iteration and saves every two."""
+    common = SimpleNamespace(resilience=WorkerResilience(checkpoint_every=2), microbatches=(1,))
+    return SimpleNamespace(common=common, first_iteration=iteration, read=NOTHING_READ)
+
+
 def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path, monkeypatch) -> None:
     answers, real, told = threading.Event(), checkpoint._write_layers, list[Any]()
 
@@ -28,8 +35,7 @@ def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path
         real(*arguments)
 
     monkeypatch.setattr(checkpoint, "_write_layers", write)
-    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0, read=NOTHING_READ, microbatches=(1,)),
-                       SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
+    setup, settings = setup_from(0), SimpleNamespace(out=str(tmp_path), resume=None, config=tiny())
     checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), told.append, Sharing())
     copied = list[int]()
 
@@ -56,8 +62,7 @@ def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path
 
 
 def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_that_runs_it_again(tmp_path) -> None:
-    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0, read=NOTHING_READ, microbatches=(1,)),
-                       SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
+    setup, settings = setup_from(0), SimpleNamespace(out=str(tmp_path), resume=None, config=tiny())
     checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), lambda _: None, Sharing())
 
     def save(iteration: int) -> None:
@@ -83,8 +88,7 @@ def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_th
 
 def test_checkpoints_hold_the_state_of_data_that_are_read_in_order(tmp_path) -> None:
     """Only some of the writers read data, and have it."""
-    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=2, read=NOTHING_READ, microbatches=(1,)),
-                       SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
+    setup, settings = setup_from(2), SimpleNamespace(out=str(tmp_path), resume=None, config=tiny())
     reader, other = (Checkpointer(cast(Any, setup), cast(Any, settings), 2, Worker(0, column), lambda _: None,
                                   Sharing(), None, state)
                      for column, state in enumerate((lambda iteration: {"read": iteration}, lambda _: None)))

@@ -26,7 +26,7 @@ def part_of(store, order, wait_for_all=lambda: None, fetched=()):
         layer_store=store, rank=0, layer_sender=SimpleNamespace(send_to_waiting=lambda *_: None), worker=ONE,
         layer_receiver=SimpleNamespace(start_fetch=lambda _: None, take_parts=lambda *_: [*fetched]), config=tiny(),
         injector=SimpleNamespace(fail_if_due=lambda *_: None),
-        setup=SimpleNamespace(first_iteration=0, failure_domains=()),
+        setup=SimpleNamespace(first_iteration=0, common=SimpleNamespace(failure_domains=())),
         placement=SimpleNamespace(reductions_of=lambda *_: {(1, 3): [ONE]}), reporter=SimpleNamespace(gathered=False))
     return SimpleNamespace(order=order, context=context, worker=ONE, program=None,
                            activity=SimpleNamespace(set_activity=lambda *_: None, doing=None),
