@@ -468,7 +468,7 @@ def find_solution(problem: Problem, budget: Budget, params: CpSatParams = DEFAUL
     if not all(problem.allowed_hosts(unit.slice, unit.pipeline) for unit in problem.iterate_units()):
         return FirstPlan(None, is_impossible=True)
     model, variables = _build_model(problem, 0, ample_period(problem))
-    solver, status = run_solver(model, variables, budget, params, relaxed=False)
+    solver, status = run_solver(model, variables, budget, params)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return FirstPlan(None, is_impossible=status == cp_model.INFEASIBLE)
     hosts = {unit: problem.allowed_hosts(unit.slice, unit.pipeline)[0] for unit in variables.units}
@@ -520,14 +520,11 @@ def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_mode
 
 
 def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
-                on_solution: _OnSolution | None = None, *,
-                relaxed: bool = True) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
+                on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
     """Solve the model within the budget in another thread, so that this thread can stop the search; `on_solution` is
     called for each better plan.
 
-    If not `relaxed`, no linear relaxation is solved. It says little where any plan is looked for in ample time, and
-    has ended the process there (OR-Tools 9.15, "Check failed: threshold > 0"). Return the solver, which has the
-    values, and its status.
+    Return the solver, which has the values, and its status.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -536,7 +533,7 @@ def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, pa
     parameters.catch_sigint_signal = False
     parameters.random_seed = budget.seed
     parameters.num_workers = 1
-    parameters.linearization_level = 2 if relaxed and len(variables.start) <= params.largest_relaxed else 0
+    parameters.linearization_level = _choose_linearization(model, variables, params)
     with ThreadPoolExecutor(max_workers=1) as pool:
         running = pool.submit(solver.solve, model, on_solution)
         while not running.done():
@@ -546,6 +543,20 @@ def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, pa
         status = running.result()
     budget.clock.count_steps(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
     return solver, status
+
+
+MAX_CUT = 2**62
+"""Largest product of memory, ticks and ticks that fits the solver's cuts."""
+
+
+def _choose_linearization(model: cp_model.CpModel, variables: Variables, params: CpSatParams) -> int:
+    """Return the level of linear relaxation: 0 without, 1, or 2 with cuts over times."""
+    if len(variables.start) > params.largest_relaxed:
+        return 0
+    capacities = [constraint.cumulative.capacity.offset for constraint in model.proto.constraints
+                  if constraint.has_cumulative()]
+    # Cuts of level 2 weigh ends of intervals by their memory times ticks. OR-Tools 9.15 ends the process on overflow.
+    return 2 if max(capacities, default=1) * variables.horizon**2 <= MAX_CUT else 1
 
 
 def _latest_possible_end(problem: Problem, period: int) -> int:

@@ -242,7 +242,7 @@ class _LayerModel:
         model.add(period >= shortest)
         model.add(period <= (self.ample if longest is None else longest))
         model.minimize(period)
-        return run_solver(model, self._variables, budget, params, relaxed=longest is not None)
+        return run_solver(model, self._variables, budget, params)
 
     def read(self, solver: cp_model.CpSolver) -> Solution:
         """Return the solution of the problem with the layout that the solver has chosen."""
