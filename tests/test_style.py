@@ -25,6 +25,7 @@ LATER = {
     "planner/job/__init__.py",
     "planner/job/arrangement.py",
     "planner/job/file.py",
+    "planner/job/run_keys.py",
     "planner/model/from_job.py",
     "planner/model/memory.py",
     "planner/model/problem.py",
