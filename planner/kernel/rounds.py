@@ -374,16 +374,17 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
     """Write the ops to `order`, with F and I (or B) as `turn` says, and return their number: fewer than all if memory
     is lacking.
 
-    The F and I of worker w are those from index begin[w] to below begin[w + 1] of `turn`, in this order. At most
-    waiting[w] of its W wait after an I; with `late_drain`, any number do once it has run all F. W also run where memory
-    is needed, or where the worker would else be idle for `patience` durations of a W.
+    The F and I of worker w are those from index begin[w] to below begin[w + 1] of `turn`, in this order; -1 is the
+    oldest W that waits. At most waiting[w] of its W wait after an I; with `late_drain`, any number do after the I that
+    follows its last F. W also run where memory is needed, or where the worker would else be idle for `patience`
+    durations of a W.
     """
     workers = memory.capacity.shape[0]
-    last_forward = np.zeros(workers, np.int64)
+    drain = np.zeros(workers, np.int64)
     for worker in range(workers):
         for index in range(begin[worker], begin[worker + 1]):
-            if turn[index] % ops.kinds == FORWARD:
-                last_forward[worker] = index
+            if turn[index] >= 0 and turn[index] % ops.kinds == FORWARD:
+                drain[worker] = index + 2
     state = _begin_order(ops, memory, begin[:-1].copy(), np.zeros(workers, np.int64), order)
     placed = -1
     while placed < state.counters[PLACED]:
@@ -391,6 +392,11 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
         for worker in range(workers):
             while state.next[worker] < begin[worker + 1]:
                 op = turn[state.next[worker]]
+                if op < 0:
+                    if _waiting_weight(state, worker) >= 0:
+                        _place_weight(ops, memory, state, worker)
+                    state.next[worker] += 1
+                    continue
                 tick, needed = _arrival(ops, state.end, op), _memory_needed(ops, memory, op)
                 if tick < 0 or _free_after_weights(ops, memory, state, worker, needed) < 0:
                     break
@@ -402,7 +408,7 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
                     weight = _waiting_weight(state, worker)
                 _place_op(ops, memory, state, worker, op, max(tick, state.free[worker]))
                 state.next[worker] += 1
-                if not late_drain or state.next[worker] <= last_forward[worker]:
+                if not late_drain or state.next[worker] <= drain[worker]:
                     first, last = state.weight_bounds[worker]
                     for _ in range(last - first - waiting[worker]):
                         _place_weight(ops, memory, state, worker)

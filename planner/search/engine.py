@@ -92,7 +92,7 @@ class _Engine:
                                  blocks.finish_seconds * first.operation_count)
             budget = budget.with_deadline(budget.deadline - finish_seconds)
         share = self._layouts.share if several else self._params.lists.share
-        lists = budget if self._greedy else budget.with_share(share)
+        lists = budget if self._greedy or self._is_for_lists_alone(first, budget) else budget.with_share(share)
         if first is not None:
             first_share = self._layouts.first_share_move if proposals.moving else self._layouts.first_share_fixed
             self._add_candidate(first, lists.with_share(first_share if several else 1.0))
@@ -116,6 +116,13 @@ class _Engine:
             best, evidence=describe_gap(best, budget.clock, budget.clock.now() - self._began),
             fixed_period=fixed if best.moved else None, end=self._find_search_end(best, budget),
             ran=", ".join(budget.tally.techniques))
+
+    def _is_for_lists_alone(self, first: Incumbent | None, budget: Budget) -> bool:
+        """Return whether neither annealing nor CP-SAT could begin after the share of list schedules."""
+        if first is None or self._several or find_provable_pieces(first, self._params.cp_sat):
+            return False
+        seconds = (1 - self._params.lists.share) * budget.seconds_left
+        return seconds < self._params.annealing.begin_seconds * first.operation_count
 
     def _find_search_end(self, best: Incumbent, budget: Budget) -> SearchEnd:
         """Return the reason why the search has ended with the candidate `best`: the bound, an interrupt, the limit, or

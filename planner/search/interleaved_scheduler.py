@@ -5,7 +5,7 @@ so on; the I (or B) likewise from its last stage on. After the F of its warm-up,
 2021, arXiv 2104.04473). A group of all micro-batches is breadth-first (Lamy-Poirier 2023, arXiv 2211.05953).
 
 Two stages as a V: F of the first stage, F of both, F and I of the second, then F and I of the first and of the second
-in turn (Qi et al. 2024, arXiv 2401.10241).
+in turn; at the end I of both, then I of the first and W in turn (Qi et al. 2024, arXiv 2401.10241).
 
 W run directly after their I, or a fixed number of I later, as with zero bubble, or wherever a worker would be idle or
 needs memory.
@@ -42,7 +42,7 @@ class InterleavedRule(msgspec.Struct, frozen=True, kw_only=True):
     waiting: Waiting = "any"
     """Number of W that may wait: none, as many as workers come before this one, or any."""
     late_drain: bool = False
-    """True if any number of W may wait once a worker has run all its F."""
+    """True if any number of W may wait after the I that follows a worker's last F."""
     patience: float = 1.0
     """Idle time, in durations of a W, in which a waiting W runs."""
 
@@ -128,8 +128,10 @@ class InterleavedScheduler:
 
 
 def _turn_of_v(first: Ints, second: Ints, warm: int, column: int, columns: int) -> Ints:
-    """Return the F and I of a worker with the F `first` and `second` of its stages on the way out and back, `warm` of
-    which are run before the first on the way back."""
+    """Return the F and I of a worker with the F `first` and `second` of its stages on the way out and back.
+
+    `warm` of them are run before the first on the way back. -1 is the oldest W that waits.
+    """
     turn = [*first[:warm]]
     done, most = [len(turn), 0, 0, 0], max(len(first), len(second))  # F of both stages, I of both
     steps = [(1, 0)] * column + [(1, 3)] * (columns - column) + [(0, 2, 1, 3)] * most + [(2, 3)] * most
@@ -138,4 +140,6 @@ def _turn_of_v(first: Ints, second: Ints, warm: int, column: int, columns: int) 
         if done[kind] < len(ops):
             turn.append(ops[done[kind]] + kind // 2)
             done[kind] += 1
+            if kind == 2 and done[3] == len(second):
+                turn.append(-1)
     return to_ints(turn)

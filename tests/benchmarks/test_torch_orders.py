@@ -5,9 +5,13 @@ import itertools
 import pytest
 
 from benchmarks.torch_orders import GENERATORS, Setting, draw_settings, measure, time_torch
+from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.decompose import make_whole_piece
+from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound
+from slipstream.planner.search.interleaved_scheduler import InterleavedScheduler, iterate_interleaved_rules
+from slipstream.planner.search.list_scheduler import assign_hosts
 from slipstream.schedules.check import check
 
 
@@ -27,6 +31,16 @@ def test_orders_of_torch_are_schedules(generator):
 def test_plans_are_not_longer_than_orders_of_torch(generator, workers, microbatches):
     bubble, result = measure(Setting(generator, workers, microbatches, 5.0, 6.0, 3.0, 0.5, 0.4), steps=100_000)
     assert result.bound - 1e-9 <= result.bubble <= bubble
+
+
+@pytest.mark.parametrize(("workers", "microbatches", "weight"), [(4, 8, 3.0), (4, 12, 9.0), (7, 28, 6.5)])
+def test_the_first_v_order_is_that_of_torch(workers, microbatches, weight):
+    setting = Setting("ZBVZeroBubble", workers, microbatches, 5.0, 6.0, weight, 0.5, 0.4)
+    _, memory, period = time_torch(setting)
+    problem = build_problem(setting.make_job(memory))
+    scheduler = InterleavedScheduler(ProblemArrays(problem, assign_hosts(problem, "in turn")))
+    ticks = scheduler.evaluate_rule(next(iterate_interleaved_rules(problem)))
+    assert ticks * problem.tick_seconds == pytest.approx(period)
 
 
 def test_the_same_seed_draws_the_same_settings():

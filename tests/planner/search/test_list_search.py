@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.planner.budget import Budget
+from slipstream.planner.budget import Budget, SearchEnd
 from slipstream.planner.layout.candidates import generate_layouts
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
@@ -18,6 +18,7 @@ from slipstream.planner.model.from_job import build_layered_problem, build_probl
 from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
+from slipstream.planner.search.engine import find_best_candidate
 from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign_hosts
 from slipstream.planner.search.list_search import _exchange_hosts, change_rule, search_list_schedules
 from slipstream.schedules.check import check
@@ -99,3 +100,14 @@ def test_random_steps_keep_to_the_micro_batches_and_slices_there_are(job, seed):
     assert all(share is None or len(share) == len(problem.layers_by_slice)
                for share in (rule.fill_wait, rule.in_flight))
     ListScheduler(ProblemArrays(problem, assign_hosts(problem, ASSIGNMENT_RULES[0]))).evaluate_rule(rule)
+
+
+def test_list_schedules_have_all_steps_where_a_job_is_too_large_for_anything_else():
+    problem = build_problem(grid(
+        1, 6, 120, times="forward = 7.885\nbackward_input = 7.329\nbackward_weight = 5.432\ntransfer = 0.885",
+        more="[memory]\ncapacity = 14\nactivation = 1\nweight_stash = 0.6\n[placement]\norder = 'v'\nchunks = 2\n"))
+    steps = 20_000
+    budget = Budget.of_steps(steps)
+    best = find_best_candidate(problem, "cp-sat", budget)
+    assert best.end is SearchEnd.STEPS and best.orders == 0
+    assert budget.clock.steps > steps / 2
