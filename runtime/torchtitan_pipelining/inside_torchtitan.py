@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
 
@@ -49,6 +50,30 @@ def split_model(model: nn.Module, stages: Iterable[int], count: int, parallelism
         raise ValueError(f"parallelism.module_fqns_per_model_part has {len(parts)} parts; expected {count}, one for "
                          "each stage of the plan")
     return [_split_module(model, parts[stage]) for stage in stages]
+
+
+def pass_local_tensors(module: nn.Module, dims: ParallelDims, *, sequence_parallel: bool, is_first: bool,
+                       is_last: bool) -> None:
+    """Let a stage under tensor parallelism take and return this rank's part of a tensor.
+
+    Between torchtitan's layers the rank has a part of the sequence, or all of it without sequence
+    parallelism. The last stage returns whole logits. Nothing is done for torchtitan's `spmd_types`, in which all
+    tensors are plain.
+    """
+    if not dims.tp_enabled or dims.spmd_backend != "partial_dtensor":
+        return
+    mesh, between = dims.get_mesh("tp"), [Shard(1) if sequence_parallel else Replicate()]
+    after = [Replicate()] if is_last else between
+
+    def wrap(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return DTensor.from_local(args[0], mesh, between, run_check=False), *args[1:]
+
+    def unwrap(_: nn.Module, __: object, output: Any) -> Any:
+        return output.redistribute(placements=after).to_local()
+
+    if not is_first:
+        module.register_forward_pre_hook(wrap)
+    module.register_forward_hook(unwrap)
 
 
 def expert_counts(module: nn.Module) -> list[Tensor]:

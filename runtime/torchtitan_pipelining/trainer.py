@@ -18,7 +18,12 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from slipstream.runtime.torch_pipelining import CommunicationError, Place, ReroutedSchedule, ReroutedStage, Routes
-from slipstream.runtime.torchtitan_pipelining.inside_torchtitan import WorkerDims, expert_counts, split_model
+from slipstream.runtime.torchtitan_pipelining.inside_torchtitan import (
+    WorkerDims,
+    expert_counts,
+    pass_local_tensors,
+    split_model,
+)
 from slipstream.runtime.torchtitan_pipelining.pipelines_loader import Batch, PipelinesLoader
 
 SEED_KEY = "seed of torchtitan"
@@ -39,6 +44,8 @@ class ReroutedTrainer(Trainer):
         """Folder with a table of schedules, as `slipstream table ... --optimizer synchronous` writes it."""
         failed: str = ""
         """Workers that are down when the run begins, such as "1.1 0.2"."""
+        patience: float = 300.0
+        """Seconds after which a process that is alive but silent is left out, and waits end in an error."""
 
     ntokens_seen: int
     pp_schedule: ReroutedSchedule | None
@@ -50,7 +57,7 @@ class ReroutedTrainer(Trainer):
         utils.device_module.set_device(device)
         torch.autograd.set_multithreading_enabled(False)  # as torchtitan does when it initialises torch.distributed
         self.place = Place.take(routes, inner=_count_ranks(config, routes), device=device,
-                                transport="nccl" if device.type == "cuda" else "gloo")
+                                transport="nccl" if device.type == "cuda" else "gloo", patience=config.patience)
         self._modules: dict[int, nn.Module] = {}
         """Stages of this worker."""
         self._losses: dict[int, Tensor] = {}
@@ -152,7 +159,11 @@ class ReroutedTrainer(Trainer):
         stages = routes.stages_of(self.place.worker)
         parts = split_model(model, stages, routes.stages, settings["parallelism"], len(model_config.layers))
         self._modules = {stage: parallelize_fn(part, **settings) for stage, part in zip(stages, parts, strict=True)}
-        return None, list(self._modules.values()), 0 in stages, routes.stages - 1 in stages
+        last = routes.stages - 1
+        for stage, module in self._modules.items():
+            pass_local_tensors(module, settings["parallel_dims"], is_first=stage == 0, is_last=stage == last,
+                               sequence_parallel=settings["parallelism"].enable_sequence_parallel)
+        return None, list(self._modules.values()), 0 in stages, last in stages
 
     def _open_schedule(self) -> ReroutedSchedule:
         """Return the schedule; make it if there is none, as after a failure."""
@@ -221,6 +232,9 @@ def _require_supported(config: Trainer.Config, routes: Routes) -> None:
         raise ValueError(f"training.local_batch_size is {config.training.local_batch_size}; expected "
                          f"{samples / pipelines:g}, as in the plans of {config.table}, and no "
                          "training.global_batch_size")
+    if given.spmd_backend == "full_dtensor":
+        raise ValueError("parallelism.spmd_backend is full_dtensor; expected partial_dtensor or spmd_types, in which "
+                         "stages can pass plain tensors")
     if config.validator.enable:
         raise ValueError("validator.enable is set; expected no validation during training")
     if config.checkpoint.enable and not config.checkpoint.load_only:
