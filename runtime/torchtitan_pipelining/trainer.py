@@ -85,7 +85,7 @@ class ReroutedTrainer(Trainer):
         batches = [next(data_iterator) for _ in range(self.place.routes.microbatches)]
         valid, seen = self._count_valid(batches), self.ntokens_seen
         self._valid_tokens = torch.tensor(sum(valid.values()), device=self.device)
-        while not self._has_gradients(batches, valid):
+        while not self._try_iteration(batches, valid):
             pass
         loss = self.place.last_sum
         if not math.isfinite(loss):
@@ -126,8 +126,8 @@ class ReroutedTrainer(Trainer):
         prepared: tuple[Tensor, Tensor, dict[str, Any]] = self.post_dataloading_process(moved, labels.to(self.device))
         return prepared
 
-    def _has_gradients(self, batches: Sequence[Batch], valid: dict[int, int]) -> bool:
-        """Run an iteration; return whether this process has all gradients, and is to step."""
+    def _try_iteration(self, batches: Sequence[Batch], valid: dict[int, int]) -> bool:
+        """Run an iteration; return True if this process is to step. False: after a death, run it again."""
         self.optimizers.zero_grad()
         counts = {stage: expert_counts(module) for stage, module in self._modules.items()}
         for count in (count for stage_counts in counts.values() for count in stage_counts):
