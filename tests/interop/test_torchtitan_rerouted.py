@@ -111,7 +111,7 @@ def test_numbers_are_torchtitans(folder, theirs, request, model, ranks, flags, v
 def test_what_does_not_fit_is_refused(folder, tmp_path, flags, message):
     (tmp_path / "assets").symlink_to(folder / "assets")
     (tmp_path / "table").symlink_to(folder / "table")
-    statuses, _ = train(tmp_path / "run", "rerouted_llama3", 1, *flags, TITAN_BEGIN="nowhere")
+    statuses, _ = train(tmp_path / "run", "rerouted_llama3", 1, *flags, TITAN_BEGIN="/nowhere")
     assert statuses == [1]
     assert message in (tmp_path / "run" / "log-0").read_text()
 
