@@ -206,7 +206,7 @@ def _square(parameter: nn.Parameter, ranks: int) -> float:
         gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     sharded = 1
     for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
-        sharded *= size if placement.is_shard() else 1
+        sharded *= 1 if placement.is_replicate() else size  # FSDP's shards of tensor parallelism's are no `Shard`
     return gradient.to_local().detach().double().square().sum().item() * sharded / ranks
 
 

@@ -26,8 +26,8 @@ torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda device=None: 
 
 
 def double_norm(tensors, *_):
-    return torch.stack([tensor.to_local().double().square().sum() if hasattr(tensor, "to_local")
-                        else tensor.double().square().sum() for tensor in tensors]).sum().sqrt()
+    wholes = [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
+    return torch.stack([whole.double().square().sum() for whole in wholes]).sum().sqrt()
 
 
 def main() -> None:
