@@ -3,7 +3,7 @@
     routes = Routes.read("table")                       # a table of schedules, by `slipstream table`
     place = Place.take(routes)                          # one process a worker, as torchrun starts them
     schedule = ReroutedSchedule([ReroutedStage(module, stage, place)], loss_fn)
-    schedule.step(arg_mbs=inputs, target_mbs=targets)   # of `schedule.samples`
+    schedule.step_samples(read_sample)                  # of (pipeline, number there): input, target
     place.commit()                                      # or CommunicationError: place.recover()
 
 docs/neighbours.md has the whole loop. Nothing else of the runtime is needed: no coordinator, job or run folder.

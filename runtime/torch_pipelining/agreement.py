@@ -11,13 +11,15 @@ restarts that torchrun tells its processes cannot name it, since each agent coun
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from socket import socket
 
 import msgspec
 
 from slipstream.runtime.replay.torch_groups import PrefixStore, Store
-from slipstream.runtime.torch_pipelining.watch import Probe, is_dead
+from slipstream.runtime.torch_pipelining.watch import connect, has_ended, is_dead
 from slipstream.schedules.schedule import Worker
 
 POLL_SECONDS = 0.005
@@ -188,23 +190,30 @@ class Agreement:
     def _agree(self, voice: Voice, addresses: Mapping[str, str | None], settled: int) -> Decision:
         self.number += 1
         self._store.set(f"voice/{self.number}/{self._process}", _encode(voice))
-        deadline, spoken = time.monotonic() + self._patience, {self._process}
-        with _Probes() as probes:
-            self._await_decision(addresses, spoken, probes, deadline, settled)
+        with ExitStack() as opened:
+            @cache
+            def probe(address: str) -> socket | None:
+                connection = connect(address)
+                return connection and opened.enter_context(connection)
+
+            self._await_decision(addresses, probe, settled)
         return self._read_decision(self.number)
 
-    def _await_decision(self, addresses: Mapping[str, str | None], spoken: set[str], probes: "_Probes",
-                        deadline: float, settled: int) -> None:
+    def _await_decision(self, addresses: Mapping[str, str | None],
+                        probe: Callable[[str], socket | None], settled: int) -> None:
         """Wait until there is a decision; propose one when all others are dead or have spoken."""
+        deadline, spoken = time.monotonic() + self._patience, {self._process}
         while not self._store.check([f"decision/{self.number}"]):
             spoken |= {other for other in addresses.keys() - spoken
                        if self._store.check([f"voice/{self.number}/{other}"])}
             missing = addresses.keys() - spoken
-            if missing and self.number == 1 and time.monotonic() > deadline:
-                raise TimeoutError(f"{', '.join(sorted(missing))} did not start in {self._patience:g} s; expected all "
-                                   "processes, or routes without these workers")
-            alive = {other for other in missing if not probes.is_dead(addresses[other])}
-            if not alive or time.monotonic() > deadline:
+            is_late = time.monotonic() > deadline
+            if missing and self.number == 1 and is_late:
+                raise TimeoutError(f"{', '.join(sorted(missing))} did not start in "
+                                   f"{self._patience:g} s; expected all processes, or routes "
+                                   "without these workers")
+            missing_at = [addresses[other] for other in missing]
+            if is_late or all(address and has_ended(probe(address)) for address in missing_at):
                 self._propose(spoken, settled)
             else:
                 time.sleep(POLL_SECONDS)
@@ -236,28 +245,6 @@ class Agreement:
 
     def _processes_of(self, workers: Sequence[Worker]) -> list[str]:
         return [f"{worker}:{rank}" for worker in workers for rank in range(self._ranks)]
-
-
-class _Probes:
-    """Connections to processes that are missing, by address."""
-
-    def __init__(self) -> None:
-        self._probes: dict[str, Probe] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for probe in self._probes.values():
-            probe.close()
-
-    def is_dead(self, address: str | None) -> bool:
-        """Return whether a process is dead; one whose address is unknown is not."""
-        if address is None:
-            return False
-        if address not in self._probes:
-            self._probes[address] = Probe(address)
-        return self._probes[address].is_dead()
 
 
 def _encode(value: msgspec.Struct) -> str:

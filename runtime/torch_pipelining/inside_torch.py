@@ -5,7 +5,8 @@ All private names of torch.distributed.pipelining and of FSDP that are used are 
 Overridden is what takes a stage to be on one rank that runs all micro-batches of one pipeline: the
 other end of a transfer follows from the micro-batch, too; a stage runs some of the micro-batches; a
 tensor stays on a rank only if the row has no transfer for it; losses are kept by micro-batch.
-Tensors are carried by `GenerationSession` instead of a group of torch.distributed. Written for torch 2.13.
+Tensors are carried by `GenerationSession` instead of a group of torch.distributed. Written for torch 2.13;
+docs/neighbours.md says what differs from 2.11 to 2.14.
 Replaced by: torch's own classes, once a stage may run some of the micro-batches and asks for its peers by micro-batch,
 and a call of FSDP that drops what it keeps of an iteration.
 """
@@ -19,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from slipstream.runtime.replay.transfers import CommunicationError, IncomingTensor, OutgoingTensor
@@ -130,6 +130,9 @@ class RoutedStage(PipelineStage):
         before."""
         infos = self.args_recv_info[fwd_chunk_id]
         self._fill(infos, "F", fwd_chunk_id)
+        if not self.is_first:  # torch 2.11 would do so with buffers of its own alone
+            for info, (_, _, has_gradient) in zip(infos, self.forms_before or (), strict=True):
+                info.buffer.requires_grad_(has_gradient)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **how)
         _empty(infos)
         return output
@@ -152,10 +155,15 @@ class RoutedStage(PipelineStage):
         self.args_recv_info = self._for_all(self.args_recv_info[0], num_microbatches)
         return made
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(1)
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **how: Any) -> Any:
+        made = super()._prepare_backward_infra(1, *args, **how)
         self.chunks = num_microbatches
         self.grad_recv_info = self._for_all(self.grad_recv_info[0], num_microbatches)
+        return made
+
+    def _get_init_p2p_neighbors_ops(self) -> list[distributed.P2POp]:
+        """Return nothing: torch 2.11 asks for it, later versions do not."""
+        return []
 
     def _for_all(self, infos: Sequence[Any], count: int) -> dict[int, Any]:
         _empty(infos)
@@ -190,7 +198,8 @@ class RoutedRuntime(_PipelineScheduleRuntime):
         """Run all cells of the row once."""
         for stage in self._by_index.values():
             stage.has_backward = True
-            stage.clear_runtime_states()
+            stage.fwd_cache.clear()
+            stage.output_chunks.clear()
         for pending in (self.loss_of, self.fwd_recv_ops, self.bwd_recv_ops):
             pending.clear()
         self._step_microbatches(args, kwargs, targets, return_outputs=False)
@@ -199,12 +208,12 @@ class RoutedRuntime(_PipelineScheduleRuntime):
 
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:  # noqa: ARG002
         for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = _utils.InferenceMode.STATIC
 
     def _maybe_compute_loss(self, stage: RoutedStage, output: Any, target_mbs: Any, mb_index: int,
-                            loss_kwargs: Any = None) -> None:
+                            *_: Any) -> None:
         if stage.is_last:
-            self.loss_of[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+            self.loss_of[mb_index] = self._compute_loss(output, target_mbs[mb_index])
 
     def _maybe_get_loss(self, stage: RoutedStage, mb_index: int) -> Tensor | None:
         return self.loss_of[mb_index] if stage.is_last else None

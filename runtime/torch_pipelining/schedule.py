@@ -1,6 +1,6 @@
 """Run an iteration around dead workers: stages and their schedule, as a training loop uses them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -102,6 +102,16 @@ class ReroutedSchedule:
         if losses is not None:
             losses += [self._runtime.loss_of[number].detach() for number in self._numbers
                        if number in self._runtime.loss_of]
+
+    def step_samples(self, sample_of: Callable[[int, int], tuple[Any, Any]],
+                     losses: list[Tensor] | None = None) -> None:
+        """Run one iteration, as `step` does, on what a function returns for each of `samples`.
+
+        `sample_of` takes the pipeline and the number there, and returns input and target.
+        """
+        data = [sample_of(*sample) for sample in self.samples]
+        self.step(arg_mbs=[value for value, _ in data], target_mbs=[target for _, target in data],
+                  losses=losses)
 
     def grad_norm(self) -> float:
         """Return the 2-norm of all gradients of the model, each counted once. All workers call this."""

@@ -55,7 +55,7 @@ class Watch:
     def follow(self, address: str | None, on_loss: Callable[[], None]) -> None:
         """Watch the process at an address from now on, instead of the one before; `on_loss` is
         called if it is gone. None: watch nobody."""
-        connection = None if address is None else _connect(address)
+        connection = None if address is None else connect(address)
         with self._lock:
             before, self._followed, self._on_loss = self._followed, connection, on_loss
         if before is not None:
@@ -110,41 +110,19 @@ class Watch:
             ready.close()
 
 
-class Probe:
-    """Connection to a process that is missing, by which its death is noticed."""
-
-    def __init__(self, address: str) -> None:
-        self._connection = _connect(address)
-
-    def is_dead(self) -> bool:
-        """Return whether nobody listens at the address any more."""
-        if self._connection is None:
-            return True
-        return bool(_find_readable([self._connection], 0))  # nothing is ever sent: it has ended
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-
-
 def is_dead(address: str) -> bool:
     """Return whether nobody listens at an address any more."""
-    with contextlib.closing(Probe(address)) as probe:
-        return probe.is_dead()
+    connection = connect(address)
+    with connection or contextlib.nullcontext():
+        return has_ended(connection)
 
 
-def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
-    """Wait until any of these can be read, or has ended; return those."""
-    # unlike select, poll takes descriptors from 1024 on; unlike epoll, it needs none of its own
-    with selectors.PollSelector() as selector:
-        for connection in connections:
-            with contextlib.suppress(ValueError, KeyError):  # closed meanwhile
-                selector.register(connection, selectors.EVENT_READ)
-        return [cast(socket.socket, key.fileobj) for key, _ in selector.select(seconds)]
+def has_ended(connection: socket.socket | None) -> bool:
+    """Return whether the process is dead to which `connect` has made a connection."""
+    return connection is None or bool(_find_readable([connection], 0))  # nothing is ever sent
 
 
-def _connect(address: str) -> socket.socket | None:
+def connect(address: str) -> socket.socket | None:
     """Connect to a process; return None if it is dead. Raises OSError for errors of this process."""
     host, port = address.split()
     try:
@@ -156,3 +134,13 @@ def _connect(address: str) -> socket.socket | None:
     with contextlib.suppress(OSError):  # it has ended meanwhile, which the next look at it finds
         enable_keepalive(connection, SILENT_SECONDS)
     return connection
+
+
+def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
+    """Wait until any of these can be read, or has ended; return those."""
+    # unlike select, poll takes descriptors from 1024 on; unlike epoll, it needs none of its own
+    with selectors.PollSelector() as selector:
+        for connection in connections:
+            with contextlib.suppress(ValueError, KeyError):  # closed meanwhile
+                selector.register(connection, selectors.EVENT_READ)
+        return [cast(socket.socket, key.fileobj) for key, _ in selector.select(seconds)]
