@@ -61,29 +61,6 @@ class RoutedStage(PipelineStage):
                          output_args=after)
         self.num_stages, self.group_rank, self.group_size = stages, 0, 1
 
-    def start_receiving(self, letter: str, microbatch: int) -> None:
-        """Start to receive an activation (F) or a gradient (B) of a micro-batch."""
-        step, forms = (-1, self.forms_before or ()) if letter == "F" else (1, self.forms_after)
-        source = self.place.routes.worker_with(self.stage_index + step, f"SEND_{letter}", microbatch)
-        self._arriving[letter, microbatch] = [
-            self.place.session.receive(shape, dtype, source, self._tag(letter, microbatch, at))
-            if letter == "F" or has_gradient else None for at, (shape, dtype, has_gradient) in enumerate(forms)]
-
-    def start_sending(self, letter: str, microbatch: int, tensors: Sequence[Tensor | None]) -> None:
-        """Start to send the activation or gradient of a micro-batch, as its receiver expects it."""
-        step, forms = (1, self.forms_after) if letter == "F" else (-1, self.forms_before or ())
-        peer = self.stage_index + step
-        target = self.place.routes.worker_with(peer, f"RECV_{letter}", microbatch)
-        for at, ((shape, dtype, has_gradient), tensor) in enumerate(zip(forms, tensors, strict=True)):
-            if letter == "F" or has_gradient:
-                payload = torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor
-                if payload.shape != shape or payload.dtype != dtype:
-                    raise ValueError(f"stage {self.stage_index} made a tensor of {tuple(payload.shape)}, "
-                                     f"{payload.dtype}, for micro-batch {microbatch}; expected {shape}, {dtype}, as "
-                                     "for the first micro-batch")
-                tag = self._tag_at(peer, letter, microbatch, at)
-                self._leaving.append(self.place.session.send(payload, target, tag))
-
     def wait_for_sends(self) -> None:
         """Wait until all that was sent may be freed."""
         while self._leaving:
@@ -91,23 +68,19 @@ class RoutedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Start to receive; return nothing for torch to do."""
-        self.start_receiving("F", fwd_chunk_id)
-        return []
+        return self._receive("F", fwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Start to send; return nothing for torch to do."""
-        self.start_sending("F", fwd_chunk_id, self.fwd_cache[fwd_chunk_id][0])
-        return []
+        return self._send("F", fwd_chunk_id, self.fwd_cache[fwd_chunk_id][0])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         """Start to receive; return nothing for torch to do."""
-        self.start_receiving("B", bwd_chunk_id)
-        return []
+        return self._receive("B", bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         """Start to send; return nothing for torch to do."""
-        self.start_sending("B", bwd_chunk_id, self.bwd_cache.pop(bwd_chunk_id))
-        return []
+        return self._send("B", bwd_chunk_id, self.bwd_cache.pop(bwd_chunk_id))
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradient; leave it where the row sends it to another worker."""
@@ -144,6 +117,36 @@ class RoutedStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **how)
         _empty(infos)
 
+    def _receive(self, letter: str, microbatch: int) -> list[distributed.P2POp]:
+        """Start to receive an activation (F) or a gradient (B) of a micro-batch."""
+        step, forms = (-1, self.forms_before or ()) if letter == "F" else (1, self.forms_after)
+        source = self.place.routes.worker_with(self.stage_index + step, f"SEND_{letter}", microbatch)
+        arriving: list[IncomingTensor | None] = []
+        for at, (shape, dtype, has_gradient) in enumerate(forms):
+            tag = self._tag(self.stage_index, letter, microbatch, at)
+            passes = letter == "F" or has_gradient
+            arriving.append(self.place.session.receive(shape, dtype, source, tag) if passes else None)
+        self._arriving[letter, microbatch] = arriving
+        return []
+
+    def _send(self, letter: str, microbatch: int,
+              tensors: Sequence[Tensor | None]) -> list[distributed.P2POp]:
+        """Start to send the activation or gradient of a micro-batch, as its receiver expects it."""
+        step, forms = (1, self.forms_after) if letter == "F" else (-1, self.forms_before or ())
+        peer = self.stage_index + step
+        target = self.place.routes.worker_with(peer, f"RECV_{letter}", microbatch)
+        for at, ((shape, dtype, has_gradient), tensor) in enumerate(zip(forms, tensors, strict=True)):
+            if letter == "B" and not has_gradient:
+                continue
+            payload = torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor
+            if payload.shape != shape or payload.dtype != dtype:
+                raise ValueError(f"stage {self.stage_index} made a tensor of {tuple(payload.shape)}, "
+                                 f"{payload.dtype}, for micro-batch {microbatch}; expected {shape}, "
+                                 f"{dtype}, as for the first micro-batch")
+            tag = self._tag(peer, letter, microbatch, at)
+            self._leaving.append(self.place.session.send(payload, target, tag))
+        return []
+
     def _fill(self, infos: Sequence[Any], letter: str, microbatch: int) -> None:
         for info, tensor in zip(infos, self._arriving.pop((letter, microbatch), ()), strict=False):
             info.buffer = None if tensor is None else tensor.wait_for_tensor()
@@ -169,10 +172,7 @@ class RoutedStage(PipelineStage):
         _empty(infos)
         return {number: tuple(map(copy, infos)) for number in range(count)}
 
-    def _tag(self, letter: str, microbatch: int, at: int) -> int:
-        return self._tag_at(self.stage_index, letter, microbatch, at)
-
-    def _tag_at(self, stage: int, letter: str, microbatch: int, at: int) -> int:
+    def _tag(self, stage: int, letter: str, microbatch: int, at: int) -> int:
         """Return the tag of a tensor, by its receiver."""
         number = (microbatch * self.num_stages + stage) * 2 + (letter == "B")
         return number * MAX_TENSORS + at

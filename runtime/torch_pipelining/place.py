@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import distributed, nn
 
+from slipstream.runtime.processes.torchrun_store import open_common_store
 from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import GradientKey, Membership
@@ -96,7 +97,7 @@ class Place:
         if worker not in routes.grid_workers:
             raise ValueError(f"the schedule has no worker {worker}; expected one of {routes.grid_workers[0]} to "
                              f"{routes.grid_workers[-1]}, for example by {WORKER_VARIABLE}")
-        store = store or _open_store(world_rank)
+        store = store or open_common_store(world_rank)
         place = cls(routes, worker, world_rank % inner, inner, store, _own_host(store), device=torch.device(device),
                     transport=transport, patience=patience)
         place._begin()
@@ -353,14 +354,6 @@ def _worker_of_rank(routes: Routes, number: int) -> Worker:
         raise ValueError(f"rank {os.environ.get('RANK')} has no worker: the schedule has {len(routes.workers)} live "
                          f"workers; start as many processes, or name the worker in {WORKER_VARIABLE}")
     return routes.workers[number]
-
-
-def _open_store(rank: int) -> Store:
-    """Open the store at MASTER_ADDR: torchrun's own, or one of the process of rank 0."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
-                    is_master=rank == 0 and not agent, wait_for_workers=False, multi_tenant=True,
-                    timeout=timedelta(seconds=PATIENCE_SECONDS))
 
 
 def _own_host(store: Store) -> str:
