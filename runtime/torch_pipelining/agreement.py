@@ -54,7 +54,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     joiners: int
     """How many have asked to be members, up to now."""
     settled: int
-    """How many of them are members or dead; a worker of several ranks may have asked with some only."""
+    """How many of them are members or dead: of a worker's ranks, some may not have asked yet."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -64,7 +64,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def latest(self) -> Voice:
         """Voice of a member that has committed most iterations."""
-        return max(self.voices.values(), key=lambda voice: -1 if voice.committed is None else voice.committed)
+        return max(self.voices.values(),
+                   key=lambda voice: -1 if voice.committed is None else voice.committed)
 
     @property
     def newcomers(self) -> tuple[Worker, ...]:
@@ -108,14 +109,15 @@ class Agreement:
     def has_begun(self) -> bool:
         """Find the run to take part in. Return whether it goes on already, without this process."""
         while True:
-            if not self._store.check(["decision/1"]):
-                if not self._store.check([f"voice/1/{self._process}"]):
-                    return False
-                # This process has been here before, and died before the run began: so it never does.
+            if self._store.check(["decision/1"]):
+                if self._has_live_members():
+                    return True
+                self._set_run(self._run + 1)
+            elif self._store.check([f"voice/1/{self._process}"]):
+                # This process was here before, and died before the run began: so it never does.
                 self._store.compare_set("decision/1", "", _encode(_NOBODY))
-            elif self._has_live_members():
-                return True
-            self._set_run(self._run + 1)
+            else:
+                return False
 
     def end(self, number: int) -> None:
         """Tell all members that a generation has ended."""
@@ -138,11 +140,14 @@ class Agreement:
             decision = self._agree(voice, dict.fromkeys(self._processes_of(workers)), 0)
             if decision != _NOBODY:
                 return self._require_taken(decision, voice)
-        raise LeftOutError(f"the others have begun without {self._process}; start it again to return")
+        raise LeftOutError(f"the others have begun without {self._process}; start it again to "
+                           "return")
 
     def join(self, voice: Voice) -> Decision:
-        """Ask to be a member, and wait until a generation begins with this process. Raises
-        TimeoutError."""
+        """Ask to be a member, and wait until a generation begins with this process.
+
+        Raises TimeoutError.
+        """
         number = self._store.add("joiner numbers", 1)
         self._store.set(f"joiner/{number}", _encode(Joiner(self._process, voice)))
         self._store.add("joiners", 1)
@@ -151,16 +156,19 @@ class Agreement:
             self.number += 1
             while not self._store.check([f"decision/{self.number}"]):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no generation began with {self._process} in {self._patience:g} s; expected "
-                                       "the others to commit: is their loop running?")
+                    raise TimeoutError(f"no generation began with {self._process} in "
+                                       f"{self._patience:g} s; expected the others to commit: is "
+                                       "their loop running?")
                 time.sleep(POLL_SECONDS)
             decision = self._read_decision(self.number)
             if decision.voices.get(self._process) == voice:
                 return decision
 
     def go_on(self, voice: Voice, before: Decision) -> Decision:
-        """Begin the next generation with those members of the one before that live, and with those
-        that ask. Raises LeftOutError."""
+        """Begin the next generation with the members that live, and with those that ask.
+
+        Raises LeftOutError.
+        """
         self.end(self.number)
         addresses = {process: other.address for process, other in before.voices.items()}
         return self._require_taken(self._agree(voice, addresses, before.settled), voice)
@@ -219,9 +227,10 @@ class Agreement:
                 time.sleep(POLL_SECONDS)
 
     def _propose(self, spoken: set[str], settled: int) -> None:
-        """Propose all that have spoken, and those that have asked, as far as their workers are whole."""
-        voices = {other: _VOICES.decode(self._store.get(f"voice/{self.number}/{other}")) for other in spoken}
-        count = self.count_joiners()  # before the joiners are read, so that none is counted and not seen
+        """Propose all that have spoken or asked, as far as their workers are whole."""
+        voices = {other: _VOICES.decode(self._store.get(f"voice/{self.number}/{other}"))
+                  for other in spoken}
+        count = self.count_joiners()  # before they are read, so that none is counted and not seen
         last = self._store.add("joiner numbers", 0)
         asking = {number: self._read_joiner(number) for number in range(settled + 1, last + 1)}
         for joiner in filter(None, asking.values()):
@@ -229,8 +238,9 @@ class Agreement:
                 voices.setdefault(joiner.process, joiner.voice)
         whole = sorted(process for process in voices
                        if voices.keys() >= set(self._processes_of([worker_of(process)])))
+        partial = voices.keys() - whole
         open_numbers = [number for number, joiner in asking.items()
-                        if joiner is None or (joiner.process in voices and joiner.process not in whole)]
+                        if joiner is None or joiner.process in partial]
         decision = Decision(voices={process: voices[process] for process in whole}, joiners=count,
                             settled=min(open_numbers, default=last + 1) - 1)
         self._store.compare_set(f"decision/{self.number}", "", _encode(decision))

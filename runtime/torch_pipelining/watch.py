@@ -23,8 +23,10 @@ SILENT_SECONDS = 20
 """Time after which a machine counts as gone that acknowledges nothing (Linux)."""
 BACKLOG = 1024
 """Connections that may wait for a process that is slow: with more, it would be taken for dead."""
-OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Errors for want of something that this process or machine lacks: the process at the other end may live."""
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Errors for want of something that this process or machine lacks: the process at the other end may
+live.
+"""
 
 
 class Watch:
@@ -49,7 +51,8 @@ class Watch:
         self._accepted: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watching another process")
+        self._thread = threading.Thread(target=self._run, daemon=True,
+                                        name="watching another process")
         self._thread.start()
 
     def follow(self, address: str | None, on_loss: Callable[[], None]) -> None:
@@ -66,22 +69,23 @@ class Watch:
     def sockets(self) -> Sockets:
         """Return the sockets of the watch."""
         with self._lock:
-            followed = [] if self._followed is None else [self._followed]
-            return identify_sockets([self._listener, *followed, *self._accepted])
+            return identify_sockets(self._sockets())
 
     def close(self) -> None:
         """Close all sockets."""
         self._closed.set()
         self._thread.join(CONNECT_SECONDS)
         with self._lock:
-            for connection in [self._listener, *self._accepted, *([self._followed] if self._followed else [])]:
+            for connection in self._sockets():
                 connection.close()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._listener, *self._accepted, *filter(None, [self._followed])]
 
     def _run(self) -> None:
         while not self._closed.is_set():
             with self._lock:
-                followed = self._followed
-                waiting = [self._listener, *self._accepted, *([followed] if followed is not None else [])]
+                followed, waiting = self._followed, self._sockets()
             for connection in _find_readable(waiting, POLL_SECONDS):
                 self._take(connection, followed)
             self._check()
@@ -123,7 +127,9 @@ def has_ended(connection: socket.socket | None) -> bool:
 
 
 def connect(address: str) -> socket.socket | None:
-    """Connect to a process; return None if it is dead. Raises OSError for errors of this process."""
+    """Connect to a process; return None if it is dead. Raises OSError for errors of this
+    process.
+    """
     host, port = address.split()
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
