@@ -107,6 +107,7 @@ class RoutedStage(PipelineStage):
         self._fill(infos, "F", fwd_chunk_id)
         if not self.is_first:  # torch 2.11 would do so with buffers of its own alone
             for info, (_, _, has_gradient) in zip(infos, self.forms_before or (), strict=True):
+                assert info.buffer is not None  # it has arrived
                 info.buffer.requires_grad_(has_gradient)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **how)
         _empty(infos)
