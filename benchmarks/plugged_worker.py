@@ -96,8 +96,7 @@ def make_schedule(place: Place, modules: dict[int, nn.Module]) -> ReroutedSchedu
 def run_step(schedule: ReroutedSchedule, iteration: int) -> list[Tensor]:
     """Run an iteration; return the losses that this worker has computed."""
     losses: list[Tensor] = []
-    data = [read_microbatch(iteration, *sample) for sample in schedule.samples]
-    schedule.step(arg_mbs=[value for value, _ in data], target_mbs=[target for _, target in data], losses=losses)
+    schedule.step_samples(partial(read_microbatch, iteration), losses)
     return losses
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,11 +82,10 @@ def train(table: str) -> list[float]:
         try:
             schedule = schedule or ReroutedSchedule(
                 [ReroutedStage(module, stage, place) for stage, module in modules.items()], nn.functional.mse_loss)
-            data = [read_microbatch(iteration, *sample) for sample in schedule.samples]
             if iteration == KILLED_IN and os.environ["RANK"] == str(KILLED_RANK):
                 os.kill(os.getpid(), signal.SIGKILL)
             own: list[Tensor] = []
-            schedule.step(arg_mbs=[value for value, _ in data], target_mbs=[target for _, target in data], losses=own)
+            schedule.step_samples(partial(read_microbatch, iteration), own)
             place.commit(sum(loss.item() for loss in own) / place.routes.microbatches)
         except CommunicationError as error:
             schedule = None

@@ -24,6 +24,7 @@ from slipstream.runtime.models.split_backward import (
     backward_weight,
     deferring_weights,
 )
+from slipstream.runtime.processes.torchrun_store import open_common_store
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.replay.group_cache import GroupCache
@@ -40,7 +41,7 @@ from slipstream.runtime.replay.microbatch import Microbatch
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.seams import Batch
 from slipstream.runtime.replay.session import GenerationSession
-from slipstream.runtime.replay.torch_groups import Store, TCPStore
+from slipstream.runtime.replay.torch_groups import Store
 from slipstream.runtime.torch_private import run_backward
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import encode
@@ -157,7 +158,7 @@ def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: Mak
     held = {layer: layers(layer).to(device) for held_range in program.holds for layer in range(*held_range)}
     forms = find_forms(layers, schedule.grid.layer_count, data(0, *_first_microbatch(schedule))[0])
     order = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) * RESTARTS + next(_REPLAYS)
-    store = _open_store(rank)
+    store = open_common_store(rank)
     _require_same_schedule(schedule, store, order, rank)
     ranks = {worker: place for place, worker in enumerate(schedule.members)}
     session = GenerationSession(Membership(order, ranks, program.worker), links=GroupCache("gloo"), device=device,
@@ -165,13 +166,6 @@ def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: Mak
     sharers: dict[LayerRange | str, Sequence[Worker]] = dict(program.sums)
     session.connect(sharers, pairs=program.connections, sums=True)
     return ScheduleReplay(program, session, held, forms, loss=loss, optimizer=optimizer, data=data)
-
-
-def _open_store(rank: int) -> Store:
-    """Open the store at MASTER_ADDR: torchrun's own, or one of the process of rank 0."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
-                    is_master=rank == 0 and not agent, wait_for_workers=False)
 
 
 def _require_same_schedule(schedule: Schedule, store: Store, order: int, rank: int) -> None:

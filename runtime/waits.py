@@ -168,7 +168,7 @@ WAITS = (
          "torch_pipelining.watch:POLL_SECONDS"),
     Wait("torch_pipelining.watch:Watch.close", "its thread",
          "torch_pipelining.watch:CONNECT_SECONDS"),
-    Wait("torch_pipelining.watch:_connect", "another member",
+    Wait("torch_pipelining.watch:connect", "another member",
          "torch_pipelining.watch:CONNECT_SECONDS"),
     # Node 0, and processes.
     Wait("coordinator.event_loop:EventLoop.serve", "workers: the stall watch says whom",

@@ -1,5 +1,6 @@
-"""Find node 0 by the key-value store of torchrun's agent."""
+"""The key-value store that torchrun's processes share, and how node 0 is found by it."""
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,9 +12,21 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.processes.launch_environment import LaunchInfo
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 from slipstream.runtime.protocol.store import connect_store
+from slipstream.runtime.replay.torch_groups import TCPStore
 
 PROGRESS_SECONDS = 30.0
 """Interval between the lines that a waiting node prints."""
+
+
+def open_common_store(rank: int) -> TCPStore:
+    """Open the store at MASTER_ADDR: that of torchrun's agent, or one of the process of rank 0.
+
+    The latter may be that of torch.distributed, if this process has initialised it.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"),
+                    int(os.environ.get("MASTER_PORT", "29500")), is_master=rank == 0 and not agent,
+                    wait_for_workers=False, multi_tenant=True)
 
 
 def announce_node_0(here: LaunchInfo, opened: Rendezvous) -> None:

@@ -1,12 +1,12 @@
-"""Run re-routed plans in torch.distributed.pipelining, in a training loop of your own, and survive deaths.
+"""Run re-routed plans in torch.distributed.pipelining, in a loop of your own, and survive deaths.
 
-    routes = Routes.read("table")                       # a table of schedules, by `slipstream table`
-    place = Place.take(routes)                          # one process a worker, as torchrun starts them
+    routes = Routes.read("table")              # a table of schedules, by `slipstream table`
+    place = Place.take(routes)                 # one process a worker, as torchrun starts them
     schedule = ReroutedSchedule([ReroutedStage(module, stage, place)], loss_fn)
-    schedule.step(arg_mbs=inputs, target_mbs=targets)   # of `schedule.samples`
-    place.commit()                                      # or CommunicationError: place.recover()
+    schedule.step_samples(read_sample)         # of (pipeline, number there): input, target
+    place.commit()                             # or CommunicationError: place.recover()
 
-docs/neighbours.md has the whole loop. Nothing else of the runtime is needed: no coordinator, job or run folder.
+docs/neighbours.md has the whole loop. No coordinator, job or run folder is needed.
 
     routes         which worker runs what and sends it where
     place          a process's worker, its connections, and recovery

@@ -11,13 +11,15 @@ restarts that torchrun tells its processes cannot name it, since each agent coun
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from socket import socket
 
 import msgspec
 
 from slipstream.runtime.replay.torch_groups import PrefixStore, Store
-from slipstream.runtime.torch_pipelining.watch import Probe, is_dead
+from slipstream.runtime.torch_pipelining.watch import connect, has_ended, is_dead
 from slipstream.schedules.schedule import Worker
 
 POLL_SECONDS = 0.005
@@ -52,7 +54,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     joiners: int
     """How many have asked to be members, up to now."""
     settled: int
-    """How many of them are members or dead; a worker of several ranks may have asked with some only."""
+    """How many of them are members or dead: of a worker's ranks, some may not have asked yet."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -62,7 +64,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def latest(self) -> Voice:
         """Voice of a member that has committed most iterations."""
-        return max(self.voices.values(), key=lambda voice: -1 if voice.committed is None else voice.committed)
+        return max(self.voices.values(),
+                   key=lambda voice: -1 if voice.committed is None else voice.committed)
 
     @property
     def newcomers(self) -> tuple[Worker, ...]:
@@ -106,14 +109,15 @@ class Agreement:
     def has_begun(self) -> bool:
         """Find the run to take part in. Return whether it goes on already, without this process."""
         while True:
-            if not self._store.check(["decision/1"]):
-                if not self._store.check([f"voice/1/{self._process}"]):
-                    return False
-                # This process has been here before, and died before the run began: so it never does.
+            if self._store.check(["decision/1"]):
+                if self._has_live_members():
+                    return True
+                self._set_run(self._run + 1)
+            elif self._store.check([f"voice/1/{self._process}"]):
+                # This process was here before, and died before the run began: so it never does.
                 self._store.compare_set("decision/1", "", _encode(_NOBODY))
-            elif self._has_live_members():
-                return True
-            self._set_run(self._run + 1)
+            else:
+                return False
 
     def end(self, number: int) -> None:
         """Tell all members that a generation has ended."""
@@ -136,11 +140,14 @@ class Agreement:
             decision = self._agree(voice, dict.fromkeys(self._processes_of(workers)), 0)
             if decision != _NOBODY:
                 return self._require_taken(decision, voice)
-        raise LeftOutError(f"the others have begun without {self._process}; start it again to return")
+        raise LeftOutError(f"the others have begun without {self._process}; start it again to "
+                           "return")
 
     def join(self, voice: Voice) -> Decision:
-        """Ask to be a member, and wait until a generation begins with this process. Raises
-        TimeoutError."""
+        """Ask to be a member, and wait until a generation begins with this process.
+
+        Raises TimeoutError.
+        """
         number = self._store.add("joiner numbers", 1)
         self._store.set(f"joiner/{number}", _encode(Joiner(self._process, voice)))
         self._store.add("joiners", 1)
@@ -149,16 +156,19 @@ class Agreement:
             self.number += 1
             while not self._store.check([f"decision/{self.number}"]):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no generation began with {self._process} in {self._patience:g} s; expected "
-                                       "the others to commit: is their loop running?")
+                    raise TimeoutError(f"no generation began with {self._process} in "
+                                       f"{self._patience:g} s; expected the others to commit: is "
+                                       "their loop running?")
                 time.sleep(POLL_SECONDS)
             decision = self._read_decision(self.number)
             if decision.voices.get(self._process) == voice:
                 return decision
 
     def go_on(self, voice: Voice, before: Decision) -> Decision:
-        """Begin the next generation with those members of the one before that live, and with those
-        that ask. Raises LeftOutError."""
+        """Begin the next generation with the members that live, and with those that ask.
+
+        Raises LeftOutError.
+        """
         self.end(self.number)
         addresses = {process: other.address for process, other in before.voices.items()}
         return self._require_taken(self._agree(voice, addresses, before.settled), voice)
@@ -188,31 +198,39 @@ class Agreement:
     def _agree(self, voice: Voice, addresses: Mapping[str, str | None], settled: int) -> Decision:
         self.number += 1
         self._store.set(f"voice/{self.number}/{self._process}", _encode(voice))
-        deadline, spoken = time.monotonic() + self._patience, {self._process}
-        with _Probes() as probes:
-            self._await_decision(addresses, spoken, probes, deadline, settled)
+        with ExitStack() as opened:
+            @cache
+            def probe(address: str) -> socket | None:
+                connection = connect(address)
+                return connection and opened.enter_context(connection)
+
+            self._await_decision(addresses, probe, settled)
         return self._read_decision(self.number)
 
-    def _await_decision(self, addresses: Mapping[str, str | None], spoken: set[str], probes: "_Probes",
-                        deadline: float, settled: int) -> None:
+    def _await_decision(self, addresses: Mapping[str, str | None],
+                        probe: Callable[[str], socket | None], settled: int) -> None:
         """Wait until there is a decision; propose one when all others are dead or have spoken."""
+        deadline, spoken = time.monotonic() + self._patience, {self._process}
         while not self._store.check([f"decision/{self.number}"]):
             spoken |= {other for other in addresses.keys() - spoken
                        if self._store.check([f"voice/{self.number}/{other}"])}
             missing = addresses.keys() - spoken
-            if missing and self.number == 1 and time.monotonic() > deadline:
-                raise TimeoutError(f"{', '.join(sorted(missing))} did not start in {self._patience:g} s; expected all "
-                                   "processes, or routes without these workers")
-            alive = {other for other in missing if not probes.is_dead(addresses[other])}
-            if not alive or time.monotonic() > deadline:
+            is_late = time.monotonic() > deadline
+            if missing and self.number == 1 and is_late:
+                raise TimeoutError(f"{', '.join(sorted(missing))} did not start in "
+                                   f"{self._patience:g} s; expected all processes, or routes "
+                                   "without these workers")
+            missing_at = [addresses[other] for other in missing]
+            if is_late or all(address and has_ended(probe(address)) for address in missing_at):
                 self._propose(spoken, settled)
             else:
                 time.sleep(POLL_SECONDS)
 
     def _propose(self, spoken: set[str], settled: int) -> None:
-        """Propose all that have spoken, and those that have asked, as far as their workers are whole."""
-        voices = {other: _VOICES.decode(self._store.get(f"voice/{self.number}/{other}")) for other in spoken}
-        count = self.count_joiners()  # before the joiners are read, so that none is counted and not seen
+        """Propose all that have spoken or asked, as far as their workers are whole."""
+        voices = {other: _VOICES.decode(self._store.get(f"voice/{self.number}/{other}"))
+                  for other in spoken}
+        count = self.count_joiners()  # before they are read, so that none is counted and not seen
         last = self._store.add("joiner numbers", 0)
         asking = {number: self._read_joiner(number) for number in range(settled + 1, last + 1)}
         for joiner in filter(None, asking.values()):
@@ -220,8 +238,9 @@ class Agreement:
                 voices.setdefault(joiner.process, joiner.voice)
         whole = sorted(process for process in voices
                        if voices.keys() >= set(self._processes_of([worker_of(process)])))
+        partial = voices.keys() - whole
         open_numbers = [number for number, joiner in asking.items()
-                        if joiner is None or (joiner.process in voices and joiner.process not in whole)]
+                        if joiner is None or joiner.process in partial]
         decision = Decision(voices={process: voices[process] for process in whole}, joiners=count,
                             settled=min(open_numbers, default=last + 1) - 1)
         self._store.compare_set(f"decision/{self.number}", "", _encode(decision))
@@ -236,28 +255,6 @@ class Agreement:
 
     def _processes_of(self, workers: Sequence[Worker]) -> list[str]:
         return [f"{worker}:{rank}" for worker in workers for rank in range(self._ranks)]
-
-
-class _Probes:
-    """Connections to processes that are missing, by address."""
-
-    def __init__(self) -> None:
-        self._probes: dict[str, Probe] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for probe in self._probes.values():
-            probe.close()
-
-    def is_dead(self, address: str | None) -> bool:
-        """Return whether a process is dead; one whose address is unknown is not."""
-        if address is None:
-            return False
-        if address not in self._probes:
-            self._probes[address] = Probe(address)
-        return self._probes[address].is_dead()
 
 
 def _encode(value: msgspec.Struct) -> str:

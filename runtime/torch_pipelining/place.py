@@ -1,4 +1,4 @@
-"""Place: a process's worker among those that live, its connections, and what follows when one dies."""
+"""Place: a process's worker among those that live, its connections, and what follows a death."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import distributed, nn
 
+from slipstream.runtime.processes.torchrun_store import open_common_store
 from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import GradientKey, Membership
@@ -20,12 +21,16 @@ from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.replay.transport import TransportName
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
 from slipstream.runtime.torch_pipelining.routes import NoRouteError, Routes
-from slipstream.runtime.torch_pipelining.state import pack_state, require_all_parameters, unpack_state
+from slipstream.runtime.torch_pipelining.state import (
+    pack_state,
+    require_all_parameters,
+    unpack_state,
+)
 from slipstream.runtime.torch_pipelining.watch import Watch
 from slipstream.schedules.schedule import Worker
 
 WORKER_VARIABLE = "SLIPSTREAM_WORKER"
-"""Environment variable that names the worker of a process: torchrun may give a node other ranks after a restart."""
+"""Environment variable that names a process's worker: torchrun may change the ranks of a node."""
 PATIENCE_SECONDS = 300.0
 POLL_SECONDS = 0.002
 Form = tuple[tuple[int, ...], torch.dtype, bool]
@@ -49,10 +54,11 @@ class Place:
         True if a worker asks to take part again, so that `recover` should be called.
     """
 
-    def __init__(self, routes: Routes, worker: Worker, rank: int, ranks: int, store: Store, host: str, *,
-                 device: torch.device, transport: TransportName, patience: float) -> None:
-        self.routes, self.worker, self.rank, self.ranks, self._shared = routes, worker, rank, ranks, store
-        self.device = device
+    def __init__(self, routes: Routes, worker: Worker, rank: int, ranks: int, store: Store,
+                 host: str, *, device: torch.device, transport: TransportName,
+                 patience: float) -> None:
+        self.routes, self.worker, self.rank, self.ranks = routes, worker, rank, ranks
+        self.device, self._shared = device, store
         self.committed, self.last_sum, self.has_returned = 0, 0.0, False
         self.newcomers: tuple[Worker, ...] = ()
         self.forms: dict[int, tuple[Form, ...]] = {}
@@ -66,26 +72,28 @@ class Place:
         self._has_state, self._patience = True, patience
 
     @classmethod
-    def take(cls, routes: Routes, worker: str | Worker | None = None, *, store: Store | None = None, inner: int = 1,
-             device: str | torch.device = "cpu", transport: TransportName = "gloo",
-             patience: float = PATIENCE_SECONDS) -> Self:
+    def take(cls, routes: Routes, worker: str | Worker | None = None, *,
+             store: Store | None = None, inner: int = 1, device: str | torch.device = "cpu",
+             transport: TransportName = "gloo", patience: float = PATIENCE_SECONDS) -> Self:
         """Take the place of a worker, and connect to the others.
 
         All processes of the run call this. If the run goes on already, this process asks to be a
-        member, and waits until the others commit: a worker that returns. If torch.distributed is not
-        initialised, it is, for the processes of this worker alone: then all meshes are inside it.
+        member, and waits until the others commit: a worker that returns. If torch.distributed is
+        not initialised, it is, for the processes of this worker alone: then all meshes are inside
+        it.
 
         Args:
             routes: Routes of the first generation.
-            worker: Worker of this process; None: that of the environment variable SLIPSTREAM_WORKER,
-                else the live worker of number RANK // inner.
-            store: Store that all processes share; None: that of torchrun. If its process dies, nobody
-                recovers.
+            worker: Worker of this process; None: that of the environment variable
+                SLIPSTREAM_WORKER, else the live worker of number RANK // inner.
+            store: Store that all processes share; None: that of torchrun. If its process dies,
+                nobody recovers.
             inner: Number of processes of each worker; this one has number RANK % inner there.
             device: Device of this process.
             transport: "gloo" or "nccl".
-            patience: Seconds after which a process that lives but is silent is left out of a recovery,
-                and after which waits for what others publish, and for the device, end in an error.
+            patience: Seconds after which a process that lives but is silent is left out of a
+                recovery, and after which waits for what others publish, and for the device, end
+                in an error.
 
         Raises TimeoutError, CommunicationError, NoRouteError, and ValueError for an unknown worker.
         """
@@ -94,11 +102,12 @@ class Place:
             worker = os.environ.get(WORKER_VARIABLE) or _worker_of_rank(routes, world_rank // inner)
         worker = worker if isinstance(worker, Worker) else Worker.parse(worker)
         if worker not in routes.grid_workers:
-            raise ValueError(f"the schedule has no worker {worker}; expected one of {routes.grid_workers[0]} to "
-                             f"{routes.grid_workers[-1]}, for example by {WORKER_VARIABLE}")
-        store = store or _open_store(world_rank)
-        place = cls(routes, worker, world_rank % inner, inner, store, _own_host(store), device=torch.device(device),
-                    transport=transport, patience=patience)
+            raise ValueError(f"the schedule has no worker {worker}; expected one of "
+                             f"{routes.grid_workers[0]} to {routes.grid_workers[-1]}, for example "
+                             f"by {WORKER_VARIABLE}")
+        store = store or open_common_store(world_rank)
+        place = cls(routes, worker, world_rank % inner, inner, store, _own_host(store),
+                    device=torch.device(device), transport=transport, patience=patience)
         place._begin()
         return place
 
@@ -116,15 +125,16 @@ class Place:
     def commit(self, value: float = 0.0) -> float:
         """Wait until all live workers have all gradients; return the sum of their values.
 
-        Whoever gets past this knows that all have what they need to step, so no step has to be undone:
-        after this and before anything else, step. A worker's value is the mean of its processes'.
+        Whoever gets past this knows that all have what they need to step, so no step has to be
+        undone: after this and before anything else, step. A worker's value is the mean of its
+        processes'.
 
         Raises CommunicationError if a worker has died; then call `recover`.
         """
         session = self.session
         if self.newcomers:
-            raise ValueError(f"worker {self.newcomers[0]} has returned without state; expected share_state before the "
-                             "next iteration")
+            raise ValueError(f"worker {self.newcomers[0]} has returned without state; expected "
+                             "share_state before the next iteration")
         session.reach_commit_point()
         assert self._decision is not None
         joiners = self._agreement.count_joiners() - self._decision.joiners if self._is_first else 0
@@ -132,13 +142,14 @@ class Place:
         self.committed, self.last_sum, self.has_returned = self.committed + 1, sums[0], sums[1] > 0
         return sums[0]
 
-    def share_state(self, modules: Mapping[int, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    def share_state(self, modules: Mapping[int, nn.Module],
+                    optimizer: torch.optim.Optimizer) -> None:
         """Hand parameters and optimizer state to workers that have returned, if there are any.
 
-        All workers call this after `take` and after `recover`, once they have stepped if they owed it
-        and have made their stages, which undoes what FSDP has gathered. Raises CommunicationError,
-        NoRouteError if nobody has the state of a stage, and ValueError if the optimizer has parameters
-        that are not those of the modules.
+        All workers call this after `take` and after `recover`, once they have stepped if they owed
+        it and have made their stages, which undoes what FSDP has gathered. Raises
+        CommunicationError, NoRouteError if nobody has the state of a stage, and ValueError if the
+        optimizer has parameters that are not those of the modules.
         """
         newcomers = set(self.newcomers)
         if newcomers:
@@ -147,7 +158,8 @@ class Place:
             holders, key = self.routes.holders(stage), f"stage {stage}"
             source = next((worker for worker in holders if worker not in newcomers), None)
             if source is None:
-                raise NoRouteError(f"no live worker has the state of stage {stage}; go back to a checkpoint")
+                raise NoRouteError(f"no live worker has the state of stage {stage}; go back to a "
+                                   "checkpoint")
             if source == self.worker:
                 for target in sorted(newcomers & set(holders)):
                     self.session.send_bytes(pack_state(module, optimizer), key, target)
@@ -162,12 +174,13 @@ class Place:
     def recover(self) -> bool:
         """Go on with those that live, and with workers that return, by the routes for these.
 
-        Call it after a CommunicationError, or if `has_returned`; then make new stages around the same
-        modules. Returns True if this process owes the step of an iteration that others have committed:
-        its gradients are complete, so it is to step with them. Else the iteration is run again.
+        Call it after a CommunicationError, or if `has_returned`; then make new stages around the
+        same modules. Returns True if this process owes the step of an iteration that others have
+        committed: its gradients are complete, so it is to step with them. Else the iteration is run
+        again.
 
-        Raises NoRouteError if these workers cannot go on, and LeftOutError if the others go on without
-        this process.
+        Raises NoRouteError if these workers cannot go on, and LeftOutError if the others go on
+        without this process.
         """
         assert self._decision is not None
         while True:
@@ -180,12 +193,13 @@ class Place:
     def close(self) -> None:
         """Wait for all workers, and close the connections; call it after the last step.
 
-        Whoever still owes the last step can learn it from those that wait here. Raises NoRouteError and LeftOutError as
-        `recover` does, and LeftOutError if the run ended before this worker had its state. A second call does nothing.
+        Whoever still owes the last step can learn it from those that wait here. Raises NoRouteError
+        and LeftOutError as `recover` does, and LeftOutError if the run ended before this worker had
+        its state. A second call does nothing.
         """
         if self._session is None:
             return
-        with contextlib.suppress(distributed.DistError):  # whoever has the store may be gone when all have been here
+        with contextlib.suppress(distributed.DistError):  # who has the store may be gone by now
             while not self._have_all_ended():
                 self.recover()
         self._watch.follow(None, lambda: None)
@@ -193,8 +207,9 @@ class Place:
             self._leave()
         self._watch.close()
         if not self._has_state:
-            raise LeftOutError("the run has ended before this worker had its state; expected share_state before it: "
-                               "its parameters are the initial ones, take another worker's")
+            raise LeftOutError("the run has ended before this worker had its state; expected "
+                               "share_state before it: its parameters are the initial ones, take "
+                               "another worker's")
 
     def publish(self, key: str, value: str) -> None:
         """Tell all processes a value, by a key that never changes its value."""
@@ -205,13 +220,15 @@ class Place:
         return self.store.check([f"told/{key}"])
 
     def read(self, key: str) -> str:
-        """Wait for a value that another process publishes. Raises CommunicationError if a worker has
-        died."""
+        """Wait for a value that another process publishes. Raises CommunicationError if a worker
+        has died.
+        """
         name, deadline = f"told/{key}", time.monotonic() + self._patience
         while not self.store.check([name]):
             self.session.raise_if_ended()
             if time.monotonic() > deadline:
-                raise CommunicationError(f"nobody said {key!r} in {self._patience:g} s; expected all workers to step")
+                raise CommunicationError(f"nobody said {key!r} in {self._patience:g} s; expected "
+                                         "all workers to step")
             time.sleep(POLL_SECONDS)
         return self.store.get(name).decode()
 
@@ -242,14 +259,13 @@ class Place:
         """Become a member of the first generation, or of one that comes."""
         if not distributed.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            distributed.init_process_group(backend, store=PrefixStore(f"ranks {self._watch.address}/", self._shared)
-                                           if self.ranks == 1 else self._store_of_ranks(),
-                                           rank=self.rank, world_size=self.ranks,
+            distributed.init_process_group(backend, store=self._store_of_ranks(), rank=self.rank,
+                                           world_size=self.ranks,
                                            timeout=timedelta(seconds=self._patience))
         self._has_state = not self._agreement.has_begun()
         if self._has_state and self.worker not in self.routes.workers:
-            raise ValueError(f"worker {self.worker} is down in the routes that the run begins with; expected one of "
-                             f"{', '.join(map(str, self.routes.workers))}")
+            raise ValueError(f"worker {self.worker} is down in the routes that the run begins "
+                             f"with; expected one of {', '.join(map(str, self.routes.workers))}")
         start = self._agreement.start(self._own_voice(), self.routes.workers) if self._has_state \
             else self._agreement.join(self._own_voice())
         try:
@@ -259,23 +275,26 @@ class Place:
 
     def _store_of_ranks(self) -> Store:
         """Return a store in which the processes of this worker that start together meet."""
+        if self.ranks == 1:
+            return PrefixStore(f"ranks {self._watch.address}/", self._shared)
         visits = self._shared.add(f"visits of {self.worker}", 1)
         return PrefixStore(f"ranks of {self.worker} {(visits - 1) // self.ranks}/", self._shared)
 
     def _own_voice(self) -> Voice:
-        return Voice(address=self._watch.address, committed=self.committed if self._has_state else None,
-                     sums=(self.last_sum.hex(),))
+        committed = self.committed if self._has_state else None
+        return Voice(address=self._watch.address, committed=committed, sums=(self.last_sum.hex(),))
 
     def _enter(self, decision: Decision) -> bool:
         """Connect to the members of a generation. Return whether this process owes a step."""
         self._decision, number = decision, self._agreement.number
         live = decision.workers
-        self.routes = self.routes.without([worker for worker in self.routes.grid_workers if worker not in live])
+        self.routes = self.routes.without(set(self.routes.grid_workers) - set(live))
         members = [*decision.voices]
         after = members[(members.index(self._process) + 1) % len(members)]
         ranks = {worker: place for place, worker in enumerate(live)}
-        self._session = GenerationSession(Membership(number, ranks, self.worker, self._mates), links=self._links,
-                                          device=self.device, store=self.store, spared=self._watch.sockets)
+        self._session = GenerationSession(
+            Membership(number, ranks, self.worker, self._mates), links=self._links,
+            device=self.device, store=self.store, spared=self._watch.sockets)
         self._watch.follow(None if after == self._process else decision.voices[after].address,
                            lambda: self._agreement.end(number))
         self._connect()
@@ -296,19 +315,22 @@ class Place:
         session.raise_if_ended()
 
     def _require_same_routes(self) -> None:
-        """Raise ValueError if the first process has other routes: planned twice, within some seconds, a
-        job has other plans."""
+        """Raise ValueError if the first process has other routes.
+
+        Planned twice, within some seconds, a job has other plans.
+        """
         key = f"routes {self._agreement.number}"
         if self._is_first:
             self.publish(key, self.routes.digest)
         elif self.read(key) != self.routes.digest:
-            raise ValueError("this process has other routes than the first one; expected the same: plan once, write a "
-                             "table (slipstream table), and let all processes read it")
+            raise ValueError("this process has other routes than the first one; expected the "
+                             "same: plan once, write a table (slipstream table), and let all "
+                             "processes read it")
 
     def _end_if_told(self) -> None:
         """Abort the session if a member has ended the generation. Called by the watch."""
         session, number = self._session, self._agreement.number
-        with contextlib.suppress(distributed.DistError):  # without the store, the run goes on until a worker dies
+        with contextlib.suppress(distributed.DistError):  # without it, it goes on until a death
             if session is not None and self._agreement.has_ended(number):
                 session.abort()
 
@@ -329,8 +351,9 @@ class Place:
         deadline = time.monotonic() + self._patience
         while not self.session.is_quiescent():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"transfers of {self._process} have not ended {self._patience:g} s after they were "
-                                   "aborted; expected the device to answer: end this process, and start it again")
+                raise TimeoutError(f"transfers of {self._process} have not ended "
+                                   f"{self._patience:g} s after they were aborted; expected the "
+                                   "device to answer: end this process, and start it again")
             time.sleep(POLL_SECONDS)
 
 
@@ -350,17 +373,10 @@ def _find_pairs(routes: Routes, worker: Worker) -> Collection[tuple[Worker, Work
 
 def _worker_of_rank(routes: Routes, number: int) -> Worker:
     if number >= len(routes.workers):
-        raise ValueError(f"rank {os.environ.get('RANK')} has no worker: the schedule has {len(routes.workers)} live "
-                         f"workers; start as many processes, or name the worker in {WORKER_VARIABLE}")
+        raise ValueError(f"rank {os.environ.get('RANK')} has no worker: the schedule has "
+                         f"{len(routes.workers)} live workers; start as many processes, or name "
+                         f"the worker in {WORKER_VARIABLE}")
     return routes.workers[number]
-
-
-def _open_store(rank: int) -> Store:
-    """Open the store at MASTER_ADDR: torchrun's own, or one of the process of rank 0."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")),
-                    is_master=rank == 0 and not agent, wait_for_workers=False, multi_tenant=True,
-                    timeout=timedelta(seconds=PATIENCE_SECONDS))
 
 
 def _own_host(store: Store) -> str:

@@ -129,13 +129,15 @@ def _find_schedule(source: Table | Schedule | MakeSchedule, down: tuple[Worker, 
     if isinstance(source, Table):
         found = source.lookup(down)
         if found is None:
-            raise NoRouteError(f"the table {source.folder} has no schedule with layers in place for {names} down; "
-                               "expected one: plan it with a larger --max-failures, or go back to a checkpoint")
+            raise NoRouteError(f"the table {source.folder} has no schedule with layers in place "
+                               f"for {names} down; expected one: plan it with a larger "
+                               "--max-failures, or go back to a checkpoint")
         return found.schedule
     schedule = source if isinstance(source, Schedule) else source(down)
     live = {seat.worker for seat in schedule.seats}
     found_down = tuple(worker for worker in schedule.grid.workers() if worker not in live)
     if found_down != down:
-        raise NoRouteError(f"the schedule is for {', '.join(map(str, found_down)) or 'nobody'} down, not for {names}; "
-                           "give a table (slipstream table) for failures that come later")
+        raise NoRouteError(f"the schedule is for {', '.join(map(str, found_down)) or 'nobody'} "
+                           f"down, not for {names}; give a table (slipstream table) for failures "
+                           "that come later")
     return schedule

@@ -22,8 +22,9 @@ def pack_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"the optimizer keeps {key!r}, a {type(value).__name__}, for {name}; expected tensors "
-                                 "only, which can be handed to a worker that returns")
+                raise ValueError(f"the optimizer keeps {key!r}, a {type(value).__name__}, for "
+                                 f"{name}; expected tensors only, which can be handed to a worker "
+                                 "that returns")
             tensors[f"optimizer.{key}.{name}"] = local(value)
     groups = [{key: value for key, value in group.items() if isinstance(value, PLAIN)}
               for group in optimizer.param_groups]
@@ -56,9 +57,9 @@ def require_all_parameters(modules: Iterable[nn.Module], optimizer: torch.optim.
     strange = [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]
                if parameter not in known]
     if strange:
-        raise ValueError(f"the optimizer has {len(strange)} parameters that are not the modules', the first of shape "
-                         f"{strange[0]}; expected those of the modules, as they are after ReroutedStage is made around "
-                         "each")
+        raise ValueError(f"the optimizer has {len(strange)} parameters that are not the modules', "
+                         f"the first of shape {strange[0]}; expected those of the modules, as they "
+                         "are after ReroutedStage is made around each")
 
 
 def local(tensor: Tensor) -> Tensor:

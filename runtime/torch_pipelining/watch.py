@@ -23,8 +23,10 @@ SILENT_SECONDS = 20
 """Time after which a machine counts as gone that acknowledges nothing (Linux)."""
 BACKLOG = 1024
 """Connections that may wait for a process that is slow: with more, it would be taken for dead."""
-OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Errors for want of something that this process or machine lacks: the process at the other end may live."""
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Errors for want of something that this process or machine lacks: the process at the other end may
+live.
+"""
 
 
 class Watch:
@@ -49,13 +51,14 @@ class Watch:
         self._accepted: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watching another process")
+        self._thread = threading.Thread(target=self._run, daemon=True,
+                                        name="watching another process")
         self._thread.start()
 
     def follow(self, address: str | None, on_loss: Callable[[], None]) -> None:
         """Watch the process at an address from now on, instead of the one before; `on_loss` is
         called if it is gone. None: watch nobody."""
-        connection = None if address is None else _connect(address)
+        connection = None if address is None else connect(address)
         with self._lock:
             before, self._followed, self._on_loss = self._followed, connection, on_loss
         if before is not None:
@@ -66,22 +69,23 @@ class Watch:
     def sockets(self) -> Sockets:
         """Return the sockets of the watch."""
         with self._lock:
-            followed = [] if self._followed is None else [self._followed]
-            return identify_sockets([self._listener, *followed, *self._accepted])
+            return identify_sockets(self._sockets())
 
     def close(self) -> None:
         """Close all sockets."""
         self._closed.set()
         self._thread.join(CONNECT_SECONDS)
         with self._lock:
-            for connection in [self._listener, *self._accepted, *([self._followed] if self._followed else [])]:
+            for connection in self._sockets():
                 connection.close()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._listener, *self._accepted, *filter(None, [self._followed])]
 
     def _run(self) -> None:
         while not self._closed.is_set():
             with self._lock:
-                followed = self._followed
-                waiting = [self._listener, *self._accepted, *([followed] if followed is not None else [])]
+                followed, waiting = self._followed, self._sockets()
             for connection in _find_readable(waiting, POLL_SECONDS):
                 self._take(connection, followed)
             self._check()
@@ -110,42 +114,22 @@ class Watch:
             ready.close()
 
 
-class Probe:
-    """Connection to a process that is missing, by which its death is noticed."""
-
-    def __init__(self, address: str) -> None:
-        self._connection = _connect(address)
-
-    def is_dead(self) -> bool:
-        """Return whether nobody listens at the address any more."""
-        if self._connection is None:
-            return True
-        return bool(_find_readable([self._connection], 0))  # nothing is ever sent: it has ended
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-
-
 def is_dead(address: str) -> bool:
     """Return whether nobody listens at an address any more."""
-    with contextlib.closing(Probe(address)) as probe:
-        return probe.is_dead()
+    connection = connect(address)
+    with connection or contextlib.nullcontext():
+        return has_ended(connection)
 
 
-def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
-    """Wait until any of these can be read, or has ended; return those."""
-    # unlike select, poll takes descriptors from 1024 on; unlike epoll, it needs none of its own
-    with selectors.PollSelector() as selector:
-        for connection in connections:
-            with contextlib.suppress(ValueError, KeyError):  # closed meanwhile
-                selector.register(connection, selectors.EVENT_READ)
-        return [cast(socket.socket, key.fileobj) for key, _ in selector.select(seconds)]
+def has_ended(connection: socket.socket | None) -> bool:
+    """Return whether the process is dead to which `connect` has made a connection."""
+    return connection is None or bool(_find_readable([connection], 0))  # nothing is ever sent
 
 
-def _connect(address: str) -> socket.socket | None:
-    """Connect to a process; return None if it is dead. Raises OSError for errors of this process."""
+def connect(address: str) -> socket.socket | None:
+    """Connect to a process; return None if it is dead. Raises OSError for errors of this
+    process.
+    """
     host, port = address.split()
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
@@ -156,3 +140,13 @@ def _connect(address: str) -> socket.socket | None:
     with contextlib.suppress(OSError):  # it has ended meanwhile, which the next look at it finds
         enable_keepalive(connection, SILENT_SECONDS)
     return connection
+
+
+def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
+    """Wait until any of these can be read, or has ended; return those."""
+    # unlike select, poll takes descriptors from 1024 on; unlike epoll, it needs none of its own
+    with selectors.PollSelector() as selector:
+        for connection in connections:
+            with contextlib.suppress(ValueError, KeyError):  # closed meanwhile
+                selector.register(connection, selectors.EVENT_READ)
+        return [cast(socket.socket, key.fileobj) for key, _ in selector.select(seconds)]

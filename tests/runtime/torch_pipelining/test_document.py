@@ -1,6 +1,7 @@
 """The loop of docs/neighbours.md, as it stands there."""
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ def test_the_loop_of_the_page_trains_as_one_process_does():
 
     def run(place):
         names = {**vars(torch_pipelining), "torch": torch, "build_stage": build_stage, "iterations": ITERATIONS,
-                 "loss_fn": nn.functional.mse_loss,
+                 "partial": partial, "loss_fn": nn.functional.mse_loss,
                  "read_microbatch": lambda iteration, pipeline, index: read_microbatch(pipeline, index + 5 * iteration),
                  "Routes": SimpleNamespace(read=str), "Place": SimpleNamespace(take=lambda _: place)}
         exec(loop, names)

@@ -8,15 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from slipstream.runtime import torch_pipelining
 from slipstream.runtime.torch_pipelining.inside_torch import RoutedRuntime, RoutedStage, reset_shards
 
 FOLDER = Path(torch_pipelining.__file__).parent
-OWN = {"set_forms", "start_receiving", "start_sending", "wait_for_sends", "_build", "_fill", "_for_all", "_tag",
-       "_tag_at", "run"}
+OWN = {"set_forms", "wait_for_sends", "_receive", "_send", "_build", "_fill", "_for_all", "_tag", "run"}
 """Methods that override nothing."""
 
 
@@ -24,7 +23,8 @@ OWN = {"set_forms", "start_receiving", "start_sending", "wait_for_sends", "_buil
 def test_each_override_has_something_to_override(kind, base):
     """Where torch renames a method, ours would be dead, and torch's would run."""
     methods = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("__")}
-    assert {name for name in methods if not hasattr(base, name)} <= OWN
+    later = {"_warmup_p2p"} if not hasattr(_utils, "InferenceMode") else set()  # torch 2.11 has neither
+    assert {name for name in methods if not hasattr(base, name)} <= OWN | later
     assert not any(hasattr(base, name) for name in OWN & methods)
 
 

@@ -71,6 +71,5 @@ def make_schedule(place: Place, modules: dict[int, nn.Module]) -> ReroutedSchedu
 
 def run_step(schedule: ReroutedSchedule) -> list[Tensor]:
     losses: list[Tensor] = []
-    data = [read_microbatch(*sample) for sample in schedule.samples]
-    schedule.step(arg_mbs=[value for value, _ in data], target_mbs=[target for _, target in data], losses=losses)
+    schedule.step_samples(read_microbatch, losses)
     return losses
