@@ -16,7 +16,7 @@ from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts, hosts_in_column
 from slipstream.schedules.graph import Collective, Node, dependency_edges
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp
 from slipstream.schedules.schedule import (
@@ -67,7 +67,7 @@ def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
 def by_chance(job: Job, failed: Sequence[Worker], chance: random.Random, **options) -> Schedule:
     """A plan in which chance says which live holder of a stage runs it for each micro-batch."""
     problem = build_problem(job, failed, sharing=True, **options)
-    hosts = {unit: chance.choice(problem.hosts_in_column(unit.slice))
+    hosts = {unit: chance.choice(hosts_in_column(problem, unit.slice))
              for unit in assign_hosts(problem, "least-loaded")}
     arrays = ProblemArrays(problem, hosts)
     order = ListScheduler(arrays).order_ops(DispatchRule())

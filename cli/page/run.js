@@ -4,7 +4,7 @@
 const element = (id) => document.getElementById(id);
 const CLOSEST = 1e-5; // of the run that a view shows at least
 
-/** Run seconds for a reader, as `clock` of cli/shared/run_summary.py; finer where the view is. */
+/** Run seconds for a reader, as `clock` of cli/shared/summaries.py; finer where the view is. */
 function clock(seconds, span = Infinity) {
   if (seconds < 100 || span < 20) return `${seconds.toFixed(span < 1 ? 3 : span < 20 ? 2 : 1)} s`;
   const whole = Math.round(seconds), two = (number) => String(number).padStart(2, "0");

@@ -360,14 +360,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         stashes = self.backward == "split" and self.usual_ticks(OpKind.W, slice_) > 0
         return passes * self.memory.activation[slice_], stashes * self.memory.weight_stash[slice_]
 
-    def hosts_in_column(self, stage: int) -> tuple[Worker, ...]:
-        """Return the live workers in the column of a stage that have room for a micro-batch of it, sorted.
-
-        If there are none, return those of the other column that holds it, if pipelines are bidirectional.
-        """
-        hosts = self.hosts_by_slice[stage]
-        return tuple(worker for worker in hosts if worker.column == self.column_of[stage]) or hosts
-
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """Return the workers that may run slice number `slice_` for the micro-batches of this pipeline."""
         hosts = self.hosts_by_slice[slice_]

@@ -52,11 +52,12 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     hosts: dict[Unit, Worker] = {}
     rerouted: dict[int, list[Unit]] = {}
     for stage in range(len(problem.grid.stages)):
+        roomy = set(_roomy_hosts(problem, stage))
         for pipeline, count in enumerate(problem.grid.microbatches):
             units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)
                      if stage in problem.grid.stages_of_microbatch(microbatch)]
             own = problem.home_worker(stage, pipeline)
-            if own in problem.hosts_by_slice[stage]:
+            if own in roomy:
                 hosts.update(dict.fromkeys(units, own))
             elif units:
                 rerouted.setdefault(stage, []).extend(units)
@@ -64,15 +65,36 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
         # Sorted by micro-batch, so that several pipelines share their peers evenly over time.
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
     lost = _count_dead_workers(problem)
-    if not all(map(problem.hosts_in_column, rerouted)):
+    if not all(hosts_in_column(problem, stage) for stage in rerouted):
         raise StuckError
     if rule == "spread":
         return hosts | _assign_spread(problem, rerouted, lost)
     if rule == "least-loaded":
         return hosts | assign_least_loaded(problem, rerouted, lost, hosts, _find_hosts(problem))
     for stage, units in rerouted.items():
-        hosts |= _assign_round_robin(problem.hosts_in_column(stage), units)
+        hosts |= _assign_round_robin(hosts_in_column(problem, stage), units)
     return hosts
+
+
+def _roomy_hosts(problem: Problem, stage: int) -> Sequence[Worker]:
+    """Return the live workers that list schedules may use at a stage.
+
+    Those that have room only because a W takes no time are among them if there are no others: a
+    list schedule counts what such a W holds.
+    """
+    hosts = problem.hosts_by_slice[stage]
+    needed = peak_slice_memory(problem, stage)
+    return [worker for worker in hosts if needed <= activation_room(problem, worker)] or hosts
+
+
+def hosts_in_column(problem: Problem, stage: int) -> Sequence[Worker]:
+    """Return those of these workers that are in the column of a stage.
+
+    If there are none, return those of the other column that holds it, if pipelines are
+    bidirectional.
+    """
+    hosts = _roomy_hosts(problem, stage)
+    return [worker for worker in hosts if worker.column == problem.column_of[stage]] or hosts
 
 
 def _find_hosts(problem: Problem) -> Mapping[int, Sequence[Worker]]:
@@ -84,9 +106,9 @@ def _find_hosts(problem: Problem) -> Mapping[int, Sequence[Worker]]:
     reserved = _reserve_by_column(problem)
     hosts: dict[int, Sequence[Worker]] = {}
     for stage in range(len(problem.grid.stages)):
-        hosts[stage] = problem.hosts_in_column(stage)
+        hosts[stage] = hosts_in_column(problem, stage)
         if not reserved.chains_in_turn:
-            hosts[stage] = [worker for worker in problem.hosts_by_slice[stage]
+            hosts[stage] = [worker for worker in _roomy_hosts(problem, stage)
                             if worker in hosts[stage]
                             or activation_room(problem, worker) >= reserved.needed[stage]]
     return hosts
@@ -141,7 +163,7 @@ def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int
     return counts
 
 
-def _assign_round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Unit, Worker]:
+def _assign_round_robin(live: Sequence[Worker], units: list[Unit]) -> dict[Unit, Worker]:
     """Assign units to the peers in `live` in turn, regardless of load, and return the worker of each: ReCycle's rule
     (SOSP 2024)."""
     return {unit: live[index % len(live)] for index, unit in enumerate(units)}
@@ -189,7 +211,7 @@ def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
 
 def _host_by_pipeline(problem: Problem, stage: int) -> dict[int, Worker]:
     """Return the worker of each pipeline that may run this stage."""
-    return {host.pipeline: host for host in problem.hosts_in_column(stage)}
+    return {host.pipeline: host for host in hosts_in_column(problem, stage)}
 
 
 # --- The list scheduler -----------------------------------------------------------------------------------------------

@@ -84,6 +84,14 @@ def test_a_worker_without_room_runs_nothing(method):
     assert planned(job, "0.0", method=method)[1] == 6
 
 
+def test_who_has_room_only_as_w_takes_no_time_leaves_it_to_a_peer():
+    """A list schedule counts the stash of a W of no time, for which 1.1 has no room, but 0.1 has."""
+    times = "forward = 1\nbackward_input = 1\nbackward_weight = [1, 0]\n"
+    job = grid(2, 2, 24, times=times, more="[memory]\ncapacity = 4\nactivation = 1\nweight_stash = [1, 2]\n"
+               "capacity_of = {'1.1' = 1}\n")
+    assert planned(job, method="greedy")[1] <= 100
+
+
 def test_peers_take_turns_where_none_has_room_for_all_virtual_stages():
     """A worker has room for one of its two virtual stages at a time: one runs the first, the other the second."""
     job = grid(2, 1, 1, times=ONES, more="[memory]\ncapacity = 1\nactivation = 1\n[placement]\norder = 'interleaved'\n"
