@@ -96,8 +96,8 @@ class Place:
             device: Device of this process.
             transport: "gloo" or "nccl".
             patience: Seconds after which a process that lives but is silent is left out of a
-                recovery, and after which waits for what others publish, and for the device, end
-                in an error.
+                recovery, and after which waits for what others publish, for other ranks of this
+                worker, and for the device, end in an error.
 
         Raises TimeoutError, CommunicationError, NoRouteError, and ValueError for an unknown worker.
         """
