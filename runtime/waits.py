@@ -158,6 +158,7 @@ WAITS = (
          _PATIENCE),
     Wait("torch_pipelining.inside_torch:RoutedStage.wait_for_sends", "workers that receive",
          _TRANSFER),
+    Wait("torch_pipelining.mates:Mates.settle", "the other ranks of this worker", _PATIENCE),
     Wait("torch_pipelining.place:Place._await_quiescence", "operations begun before a failure",
          _PATIENCE),
     Wait("torch_pipelining.place:Place.read", "another member", _PATIENCE),

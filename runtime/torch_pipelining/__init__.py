@@ -10,6 +10,7 @@ docs/neighbours.md has the whole loop. No coordinator, job or run folder is need
 
     routes         which worker runs what and sends it where
     place          a process's worker, its connections, and recovery
+    mates          the processes of one worker, which fail together
     schedule       stages and their schedule
     state          parameters and optimizer state for a worker that returns
     agreement      decisions of all processes on who goes on

@@ -40,7 +40,7 @@ class RoutedStage(PipelineStage):
     def __init__(self, module: nn.Module, stage: int, place: Place, device: torch.device) -> None:
         self.place = place
         self._cells = frozenset(place.routes.rows[place.worker])
-        self._arriving: dict[tuple[str, int], list[IncomingTensor | None]] = {}
+        self._arriving: dict[tuple[str, int], list[IncomingTensor | Tensor | None]] = {}
         self._leaving: list[OutgoingTensor] = []
         self.forms_before: tuple[Form, ...] | None = None
         self.forms_after: tuple[Form, ...] = ()
@@ -64,7 +64,8 @@ class RoutedStage(PipelineStage):
     def wait_for_sends(self) -> None:
         """Wait until all that was sent may be freed."""
         while self._leaving:
-            self._leaving.pop().wait()
+            with self.place.mates.deferring_errors():
+                self._leaving.pop().wait()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Start to receive; return nothing for torch to do."""
@@ -125,11 +126,15 @@ class RoutedStage(PipelineStage):
         step, forms = (-1, self.forms_before or ()) if letter == "F" else (1, self.forms_after)
         peer = self.stage_index + step
         source = self.place.routes.worker_with(peer, f"SEND_{letter}", microbatch)
-        arriving: list[IncomingTensor | None] = []
+        arriving: list[IncomingTensor | Tensor | None] = []
         for at, (shape, dtype, has_gradient) in enumerate(forms):
             tag = self._tag(self.stage_index, letter, microbatch, at)
-            arriving.append(self.place.session.receive(shape, dtype, source, tag)
-                            if letter == "F" or has_gradient else None)
+            arriving.append(None)
+            if letter == "F" or has_gradient:
+                with self.place.mates.deferring_errors():
+                    arriving[at] = self.place.session.receive(shape, dtype, source, tag)
+                if arriving[at] is None:
+                    arriving[at] = torch.zeros(shape, dtype=dtype, device=self.device)
         self._arriving[letter, microbatch] = arriving
         return []
 
@@ -149,12 +154,20 @@ class RoutedStage(PipelineStage):
                                  f"{made.dtype}, for micro-batch {microbatch}; expected {shape}, "
                                  f"{dtype}, as for the first micro-batch")
             tag = self._tag(peer, letter, microbatch, at)
-            self._leaving.append(self.place.session.send(made, target, tag))
+            with self.place.mates.deferring_errors():
+                self._leaving.append(self.place.session.send(made, target, tag))
         return []
 
     def _fill(self, infos: Sequence[Any], letter: str, microbatch: int) -> None:
         for info, tensor in zip(infos, self._arriving.pop((letter, microbatch), ()), strict=False):
-            info.buffer = None if tensor is None else tensor.wait_for_tensor()
+            info.buffer = self._await(tensor) if isinstance(tensor, IncomingTensor) else tensor
+
+    def _await(self, tensor: IncomingTensor) -> Tensor:
+        """Return a tensor that has arrived, or zeros after an error that is deferred."""
+        arrived: Tensor | None = None
+        with self.place.mates.deferring_errors():
+            arrived = tensor.wait_for_tensor()
+        return torch.zeros_like(tensor.payload, device=self.device) if arrived is None else arrived
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **how: Any) -> Any:
         """Prepare one micro-batch, whose entries then serve all.

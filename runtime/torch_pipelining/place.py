@@ -20,6 +20,7 @@ from slipstream.runtime.replay.torch_groups import PrefixStore, Store, TCPStore
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.replay.transport import TransportName
 from slipstream.runtime.torch_pipelining.agreement import Agreement, Decision, LeftOutError, Voice
+from slipstream.runtime.torch_pipelining.mates import Mates
 from slipstream.runtime.torch_pipelining.routes import NoRouteError, Routes
 from slipstream.runtime.torch_pipelining.state import (
     pack_state,
@@ -52,6 +53,8 @@ class Place:
         Sum of the values given to the last commit.
     has_returned
         True if a worker asks to take part again, so that `recover` should be called.
+    mates
+        The ranks of this worker, which fail together.
     """
 
     def __init__(self, routes: Routes, worker: Worker, rank: int, ranks: int, store: Store,
@@ -65,8 +68,9 @@ class Place:
         """Tensors that pass before each stage, and behind the last, once they are known."""
         self._links = GroupCache(transport)
         self._session: GenerationSession | None = None
-        self._mates = None if ranks == 1 else WorkerGroup(rank, ranks)
+        self._group = None if ranks == 1 else WorkerGroup(rank, ranks)
         self._agreement = Agreement(store, f"{worker}:{rank}", ranks, patience)
+        self.mates = Mates(rank, ranks, lambda: self._agreement.end(self._agreement.number))
         self._watch = Watch(host, self._end_if_told)
         self._decision: Decision | None = None
         self._has_state, self._patience = True, patience
@@ -92,8 +96,8 @@ class Place:
             device: Device of this process.
             transport: "gloo" or "nccl".
             patience: Seconds after which a process that lives but is silent is left out of a
-                recovery, and after which waits for what others publish, and for the device, end
-                in an error.
+                recovery, and after which waits for what others publish, for other ranks of this
+                worker, and for the device, end in an error.
 
         Raises TimeoutError, CommunicationError, NoRouteError, and ValueError for an unknown worker.
         """
@@ -135,10 +139,12 @@ class Place:
         if self.newcomers:
             raise ValueError(f"worker {self.newcomers[0]} has returned without state; expected "
                              "share_state before the next iteration")
-        session.reach_commit_point()
-        assert self._decision is not None
-        joiners = self._agreement.count_joiners() - self._decision.joiners if self._is_first else 0
-        sums = session.start_sum_over_all([value / self.ranks, joiners]).wait_for_sums()
+        sums: Sequence[float] = (0.0, 0.0)
+        with self.mates.deferring_errors():
+            session.reach_commit_point()
+            new = self._count_new_joiners() if self._is_first else 0
+            sums = session.start_sum_over_all([value / self.ranks, new]).wait_for_sums()
+        sums = self.mates.settle(sums, needs_all=False)  # whoever is past it knows for all
         self.committed, self.last_sum, self.has_returned = self.committed + 1, sums[0], sums[1] > 0
         return sums[0]
 
@@ -154,6 +160,12 @@ class Place:
         newcomers = set(self.newcomers)
         if newcomers:
             require_all_parameters(modules.values(), optimizer)
+            with self.mates.failing_together():
+                self._pass_state(modules, optimizer, newcomers)
+        self.newcomers, self._has_state = (), True
+
+    def _pass_state(self, modules: Mapping[int, nn.Module], optimizer: torch.optim.Optimizer,
+                    newcomers: Collection[Worker]) -> None:
         for stage, module in sorted(modules.items()):
             holders, key = self.routes.holders(stage), f"stage {stage}"
             source = next((worker for worker in holders if worker not in newcomers), None)
@@ -161,15 +173,16 @@ class Place:
                 raise NoRouteError(f"no live worker has the state of stage {stage}; go back to a "
                                    "checkpoint")
             if source == self.worker:
-                for target in sorted(newcomers & set(holders)):
+                for target in sorted(set(newcomers) & set(holders)):
                     self.session.send_bytes(pack_state(module, optimizer), key, target)
             elif self.worker in newcomers:
                 unpack_state(self.session.receive_bytes(key, source), module, optimizer)
-        self.newcomers, self._has_state = (), True
 
     def sum_over_all(self, value: float) -> float:
         """Return the sum of a value over all processes. Raises CommunicationError."""
-        return self.session.start_sum_over_all([value]).wait_for_sums()[0]
+        with self.mates.failing_together():
+            sums = self.session.start_sum_over_all([value]).wait_for_sums()
+        return sums[0]
 
     def recover(self) -> bool:
         """Go on with those that live, and with workers that return, by the routes for these.
@@ -183,6 +196,7 @@ class Place:
         without this process.
         """
         assert self._decision is not None
+        self.mates.fail("another rank of this worker recovers")
         while True:
             self._leave()
             try:
@@ -242,9 +256,18 @@ class Place:
             if self.store.add(f"have ended {number}", 1) == members:
                 self.publish(key, "")
             self.read(key)
-        except CommunicationError:  # those that are past this leave, which ends the generation
-            return self.knows(key)
+        except CommunicationError as error:  # those past this leave, which ends the generation
+            if not self.knows(key):
+                self.mates.keep(error)
+        try:
+            self.mates.settle(needs_all=False)
+        except CommunicationError:
+            return False
         return True
+
+    def _count_new_joiners(self) -> int:
+        assert self._decision is not None
+        return self._agreement.count_joiners() - self._decision.joiners
 
     @property
     def _is_first(self) -> bool:
@@ -257,9 +280,11 @@ class Place:
 
     def _begin(self) -> None:
         """Become a member of the first generation, or of one that comes."""
+        own_store = self._store_of_ranks()
+        self.mates.connect(own_store, self._patience)
         if not distributed.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            distributed.init_process_group(backend, store=self._store_of_ranks(), rank=self.rank,
+            distributed.init_process_group(backend, store=own_store, rank=self.rank,
                                            world_size=self.ranks,
                                            timeout=timedelta(seconds=self._patience))
         self._has_state = not self._agreement.has_begun()
@@ -293,11 +318,12 @@ class Place:
         after = members[(members.index(self._process) + 1) % len(members)]
         ranks = {worker: place for place, worker in enumerate(live)}
         self._session = GenerationSession(
-            Membership(number, ranks, self.worker, self._mates), links=self._links,
+            Membership(number, ranks, self.worker, self._group), links=self._links,
             device=self.device, store=self.store, spared=self._watch.sockets)
         self._watch.follow(None if after == self._process else decision.voices[after].address,
                            lambda: self._agreement.end(number))
-        self._connect()
+        with self.mates.failing_together():
+            self._connect()
         latest = decision.latest.committed or 0
         owes_step = self._has_state and self.committed < latest
         self.newcomers, self.has_returned = decision.newcomers, False

@@ -103,7 +103,8 @@ class ReroutedSchedule:
         kwargs = [dict(value) for value in self._spread("kwarg_mbs", kwarg_mbs, {})]
         self._examples = next(filter(None, args), ()), next(filter(None, kwargs), {})
         self._learn_forms()
-        self._runtime.run(args, kwargs, self._spread("target_mbs", target_mbs, None))
+        with self._place.mates.failing_together():
+            self._runtime.run(args, kwargs, self._spread("target_mbs", target_mbs, None))
         if losses is not None:
             losses += [self._runtime.loss_of[number].detach() for number in self._numbers
                        if number in self._runtime.loss_of]
@@ -155,7 +156,8 @@ class ReroutedSchedule:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [local(parameter.grad) for parameter in parameters
                      if parameter.grad is not None]
-        self._place.session.sum_over_sharers(f"stage {stage.stage_index}", [counts, *gradients])
+        with self._place.mates.deferring_errors():
+            self._place.session.sum_over_sharers(f"stage {stage.stage_index}", [counts, *gradients])
         for parameter, gradient, count in zip(parameters, gradients, counts.tolist(), strict=True):
             gradient.mul_(self._factor)
             if not count:
@@ -173,17 +175,19 @@ class ReroutedSchedule:
         One holder of the stage before finds and publishes them.
         """
         place = self._place
-        key = f"forms before stage {boundary} on rank {place.rank}"
+        keys = [f"forms before stage {boundary} on rank {rank}" for rank in range(place.ranks)]
         if boundary not in place.forms:
             before = max(boundary - 1, 0)
-            if place.worker == self._finder(before) and not place.knows(key):
+            # a finder that died may have told some ranks, and all have to run the forward together
+            if place.worker == self._finder(before) and not all(map(place.knows, keys)):
                 forms = self._find_forms(boundary)
                 told = [(shape, str(dtype), grad) for shape, dtype, grad in forms]
-                place.publish(key, msgspec.json.encode(told).decode())
-            found = _FORMS.decode(place.read(key))
+                place.publish(keys[place.rank], msgspec.json.encode(told).decode())
+            with place.mates.failing_together():
+                text = place.read(keys[place.rank])
             place.forms[boundary] = tuple(
                 (shape, getattr(torch, dtype.removeprefix("torch.")), grad)
-                for shape, dtype, grad in found)
+                for shape, dtype, grad in _FORMS.decode(text))
         return place.forms[boundary]
 
     def _finder(self, stage: int) -> Any:

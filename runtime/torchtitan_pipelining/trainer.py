@@ -137,9 +137,10 @@ class ReroutedTrainer(Trainer):
                                               labels=[labels for _, labels in batches],
                                               global_valid_tokens=self._valid_tokens)
             self._norm = self._open_schedule().grad_norm()
-            for stage, stage_counts in counts.items():
-                if stage_counts:
-                    self.place.session.sum_over_sharers(f"stage {stage}", stage_counts)
+            with self.place.mates.failing_together():
+                for stage, stage_counts in counts.items():
+                    if stage_counts:
+                        self.place.session.sum_over_sharers(f"stage {stage}", stage_counts)
             if self.metrics_processor.should_log(self.step):
                 self._greatest_loss = max(self._mean_loss(pipeline, tokens) for pipeline, tokens in valid.items())
             self.place.commit(loss.item() * self._data_ranks)

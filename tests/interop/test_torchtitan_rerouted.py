@@ -84,9 +84,12 @@ def theirs(folder):
     ("llama3", 1, (), {"TITAN_FAILED": "1.1"}),
     ("llama3", 1, (), {"TITAN_KILL": f"1.1@{KILLED_IN}"}),
     ("llama3", 2, SHARDS, {"TITAN_FAILED": "0.1"}),
+    ("llama3", 2, SHARDS, {"TITAN_KILL": f"1.0@{KILLED_IN}"}),
     ("llama3", 4, (*SHARDS, *PARTS), {"TITAN_FAILED": "1.1"}),
+    ("llama3", 4, (*SHARDS, *PARTS), {"TITAN_KILL": f"0.1@{KILLED_IN}"}),
     ("deepseek_v3", 1, (), {"TITAN_KILL": f"1.1@{KILLED_IN}"}),
-], ids=["whole", "failed", "killed", "shards", "shards-and-parts", "experts"])
+], ids=["whole", "failed", "killed", "shards", "shards-killed", "shards-and-parts", "shards-and-parts-killed",
+        "experts"])
 def test_numbers_are_torchtitans(folder, theirs, request, model, ranks, flags, variables):
     """All that live print losses, norms, tokens and rates of torchtitan's own run, in which nobody dies."""
     expected = theirs(model, SHARDS[0] in flags)

@@ -15,7 +15,7 @@ from slipstream.runtime import torch_pipelining
 from slipstream.runtime.torch_pipelining.inside_torch import RoutedRuntime, RoutedStage, reset_shards
 
 FOLDER = Path(torch_pipelining.__file__).parent
-OWN = {"set_forms", "wait_for_sends", "_receive", "_send", "_build", "_fill", "_for_all", "_tag", "run"}
+OWN = {"set_forms", "wait_for_sends", "_receive", "_send", "_build", "_fill", "_await", "_for_all", "_tag", "run"}
 """Methods that override nothing."""
 
 
