@@ -11,7 +11,7 @@ restarts that torchrun tells its processes cannot name it, since each agent coun
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from socket import socket
@@ -222,14 +222,17 @@ class Agreement:
                                    "without these workers")
             missing_at = [addresses[other] for other in missing]
             if is_late or all(address and has_ended(probe(address)) for address in missing_at):
-                self._propose(spoken, settled)
+                if self.number == 1 and self._are_dead(spoken - {self._process}):
+                    # They spoke at an earlier start, which failed: so that run never begins.
+                    self._store.compare_set("decision/1", "", _encode(_NOBODY))
+                else:
+                    self._propose(spoken, settled)
             else:
                 time.sleep(POLL_SECONDS)
 
     def _propose(self, spoken: set[str], settled: int) -> None:
         """Propose all that have spoken or asked, as far as their workers are whole."""
-        voices = {other: _VOICES.decode(self._store.get(f"voice/{self.number}/{other}"))
-                  for other in spoken}
+        voices = {other: self._read_voice(other) for other in spoken}
         count = self.count_joiners()  # before they are read, so that none is counted and not seen
         last = self._store.add("joiner numbers", 0)
         asking = {number: self._read_joiner(number) for number in range(settled + 1, last + 1)}
@@ -244,6 +247,13 @@ class Agreement:
         decision = Decision(voices={process: voices[process] for process in whole}, joiners=count,
                             settled=min(open_numbers, default=last + 1) - 1)
         self._store.compare_set(f"decision/{self.number}", "", _encode(decision))
+
+    def _are_dead(self, others: Collection[str]) -> bool:
+        """Return whether there are others, and all of them are dead."""
+        return bool(others) and all(is_dead(self._read_voice(other).address) for other in others)
+
+    def _read_voice(self, process: str) -> Voice:
+        return _VOICES.decode(self._store.get(f"voice/{self.number}/{process}"))
 
     def _read_joiner(self, number: int) -> Joiner | None:
         """Return who has asked; None if it has taken a number and not spoken yet."""

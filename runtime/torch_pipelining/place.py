@@ -78,7 +78,8 @@ class Place:
     @classmethod
     def take(cls, routes: Routes, worker: str | Worker | None = None, *,
              store: Store | None = None, inner: int = 1, device: str | torch.device = "cpu",
-             transport: TransportName = "gloo", patience: float = PATIENCE_SECONDS) -> Self:
+             transport: TransportName = "gloo", patience: float = PATIENCE_SECONDS,
+             returns: bool = True) -> Self:
         """Take the place of a worker, and connect to the others.
 
         All processes of the run call this. If the run goes on already, this process asks to be a
@@ -98,8 +99,10 @@ class Place:
             patience: Seconds after which a process that lives but is silent is left out of a
                 recovery, and after which waits for what others publish, for other ranks of this
                 worker, and for the device, end in an error.
+            returns: Whether the program calls `share_state`, so that a worker may return.
 
-        Raises TimeoutError, CommunicationError, NoRouteError, and ValueError for an unknown worker.
+        Raises TimeoutError, CommunicationError, NoRouteError, LeftOutError if the run goes on and
+        no worker may return, and ValueError for an unknown worker.
         """
         world_rank = int(os.environ.get("RANK", "0"))
         if worker is None:
@@ -112,7 +115,7 @@ class Place:
         store = store or open_common_store(world_rank)
         place = cls(routes, worker, world_rank % inner, inner, store, _own_host(store),
                     device=torch.device(device), transport=transport, patience=patience)
-        place._begin()
+        place._begin(returns)
         return place
 
     @property
@@ -278,7 +281,7 @@ class Place:
     def _process(self) -> str:
         return f"{self.worker}:{self.rank}"
 
-    def _begin(self) -> None:
+    def _begin(self, returns: bool) -> None:
         """Become a member of the first generation, or of one that comes."""
         own_store = self._store_of_ranks()
         self.mates.connect(own_store, self._patience)
@@ -288,6 +291,10 @@ class Place:
                                            world_size=self.ranks,
                                            timeout=timedelta(seconds=self._patience))
         self._has_state = not self._agreement.has_begun()
+        if not (self._has_state or returns):
+            self._watch.close()
+            raise LeftOutError(f"the others go on without worker {self.worker}, and this program "
+                               "takes no worker back; expected it to stay away until the run ends")
         if self._has_state and self.worker not in self.routes.workers:
             raise ValueError(f"worker {self.worker} is down in the routes that the run begins "
                              f"with; expected one of {', '.join(map(str, self.routes.workers))}")
@@ -302,8 +309,11 @@ class Place:
         """Return a store in which the processes of this worker that start together meet."""
         if self.ranks == 1:
             return PrefixStore(f"ranks {self._watch.address}/", self._shared)
-        visits = self._shared.add(f"visits of {self.worker}", 1)
-        return PrefixStore(f"ranks of {self.worker} {(visits - 1) // self.ranks}/", self._shared)
+        # All processes of a worker have one agent, whose count of restarts keeps those that start
+        # together apart from one that died before the others came.
+        start = f"{self.worker} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        visits = self._shared.add(f"visits of {start}", 1)
+        return PrefixStore(f"ranks of {start} {(visits - 1) // self.ranks}/", self._shared)
 
     def _own_voice(self) -> Voice:
         committed = self.committed if self._has_state else None

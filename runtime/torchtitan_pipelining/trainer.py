@@ -57,7 +57,8 @@ class ReroutedTrainer(Trainer):
         utils.device_module.set_device(device)
         torch.autograd.set_multithreading_enabled(False)  # as torchtitan does when it initialises torch.distributed
         self.place = Place.take(routes, inner=_count_ranks(config, routes), device=device,
-                                transport="nccl" if device.type == "cuda" else "gloo", patience=config.patience)
+                                transport="nccl" if device.type == "cuda" else "gloo", patience=config.patience,
+                                returns=False)
         self._modules: dict[int, nn.Module] = {}
         """Stages of this worker."""
         self._losses: dict[int, Tensor] = {}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
+import msgspec
 import pytest
 
 from slipstream.runtime.replay.torch_groups import HashStore
@@ -164,6 +165,23 @@ def test_a_run_that_never_began_is_left_by_all(processes):
     decisions = processes.each(others, lambda name: processes.agreements[name].start(
         processes.voice(name), WORKERS))
     assert slow.result(SECONDS) == decisions["0.0:0"] and decisions["0.0:0"].workers == WORKERS
+
+
+def test_who_comes_first_after_a_failed_start_begins_no_run_with_the_dead(processes):
+    """At the start before, 1.1 never came, and the others have ended: now it comes first."""
+    gone = Watch("127.0.0.1", lambda: None)
+    gone.close()
+    voice = msgspec.json.encode(Voice(address=gone.address, committed=0)).decode()
+    others = [name for name in processes.agreements if name != "1.1:0"]
+    for name in others:
+        processes.store.set(f"slipstream 1/voice/1/{name}", voice)
+    first = processes.pool.submit(processes.agreements["1.1:0"].start, processes.voice("1.1:0"), WORKERS)
+    while not processes.store.check(["slipstream 1/decision/1"]):
+        assert not first.done()
+    decisions = processes.each(others, lambda name: processes.agreements[name].start(
+        processes.voice(name), WORKERS))
+    assert first.result(SECONDS) == decisions["0.0:0"]
+    assert decisions["0.0:0"].voices == {name: processes.voice(name) for name in processes.agreements}
 
 
 def test_whoever_does_not_start_is_named():
