@@ -66,7 +66,7 @@ def _has_exchanged_directions(schedule: Schedule) -> bool:
 
 
 def _check_scope(schedule: Schedule) -> Iterator[str]:
-    """Yield a message if the schedule is not one of those that its bound's scope includes."""
+    """Yield a message if the schedule is outside its bound's scope."""
     scope, own = schedule.scope, narrowest_scope(schedule)
     if scope is Scope.PLACE and own is Scope.LAYERS and schedule.times.of_layers:
         return  # planned for layers where they are now, after an earlier move
@@ -154,7 +154,7 @@ def _overlap(one: LayerRange, other: LayerRange) -> bool:
 
 
 def _check_steps(schedule: Schedule) -> Iterator[str]:
-    """Yield a message for each column whose optimizer step is not the sum over its layers."""
+    """Yield a message for each column whose optimizer step is not its layers' sum."""
     by_layer = schedule.times.optimizer_of_layer
     if not by_layer:
         return
@@ -173,7 +173,7 @@ def _check_steps(schedule: Schedule) -> Iterator[str]:
 
 
 def _check_layer_costs(schedule: Schedule) -> Iterator[str]:
-    """Yield messages for costs of single layers that are not those of the slices they are part of.
+    """Yield messages for costs of layers that contradict those of slices.
 
     Both are rounded: those of layers down, in units of their own, and those of slices up.
     """
