@@ -59,7 +59,7 @@ class _CommandGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command that has only its name and line of help, for the list of commands."""
+        """Return a command that has only its name and its line of help."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -76,7 +76,7 @@ class _CommandGroup(TyperGroup):
         return name, load_command(args[0]) if command else None, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the command line, or print the help and exit with status 2 if it is empty."""
+        """Parse the command line; if it is empty, print the help and exit 2."""
         if not args and not ctx.resilient_parsing:  # not where a shell completes
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)
@@ -118,7 +118,7 @@ class _CommandGroup(TyperGroup):
 
 
 def _format_as_clause(message: str) -> str:
-    """Return an error message of click in this program's form: one line, lower case first, no full stop."""
+    """Return click's error message in one line, lower case first, without full stop."""
     text = " ".join(message.split()).rstrip(".")
     head, separator, options = text.partition(" (Possible options: ")
     if separator:

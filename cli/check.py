@@ -78,10 +78,7 @@ def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) 
 
 
 def _describe_bound(schedule: Schedule, proven: int | None) -> str:
-    """Return a clause that says whether the lower bound on the period in a schedule's file was proven here.
-
-    `proven` is the bound in ticks that was proven here. None means that no proof was requested.
-    """
+    """Return a clause on whether the file's bound was proven here, as `proven` ticks."""
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
     if schedule.gap is None:
         return "it claims no lower bound" if not proven else \

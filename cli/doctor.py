@@ -1,4 +1,4 @@
-"""Implement `slipstream doctor`, which reports what is installed and which backends work, and runs a self-test."""
+"""Implement `slipstream doctor`, which reports what is installed, and tests it."""
 
 import os
 import platform
@@ -94,7 +94,7 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def _check_backends() -> Iterator[Finding]:
-    """Yield findings about the devices that can compute here and the backends that can transfer tensors."""
+    """Yield findings about devices that compute and backends that transfer."""
     try:
         with delay_interrupts():
             import torch
@@ -132,8 +132,7 @@ def _check_compiled_search() -> Finding:
 
 
 def _run_self_test() -> Iterator[Finding]:
-    """Yield findings of the self-test: make and check a plan and look up a schedule here, while two other processes
-    start and exchange a tensor."""
+    """Yield findings of the self-test: planning here, while two processes meet."""
     try:
         with delay_interrupts():
             from slipstream.runtime.tools.self_test import SelfTest, SelfTestError

@@ -1,4 +1,4 @@
-"""Implement `slipstream export`, which writes a schedule, or the model of a checkpoint, for other libraries."""
+"""Implement `slipstream export`, which writes schedules or models for other libraries."""
 
 import importlib
 import inspect

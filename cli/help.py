@@ -24,7 +24,7 @@ DEFAULT_GROUP = "Options"
 """Title of the group of options that name no group in the help."""
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 HARD_HYPHEN = "\N{NON-BREAKING HYPHEN}"
-"""Character that stands for the hyphens of an option while lines are broken, so that no option is cut."""
+"""Character for options' hyphens while lines are broken, so that none is cut."""
 EXAMPLES = {
     "new": ("slipstream new --preset llama-3-8b --out job.toml",
             "slipstream new --model config.json --gpu h100 --stages 4 --out job.toml"),
@@ -54,8 +54,10 @@ MAX_NAME_WIDTH = 24
 
 
 class Command(TyperCommand):
-    """Typer command whose help lists options by group, and which refuses to overwrite its own input. Contexts and
-    formatters are typed `Any`, for the reason given in `cli.app`."""
+    """Typer command with options by group, which refuses to overwrite its own input.
+
+    Contexts and formatters are typed `Any`, for the reason given in `cli.app`.
+    """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the usage, what the command does, its options, and two examples."""
@@ -73,7 +75,7 @@ class Command(TyperCommand):
 
 
 def write_options(params: list[Any], formatter: Any) -> None:
-    """Write a section for each group of options, in the order of the first option of each group.
+    """Write a section for each group of options, in the order of their first options.
 
     Options without a group come last.
     """
@@ -140,7 +142,7 @@ METRICS = OutputKind("a file of metrics", re.compile(rb"# HELP slipstream_"))
 TRACE = OutputKind("a trace of ops", re.compile(rb'\{"displayTimeUnit":'))
 REPLACEABLE = {"--html": PAGE, "--svg": PICTURE, "--perfetto": TRACE, "--prometheus": METRICS, "plan --out": SCHEDULE,
                "lookup --out": SCHEDULE, "export --out": ORDER}
-"""Kind of file that an option, or the option of a command, replaces without --force; none for a job file."""
+"""Kind of file that an option replaces without --force; none for a job file."""
 
 
 def require_no_overwriting(command: str, params: Iterable[Any], values: Mapping[str, Any]) -> None:
@@ -168,7 +170,7 @@ def require_no_overwriting(command: str, params: Iterable[Any], values: Mapping[
 
 
 def _require_replaceable(option: str, path: Path, kind: OutputKind | None) -> None:
-    """Exit 2 if a file exists that is not of this kind; None: whatever it is. Empty files may be replaced."""
+    """Exit 2 if a file that is not empty is of another kind; None: any file."""
     try:
         if not path.is_file():
             return
@@ -182,12 +184,12 @@ def _require_replaceable(option: str, path: Path, kind: OutputKind | None) -> No
 
 
 def is_output_file(param: Any) -> bool:
-    """Return whether a parameter of a command, as click has it, names a file that the command writes."""
+    """Return whether a command's parameter, as click has it, names a file it writes."""
     return param.opts[0] in OUTPUT_FILES and param.metavar != FOLDER_METAVAR
 
 
 def _flatten_texts(value: Any) -> Iterator[str]:
-    """Yield all texts and paths in the value of a parameter, which may be a list or a tuple."""
+    """Yield all texts and paths in a parameter's value, list or tuple."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, list | tuple):
@@ -196,7 +198,7 @@ def _flatten_texts(value: Any) -> Iterator[str]:
 
 
 def _is_same_file(one: Path, other: Path, *, new: bool = False) -> bool:
-    """Return whether both names denote one regular file; with `new`, also one that does not exist yet."""
+    """Return whether both names denote one regular file; with `new`, also a future one."""
     try:
         if new and not one.exists() and not other.exists():
             return one.resolve() == other.resolve()

@@ -1,4 +1,4 @@
-"""Implement `slipstream profile`, which measures a model's stages on this machine and writes the job file."""
+"""Implement `slipstream profile`: measure a model's stages here, write the job file."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ MEASURED = "What is measured"
 """Group of options in the help."""
 KIB = 1024
 MAX_WAITING_SHARE = 0.1
-"""Share of the measuring time that processes may wait for each other before a warning is printed."""
+"""Share of the time that processes may wait for each other without a warning."""
 
 
 def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED, metavar="JOB", help=(
@@ -105,7 +105,7 @@ def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED,
 
 
 def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
-    """Return the tables of the job file, with the measured times and memory in place of the job's own."""
+    """Return the tables of the job file, with the measured times and memory."""
     stages = measured.stages
     longest = max(max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages)
 
@@ -138,9 +138,9 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
 
 
 def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
-    """Return the bytes of gradients that a stage has sent to the previous stage and still keeps in memory.
+    """Return the bytes of gradients that a stage has sent and still keeps.
 
-    While the pipeline drains, one such gradient can be in flight for each stage from this one to the last.
+    While the pipeline drains, one can be in flight for each stage from this one to the last.
     """
     if measured.device == "cuda" and measured.transport == "gloo":
         return 0  # they wait in host memory
@@ -148,10 +148,10 @@ def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
 
 
 def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
-    """Return the `[layers]` table of the job file, with times and memory of each layer; in the profile `measured`, each
-    layer is a stage.
+    """Return the `[layers]` table of the job file; each profiled stage is a layer.
 
-    The first stage of the job has `first` layers. It sends no gradient back, so that all of its backward counts as W.
+    The first stage of the job has `first` layers. It sends no gradient back, so that all of its
+    backward counts as W.
     """
     layers = [msgspec.structs.replace(layer, backward_input=0.0,
                                       backward_weight=layer.backward_weight + layer.backward_input)
@@ -181,7 +181,7 @@ def fit_length_costs(measured: "Profile") -> dict[str, Any]:
 
 
 def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """Return the memory keys of a job file, in KiB, with one value for each of the profiled stages or layers."""
+    """Return the memory keys of a job file, in KiB, by profiled stage or layer."""
     recomputed_sizes = [stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None]
     return {"activation": [-(-stage.activation_bytes // KIB) for stage in stages],
             "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages],
@@ -196,8 +196,10 @@ def _sharded_state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
 
 
 def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
-    """Return the comment lines that the measured job file has above each of its TOML tables, by the table's name; "" is
-    the top of the file."""
+    """Return the comment lines above each table of the measured job file, by its name.
+
+    "" is the top of the file.
+    """
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     place = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \
@@ -229,10 +231,10 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
-    """Return the layer range of each stage. The argument `counts` has the number of layers of each stage in the job
-    file. If it leaves out the embedding and the head, these are added to the first and the last stage.
+    """Return the layer range of each stage, from the job file's numbers of layers.
 
-    Raises ConfigError unless all stages have layers and their sum is `layers`, the model's number of layers.
+    Embedding and head are added to the outer stages if `counts` leaves them out. Raises ConfigError
+    unless all stages have layers and their sum is `layers`.
     """
     from slipstream.runtime.config import ConfigError
     from slipstream.runtime.placement import with_end_layers

@@ -85,8 +85,7 @@ def _round_values(values: Iterable[float | None]) -> list[float | None]:
 
 
 def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
-    """Return at most `MAX_EVENTS` events for the page, the most important ones, and the number of events that are left
-    out."""
+    """Return at most `MAX_EVENTS` events, the most important, and how many are left out."""
     kept, groups = events, list(_LEAST_IMPORTANT)
     while len(kept) > MAX_EVENTS and groups:
         dropped_group = groups.pop()
@@ -95,9 +94,9 @@ def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
 
 
 def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
-    """Return the schedules in the run's events by digest, each as (name on the page, schedule).
+    """Return the run's schedules by digest, each as (name on the page, schedule).
 
-    Schedules that cannot be read are left out, and so are those whose ops would bring the sum above `MAX_OPS`.
+    Unreadable ones are left out, and those whose ops would bring the sum above `MAX_OPS`.
     """
     by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
@@ -185,11 +184,7 @@ def _render_generations(run: RunRecord, page: Path) -> str:
 
 
 def _render_ops(run: RunRecord) -> str:
-    """Return a table, as HTML, of the last generation's traced ops by kind and layers, with planned and median measured
-    times.
-
-    The result is empty if there is no trace or no schedule.
-    """
+    """Return an HTML table of the last generation's ops, planned and measured, if any."""
     stretch = run.stretches[-1] if run.stretches else None
     try:
         trace = read_measured_trace(run.folder / TRACE)
@@ -234,8 +229,7 @@ def _format_optional(seconds: float | None) -> str:
 
 
 def _schedule_link(run: RunRecord, stretch: GenerationRecord, page: Path) -> str:
-    """Return an HTML link to the file of a generation's schedule, or only its digest if there is no file. If the page
-    has the schedule's timeline, the page's script opens the timeline instead."""
+    """Return an HTML link to a generation's schedule; without a file, its digest."""
     path, digest = schedule_path(run, stretch), escape(stretch.order.schedule)
     if not path.is_file():
         return f"<code>{digest}</code> (not there)"

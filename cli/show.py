@@ -1,4 +1,4 @@
-"""Implement `slipstream show`, which shows schedules (in the terminal, as a page, a picture or a trace) and runs."""
+"""Implement `slipstream show`, which shows schedules, in several forms, and runs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -163,7 +163,7 @@ def _print_written(path: Path, hint: str) -> None:
 
 
 def _build_answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
-    """Return the JSON answer: that of one schedule, or an object with the answers of several as `schedules`."""
+    """Return the JSON answer: of one schedule, or of several as `schedules`."""
     measured = [{"iteration": item.iteration, "period": measured_period(item)} for item in iterations]
     answers = [summarize_schedule(item.schedule) | {"measured": measured} for item in given]
     if len(given) == 1:

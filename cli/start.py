@@ -1,4 +1,4 @@
-"""Define the entry point, which handles Ctrl-C before it imports anything that Python has not loaded already."""
+"""Define the entry point, which handles Ctrl-C before it imports anything else."""
 
 import sys
 
@@ -51,12 +51,11 @@ def main() -> None:
 
 SIMILAR = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
            "±": "~", "≥": ">", "≤": "<", "…": "."}
-"""Replacement of each character that the encoding of a terminal or file may lack; any other character becomes `?`."""
+"""Replacement of characters that an encoding may lack; any other becomes `?`."""
 
 
 def _substitute_unencodable() -> None:
-    """Make stdout and stderr write a similar character for each one that their encoding, such as ASCII, does not
-    have."""
+    """Make stdout and stderr write similar characters for those their encoding lacks."""
     import codecs
     import io
 
@@ -72,15 +71,17 @@ def _substitute_unencodable() -> None:
 
 
 def _flush_stdout() -> None:
-    """Flush stdout here, because errors of the interpreter's own flush at exit could not be handled."""
+    """Flush stdout here: errors of the interpreter's flush could not be handled."""
 
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 
 
 def exit_despite_planning(code: object) -> None:
-    """Exit with status `code` at once if threads still plan for a run that has ended: Python would wait for them for
-    minutes. Otherwise return."""
+    """Exit with status `code` at once if threads still plan for an ended run.
+
+    Python would wait for them for minutes. Otherwise return.
+    """
     import os
     import threading
 

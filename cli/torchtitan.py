@@ -141,7 +141,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         logger.info("Training completed")
 
     def _log_step(self, line: Metrics) -> None:
-        """Log a committed iteration as torchtitan does, unless it was logged before or is not due."""
+        """Log a committed iteration as torchtitan does, if it is due and new."""
         rates = self.lr_schedulers.get_metrics()
         if not self._advance_to(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
             return
@@ -181,7 +181,7 @@ def _count_layers(config: RunConfig) -> int:
 
 
 def _choose_schedule(own: RunSetup) -> Schedule:
-    """Return the first schedule: that of a run whose workers still live, or a new plan."""
+    """Return the first schedule: of a run with live workers, or a new plan."""
     path = own.folder / "schedule.json"
     if read_takeover_record(own.folder) is not None and path.exists():
         return read(path)
@@ -221,8 +221,7 @@ def _seconds(given: str) -> float:
 
 
 def _choose_job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
-    """Return the job to plan: from a file, which must fit torchtitan's configuration `given`, or, without a file, one
-    whose stages take times proportional to their numbers of layers.
+    """Return the job to plan: from a file that fits torchtitan, or of equal layers.
 
     Raises JobError and ConfigError.
     """
@@ -267,7 +266,7 @@ def _read_setup() -> tuple[RunSetup, Trainer.Config]:
 
 
 def _join_run(own: RunSetup) -> None:
-    """Train as a node other than node 0, which has the Trainer, unless all steps are done."""
+    """Train as a node other than node 0, unless all steps are done."""
     ended = open_latest(own.folder / CHECKPOINTS)
     if ended is not None and ended.iteration >= own.config.training.iterations:
         logger.info(f"All steps are done; node {own.here.node} has nothing to do")

@@ -154,10 +154,7 @@ def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places
 
 
 def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
-    """Return the tensors that go between workers, numbered in the order of their ops.
-
-    The argument `order` has the keys of these ops, and `places` is the result of `_places_by_op`.
-    """
+    """Return the tensors that go between workers, numbered in the order of their ops."""
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
     for key in order:

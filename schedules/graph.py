@@ -66,11 +66,10 @@ Node = Op | Transfer | Collective
 def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
     """Return the tensors that are sent, in an order that cannot deadlock.
 
-    All workers can follow it. The argument `programs` has the ops of each worker. Transfers are
-    ordered like the ops that make them in a topological order of the op graph. With each transfer
-    inserted right after its op, this order remains topological, even if transfers between the same
-    two workers wait for each other in turn. Raises ValueError if the ops alone already wait for
-    each other in a circle.
+    All workers, with their ops in `programs`, can follow it. Transfers are ordered like the ops
+    that make them in a topological order of the op graph. With each transfer inserted right after
+    its op, this order remains topological, even if transfers between the same two workers wait for
+    each other in turn. Raises ValueError if the ops alone already wait for each other in a circle.
     """
     by_key = _ops_by_key(programs)
     ordered = []
@@ -102,12 +101,7 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
     }
 
     def end_of_last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
-        """Return the index in `own_transfers` after the last of these tensors.
-
-        0 if none of them is sent between workers. The argument `tensors` has pairs (key of the op
-        that takes the tensor, kind of tensor). With `sends`, the worker is their sender, else their
-        receiver.
-        """
+        """Return the index in `own_transfers` after the last of these tensors, or 0."""
         return 1 + max(
             (numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor),
             default=-1,
@@ -138,9 +132,9 @@ def dependency_edges(
 ) -> Iterator[tuple[Node, Node]]:
     """Iterate over pairs of ops and all-reduces: the second waits for the first.
 
-    The pairs that follow from the order of each worker's ops come first, then data dependencies.
-    The argument `programs` has the ops of the workers to look at: all workers, or those of
-    pipelines that share no micro-batch with the rest.
+    The pairs that follow from the order of each worker's ops come first, then data dependencies. In
+    `programs` are the ops of all workers, or those of pipelines that share no micro-batch with the
+    rest.
     """
     for ops in programs.values():
         if schedule.has_overlap:

@@ -147,9 +147,9 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
         """Return the duration of an op in ticks on a physical worker.
 
-        Compute ops take longer or shorter on a worker in `slow`. The argument `where` is the number
-        of the op's slice, for A too: stages are numbered first, then the other slices of the
-        schedule (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
+        Compute ops take longer or shorter on a worker in `slow`. The op's slice is number `where`,
+        for A too: stages are numbered first, then the other slices of the schedule
+        (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
         `optimizer_ticks` for a worker whose seat lists its layers. All durations of single ops are
         looked up here.
         """
@@ -264,8 +264,7 @@ def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
 def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
     """Return a copy of a program in which re-routed micro-batches have new pipeline numbers.
 
-    The argument `numbers` has the new numbers by the old ones. If none changes, the program itself
-    is returned.
+    `numbers` has the new ones by the old ones. If none changes, the program itself is returned.
     """
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program

@@ -66,8 +66,8 @@ def op_key(op: Op) -> OpKey:
 def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
     """Iterate over the ops that this op waits for, each with its `Rule`.
 
-    Ops are given by key, and the rules are of `RULES`. The argument `path` is the slices of the
-    micro-batch's route, in order. An op at a slice that is not in `path` waits for nothing.
+    Ops are given by key, and the rules are of `RULES`; `path` is the slices of the micro-batch's
+    route, in order. An op at a slice that is not in it waits for nothing.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:
@@ -88,8 +88,8 @@ def producer_keys(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
 def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
     """Iterate over the ops that wait for this op, each with its `Rule`.
 
-    Ops are given by key, and the rules are of `RULES`. The argument `path` is the slices of the
-    micro-batch's route, in order.
+    Ops are given by key, and the rules are of `RULES`; `path` is the slices of the micro-batch's
+    route, in order.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:

@@ -96,11 +96,11 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
                     ties: Sequence[Sequence[Worker]] = ()) -> DividedSchedule:
     """Divide a schedule into shares of its workers.
 
-    `ties` has all holders of each group of layers with tied parameters. The argument `alike` is a
-    pair: a divided schedule that differs from this one only in pipeline numbers, and the new number
-    of each of its pipelines. Its programs are reused, which saves nearly all of the computation.
-    The order of tensors that are planned for the same instant may then differ, but all workers can
-    follow either order.
+    `ties` has all holders of each group of layers with tied parameters. `alike` is a pair: a
+    divided schedule that differs from this one only in pipeline numbers, and the new number of each
+    of its pipelines. Its programs are reused, which saves nearly all of the computation. The order
+    of tensors that are planned for the same instant may then differ, but all workers can follow
+    either order.
     """
     contents: dict[str, bytes] = {}
 
@@ -218,11 +218,7 @@ def _encode_sums(
 ) -> Iterator[str]:
     """Iterate over the seats, each as the digest of what its worker sums.
 
-    That is the layers that it all-reduces, with the workers that take part, and the groups of
-    layers with tied parameters that it holds.
-
-    The argument `ties` has all holders of each such group. The function `store` stores the content
-    and returns its digest.
+    That is the layers that it all-reduces, with all workers, and its tied groups.
     """
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)

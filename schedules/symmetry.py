@@ -86,10 +86,7 @@ def _canonical_number(
 ) -> int:
     """Return the number of the first program that equals this one within its group.
 
-    Pipelines are compared by their positions in the group. The argument `number` is the own number
-    of `program`, which it keeps if it runs no re-routed micro-batches. `number_of` has the position
-    of each pipeline of its group. `first_numbers` has the number of each program (with positions)
-    found before; a new one is added.
+    Pipelines are compared by their positions in the group; new programs are added.
     """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number

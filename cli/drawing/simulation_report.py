@@ -70,9 +70,8 @@ def build_report(
 ) -> bytes:
     """Return the report on a comparison of policies, an HTML file, as bytes.
 
-    The argument `job` is the name of the job for the title, `shape` a text with its size, and
-    `notes` are lines with further assumptions. `tokens` is the number of tokens in a sample, or
-    None if it is unknown.
+    Its title has `job`, the job's name, and `shape`, its size; `notes` are lines with further
+    assumptions. `tokens` is the number of tokens in a sample, or None if it is unknown.
     """
     shown = _initially_shown(result)
     parts = [
@@ -214,8 +213,7 @@ def describe_trace(trace: AvailabilityTrace) -> str:
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
     """Return the tokens trained in `run` per hour and GPU of the live workers.
 
-    Idle ones count. The argument `tokens` is the number of tokens in a sample. The result is None
-    if that or the number of GPUs is unknown.
+    Idle ones count; a sample has `tokens` tokens. None if that or the number of GPUs is unknown.
     """
     gpus = result.trace.mean_live_machines * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
@@ -421,8 +419,8 @@ def draw_hours_by_cause(
 ) -> str:
     """Return a chart, as HTML, with a stacked bar of lost hours for each policy.
 
-    A bar has a part for each cause. The argument `rows` has the hours by policy and cause, of
-    `hours` in all. The axis ends at `top`; None: at `hours`.
+    A bar has a part for each cause, of `hours` in all, by policy and cause in `rows`. The axis ends
+    at `top`; None: at `hours`.
     """
     legend = ""
     for cause in Cause:

@@ -15,10 +15,11 @@ class Exporter(NamedTuple):
     meaning: str
     """What is written, for the help of `--to`."""
     modules: Mapping[str, str]
-    """Modules of this package: for "schedule" one that defines `export_schedule`, for "job" `export_job`, for
-    "checkpoint" `export_checkpoint`.
+    """Modules of this package by what they export: schedule, job, checkpoint.
 
-    The first two are called with the schedule or job, `json`, all `options`, and `folder` unless `out` is an option.
+    For "schedule" it defines `export_schedule`, for "job" `export_job`, for "checkpoint"
+    `export_checkpoint`. The first two are called with the schedule or job, `json`, all `options`,
+    and `folder` unless `out` is an option.
     """
     options: tuple[str, ...] = ()
     """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, else a folder."""

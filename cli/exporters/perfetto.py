@@ -16,8 +16,10 @@ from slipstream.schedules.precedence import op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 LINK_THREADS = 10**6
-"""Number added to a worker's thread id in the trace to get the thread that shows its links, where reductions overlap
-with compute."""
+"""Number added to a worker's thread id for the thread of its links.
+
+It shows reductions that overlap with compute.
+"""
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]
@@ -27,7 +29,7 @@ NAMES = {OpKind.F: "forward", OpKind.I: "backward_input", OpKind.W: "backward_we
 
 
 def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = ()) -> bytes:
-    """Return the trace-event JSON of a schedule and of measured iterations of it, all beginning at time 0."""
+    """Return the trace-event JSON of a schedule and measured iterations, all from time 0."""
     flows = count(1)
     planned = {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats}
     events = list(_process_events(schedule, "planned", 0, planned, schedule.tick_seconds, flows))
@@ -105,7 +107,7 @@ def _to_nanoseconds(ticks: int, tick_seconds: float) -> int:
 
 
 def _crossing_tensors(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
-    """Yield a pair of ops for each tensor that goes to another worker: the op that makes it, and the op that needs it.
+    """Yield the making and the needing op of each tensor that goes to another worker.
 
     Ops without duration are left out, because no arrow can be bound to them.
     """

@@ -1,9 +1,10 @@
-"""Write orders of ops as CSV for torch.distributed.pipelining: one row per rank, one cell per action.
+"""Write orders of ops as CSV for torch.distributed.pipelining: a row per rank.
 
-An action is the number of the stage, what is done, and the number of the micro-batch: `2F0`, `2I0`, `2W0`, `2B0`. With
-communication there are also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`, `1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of
-one pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13. The
-rows of all pipelines, for micro-batches that are re-routed, are written by `torch_rows`.
+A cell is an action: the number of the stage, what is done, and the number of the micro-batch:
+`2F0`, `2I0`, `2W0`, `2B0`. With communication there are also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`,
+`1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of one pipeline, stages its virtual stages. The
+format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13. The rows of all pipelines, for
+micro-batches that are re-routed, are written by `torch_rows`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,12 @@ from slipstream.schedules.whole_stages import has_whole_stages, with_whole_stage
 
 def export_schedule(schedule: Schedule, *, pipeline: int | None, communication: bool, all_pipelines: bool,
                     out: Path | None, json: bool) -> None:
-    """Write the order of ops as CSV for torch, to the file `out`, or to stdout if it is None. Raises ExportError.
+    """Write the order of ops as CSV for torch, to `out` or stdout.
 
-    The argument `communication` is that of `write_order`. With it, the rows of all pipelines are written if
-    `all_pipelines`, and also without `pipeline` if no pipeline can be run by itself; else those of one pipeline, by
-    default the first. With `json`, an object with the CSV and its format is printed to stdout.
+    For `communication` see `write_order`. With it, the rows of all pipelines are written if
+    `all_pipelines`, and also without `pipeline` if no pipeline can be run by itself; else those of
+    one pipeline, by default the first. With `json`, an object with the CSV and its format is
+    printed to stdout. Raises ExportError.
     """
     is_shared = bool(schedule.failed or schedule.rerouted or schedule.shed or schedule.grid.chains > 1)
     if communication and (all_pipelines or (is_shared and pipeline is None)):
@@ -67,11 +69,10 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
 
 
 def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
-    """Iterate over the CSV cells of a worker: its ops, each receive before the op that needs it, and each send after
-    the op that makes the tensor.
+    """Iterate over a worker's cells: each receive before, each send after its op.
 
-    The argument `crossing` has the tensors sent between all workers, in the order of `order_transfers`. None: there are
-    neither transfers nor reductions in the cells.
+    Without `crossing`, in the order of `order_transfers`, there are neither transfers nor
+    reductions.
     """
     for step in interleave_transfers(ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)):
         if isinstance(step, Transfer):

@@ -34,9 +34,10 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a run's checkpoint as torchtitan's checkpoint to `folder`, with one layer in memory at a time.
+    """Write the model of a run's checkpoint as torchtitan's checkpoint to `folder`.
 
-    Raises CheckpointError if it is not a torchtitan model, ConfigError if that model cannot be built, and OSError.
+    One layer is in memory at a time. Raises CheckpointError if it is not a torchtitan model,
+    ConfigError if that model cannot be built, and OSError.
     """
     identity = checkpoint.manifest.identity
     name = identity.get("model.torchtitan")

@@ -37,9 +37,9 @@ class _WrappingConsole(Console):
 
 
 class _StderrConsole(_WrappingConsole):
-    """Console for stderr that discards all output once nobody reads it, so that the work continues.
+    """Console for stderr that discards all output once nobody reads it.
 
-    This happens when the process that started a run has died.
+    So the work continues when the process that started a run has died.
     """
 
     def on_broken_pipe(self) -> None:
@@ -51,9 +51,10 @@ class _StderrConsole(_WrappingConsole):
 
 
 class _StdoutConsole(_WrappingConsole):
-    """Console for stdout that neither folds lines nor truncates columns in a file or pipe, unless COLUMNS is set.
+    """Console for stdout that does not fold or truncate in a file or pipe.
 
-    `width` is still that of a usual terminal there, because pictures are drawn for it.
+    It does if COLUMNS is set. `width` is still that of a usual terminal there, because pictures are
+    drawn for it.
     """
 
     def on_broken_pipe(self) -> None:
@@ -71,8 +72,7 @@ class _StdoutConsole(_WrappingConsole):
         return super().options if self._is_folded else super().options.update(width=UNFOLDED_COLUMNS)
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """Print as `rich.console.Console.print` does, but do not crop lines in a file or pipe, unless COLUMNS is
-        set."""
+        """Print, but do not crop lines in a file or pipe, unless COLUMNS is set."""
         super().print(*objects, **{"crop": self._is_folded, **how})
 
     def rule(self, title: Any = "", **how: Any) -> None:
@@ -90,12 +90,12 @@ err = _StderrConsole(stderr=True, markup=False, highlight=False)
 
 
 def console_of_width(width: int | None) -> Console:
-    """Return a console for stdout that is `width` characters wide; if that is None, the usual one."""
+    """Return a console for stdout of `width` characters; None: the usual one."""
     return Console(width=width, markup=False, highlight=False) if width else out
 
 
 def count_free_lines(beside: Iterable[str]) -> int | None:
-    """Return how many lines of the screen remain if the texts in `beside` are printed on it as well.
+    """Return how many lines of the screen remain after the texts in `beside`.
 
     Long texts are folded at the screen's width. None means that stdout is no terminal.
     """
@@ -114,7 +114,7 @@ def print_json(answer: Mapping[str, object]) -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with its control characters escaped; file names and file contents may contain them."""
+    """Return the text with its control characters escaped, as in file names."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
 
 
@@ -146,7 +146,7 @@ def exit_negative(message: object) -> NoReturn:
 
 
 def suggest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the one of `words` closest to `word`, or an empty string if none is close."""
+    """Return `; did you mean 'x'?` for the closest of `words`, or an empty string."""
     matches = difflib.get_close_matches(word, list(words), 1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
@@ -160,7 +160,7 @@ def complete_from(*words: str) -> Callable[[str], list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with at most four significant digits for a reader: `30 s`, `29.7 ms`, `850 us`."""
+    """Format a time to at most four significant digits: `30 s`, `29.7 ms`, `850 us`."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
     return f"{seconds / unit:.4g} {name}" if seconds else "0 s"
 
@@ -170,9 +170,9 @@ QUIET_SECONDS = 10.0
 
 
 class LogProgress:
-    """Printer of progress on stderr: a line for each tenth of the work, and at times what is done.
+    """Printer of progress on stderr: a line for each tenth of the work.
 
-    It prints nothing in a terminal, which shows a bar instead.
+    At times it says what is done. It prints nothing in a terminal, which shows a bar instead.
     """
 
     def __init__(self, subject: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -199,8 +199,10 @@ class LogProgress:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay KeyboardInterrupt until the end of the context, because some modules swallow it while they are imported,
-    and are then incomplete."""
+    """Delay KeyboardInterrupt until the end of the context.
+
+    Some modules swallow it while they are imported, and are then incomplete.
+    """
     with defer_interrupts() as interrupted:
         yield
     if interrupted.is_set():

@@ -71,8 +71,7 @@ def compute_period(
 ) -> int:
     """Return the period, in ticks, of the schedule that `build_schedule` would make.
 
-    It is made of the solutions of all subproblems. The argument `deadlines` has the ticks by which
-    groups end their compute ops; see `align_pieces`.
+    It is made of the solutions of all subproblems; for `deadlines` see `align_pieces`.
     """
     aligned = align_pieces(problem, solutions, deadlines)
     return _aligned_period(aligned, compute_group_ends(*aligned))
@@ -207,10 +206,7 @@ def _find_foreign_names(
 ) -> ForeignNames:
     """Return the micro-batches of `ran` whose name changes, with their new names.
 
-    They are pairs (micro-batch in the subproblem, its name in the whole problem). The argument
-    `ran` has the micro-batches that run on a worker of `pipeline`, a number in the subproblem;
-    `copy` has the numbers of the subproblem's pipelines in the whole problem. A name is (pipeline,
-    number), where the pipeline is None if it is the worker's own.
+    A name is (pipeline, number), where the pipeline is None if it is the worker's own.
     """
     names = []
     for batch in sorted(ran):
@@ -326,11 +322,7 @@ def build_closing_programs(
 def _place_reductions(
     problem: Problem, ends: Sequence[int], ticks: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the start tick of each reduction, and each group's end of the last one.
-
-    No reduction is shared by groups. The argument `ends` has the end of each group's compute ops,
-    and `ticks` the duration of each reduction.
-    """
+    """Return each reduction's start tick, and each group's end, from compute `ends`."""
     clock, begins = list(ends), []
     for taken, (_, (group,)) in zip(ticks, problem.groups.reductions, strict=True):
         begins.append(clock[group])

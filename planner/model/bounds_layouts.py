@@ -26,8 +26,8 @@ def work_bound(problem: Problem) -> int:
 def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
     """Return the ticks in which workers together do `work`.
 
-    A worker of the usual speed takes `work` ticks for it. The argument `slowness` has the time that
-    each worker takes, per mille of the usual time.
+    A worker of the usual speed takes `work` ticks for it; `slowness` has the time that each worker
+    takes, per mille of the usual time.
     """
     kinds = Counter(slowness)
     return work / sum(

@@ -209,11 +209,7 @@ def busiest_window(problem: Problem, stage: int) -> Fraction:
 
 @lru_cache(4096)  # failures that come and go repeat most columns
 def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int:
-    """Return the least T, in ticks / p, in which holders can run `total` shares.
-
-    Each has a window of T. The argument `holders` has pairs of a speed and memory (`StageShares`)
-    and the number of holders with these.
-    """
+    """Return the least T, in ticks / p, in which holders can run `total` shares."""
     def is_enough(ticks: int) -> bool:
         return (
             sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total

@@ -21,8 +21,8 @@ It is the end of a group without workers.
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
     """Return a copy of the solution in which every op starts as late as possible.
 
-    Its order and the ends of groups limit it. The argument `ends` has the tick by which each group
-    must end its compute ops, or the deadlines of `get_deadlines` if `Problem.anneals_reductions`.
+    Its order and `ends` limit it: the tick by which each group must end its compute ops, or the
+    deadlines of `get_deadlines` if `Problem.anneals_reductions`.
     """
     arrays, start = solution.arrays, np.zeros_like(solution.start)
     ends = np.asarray(ends, dtype=np.int64)
@@ -298,8 +298,8 @@ def solution_period(
 ) -> int:
     """Return the period of a solution, in ticks.
 
-    The argument `ends` has the ticks by which groups end their compute ops in all subproblems, and
-    `saved` those of `compute_ticks_saved`; None: those of this solution.
+    `ends` has the ticks by which groups end their compute ops in all subproblems, and `saved` those
+    of `compute_ticks_saved`; None: those of this solution.
     """
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
@@ -328,11 +328,8 @@ def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
     """Return the latest ticks of groups' ends that do not delay the iteration.
 
     They are the ends of their compute ops; the end of the iteration becomes tick 0. The optimizer
-    must be synchronous.
-
-    The argument `ends` has the ticks at which groups end their compute ops in a plan, by the plan's
-    own clock. If later ends would change the order of the reductions and delay some of them, these
-    ends are kept.
+    must be synchronous. In a plan, by its own clock, groups end at `ends`; if later ends would
+    change the order of the reductions and delay some of them, these ends are kept.
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks

@@ -226,7 +226,7 @@ class RoundScheduler:
 
     @cached_property
     def _first_starts(self) -> Ints:
-        """First ticks of F, and of I or B, of a micro-batch without delays: [slices, 2]."""
+        """First ticks of F and of I or B of an undelayed micro-batch: [slices, 2]."""
         problem = self.arrays.problem
         starts = np.zeros((len(problem.layers_by_slice), 2), dtype=np.int64)
         for chain in range(problem.grid.chains):

@@ -126,11 +126,11 @@ class Dealer:
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
         """Assign the samples of an iteration to micro-batches so that the iteration ends early.
 
-        The argument `costs` has the times of F, I and W of each sample as multiples of the mean,
-        [samples, 3] or [samples, stages, 3]. The search starts with sample k in micro-batch k
-        (without dealing) or, if that is shorter, with pipelines of about equal work. It then swaps
-        pairs of samples, up to `swaps` times, as time allows. The result is never longer than
-        without dealing. Raises CostError.
+        `costs` has the times of F, I and W of each sample as multiples of the mean, [samples, 3] or
+        [samples, stages, 3]. The search starts with sample k in micro-batch k (without dealing) or,
+        if that is shorter, with pipelines of about equal work. It then swaps pairs of samples, up
+        to `swaps` times, as time allows. The result is never longer than without dealing. Raises
+        CostError.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
@@ -148,10 +148,10 @@ class Dealer:
     ) -> npt.NDArray[np.float64]:
         """Return the seconds that each of several iterations in a row takes.
 
-        They count from the end of the one before to its own end. The argument `costs` has, for each
-        iteration, the times of F, I and W of its samples as multiples of the mean (`Costs`), and
-        `samples` the sample of each micro-batch, [iterations, micro-batches]. The first iteration
-        starts as planned. Workers do not wait for each other between iterations. Raises CostError.
+        They count from the end of the one before to its own end. By iteration, `costs` has the
+        times of F, I and W of its samples as multiples of the mean (`Costs`), and `samples` the
+        sample of each micro-batch, [iterations, micro-batches]. The first iteration starts as
+        planned. Workers do not wait for each other between iterations. Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
@@ -186,11 +186,7 @@ class Dealer:
         return whole
 
     def _window_length(self, costs: Ints, sample: Ints) -> int:
-        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks.
-
-        The argument `sample` has the sample of each micro-batch, and `costs` is the result of
-        `_integer_costs`.
-        """
+        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks."""
         before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 
