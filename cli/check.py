@@ -65,10 +65,7 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
 
 
 def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterator[ScheduleInFile]:
-    """Yield all schedules of the given files and tables.
-
-    A file that cannot be read is reported on stderr and appended to `unreadable`.
-    """
+    """Yield all schedules of the given files and tables."""
     for path in files:
         try:
             yield from read_schedules(path)

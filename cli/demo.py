@@ -95,8 +95,7 @@ def _plan_variants(job: Job) -> Sequence[_Variant]:
 
 
 def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
-    """Return a plan for the job with `failed` workers, made with these options of `plan_job`. Raises KeyboardInterrupt
-    if Ctrl-C ended the search."""
+    """Return a plan for the job with `failed` workers, made with these options of `plan_job`."""
     plan = plan_job(job, failed, **options)
     if plan.interrupted:
         raise KeyboardInterrupt

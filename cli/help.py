@@ -170,7 +170,7 @@ def require_no_overwriting(command: str, params: Iterable[Any], values: Mapping[
 
 
 def _require_replaceable(option: str, path: Path, kind: OutputKind | None) -> None:
-    """Exit 2 if a file that is not empty is of another kind; None: any file."""
+    """Exit 2 if a file that is not empty is of another kind than `kind`."""
     try:
         if not path.is_file():
             return

@@ -94,12 +94,7 @@ def _replay_samples(schedule: Schedule, file: Path, lengths: Path, attention: fl
 
 
 def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
-    """Return the samples' times of F, I and W as multiples of their means.
-
-    The shape is [iterations, samples, 3], or [iterations, samples, stages, 3] of a
-    StragglerAnalysis trace. Other files have lengths of documents, in samples of at most `context`
-    tokens; `attention` is its share in F and I. Raises CostError for too few samples.
-    """
+    """Return the samples' times of F, I and W as multiples of their means."""
     if lengths.suffix == SUFFIX:
         trace_costs = read_straggler_trace(lengths).sample_costs()[:MAX_ITERATIONS]
         require_costs(trace_costs[0], dealer.samples, dealer.stages)
@@ -112,11 +107,7 @@ def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | 
 
 
 def _measure_dealing(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: float) -> dict[str, Any]:
-    """Return the JSON answer on dealing: iteration times by swaps and by errors of costs.
-
-    Its times are means in seconds; the errors are of `costs`, relative, as the search is given
-    them.
-    """
+    """Return the JSON answer on dealing: iteration times by swaps and by errors of costs."""
     dealer.deal(costs[0], seed=seed, swaps=1)  # compiled before it is timed
 
     def mean_time(known: npt.NDArray[np.float64], swaps: int) -> tuple[float, float]:

@@ -52,10 +52,7 @@ AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """Schedule that answers a look-up, with its entry's key and the seconds it took.
-
-    The key is None if the schedule was planned on the spot.
-    """
+    """Schedule that answers a look-up, with its entry's key and the seconds it took."""
 
     key: str | None
     schedule: Schedule
@@ -108,10 +105,7 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
 
 
 def _look_up_entry(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
-    """Return the table's answer for the workers that are down; None without an entry.
-
-    Its seconds do not include the check of an entry at its first use.
-    """
+    """Return the table's answer for the workers that are down; None without an entry."""
     look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_read_job(table).nodes)
     result = look_up()  # the first use of an entry checks it: the second is timed
     if result is None:

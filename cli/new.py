@@ -157,10 +157,7 @@ def new(context: typer.Context, request: NewRequest) -> None:
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
-    """Exit 2 if options are given that have no effect on this kind of job.
-
-    `way` names its source: preset, trace, config or model.
-    """
+    """Exit 2 if options are given that have no effect on this kind of job."""
     for parameter in context.command.params:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE" or name in _FOR_ALL:
@@ -334,10 +331,7 @@ def _parse_one(*choices: str) -> Callable[[str], str]:
 
 
 def _ask_for(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
-    """Return the user's answer as `read` parses it; ask again if it raises ValueError.
-
-    `default` is for an empty answer. Exits 2, and names `option`, if there is no answer.
-    """
+    """Return the user's answer as `read` parses it; ask again if it raises ValueError."""
     while True:
         try:
             answer: Any = typer.prompt(question, default=default, err=True)

@@ -138,10 +138,7 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
 
 
 def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
-    """Return the bytes of gradients that a stage has sent and still keeps.
-
-    While the pipeline drains, one can be in flight for each stage from this one to the last.
-    """
+    """Return the bytes of gradients that a stage has sent and still keeps."""
     if measured.device == "cuda" and measured.transport == "gloo":
         return 0  # they wait in host memory
     return min(job.depth - stage, max(job.microbatches)) * measured.stages[stage].sent_bytes
@@ -231,11 +228,7 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
-    """Return the layer range of each stage, from the job file's numbers of layers.
-
-    Embedding and head are added to the outer stages if `counts` leaves them out. Raises ConfigError
-    unless all stages have layers and their sum is `layers`.
-    """
+    """Return the layer range of each stage, from the job file's numbers of layers."""
     from slipstream.runtime.config import ConfigError
     from slipstream.runtime.placement import with_end_layers
 

@@ -94,10 +94,7 @@ def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
 
 
 def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
-    """Return the run's schedules by digest, each as (name on the page, schedule).
-
-    Unreadable ones are left out, and those whose ops would bring the sum above `MAX_OPS`.
-    """
+    """Return the run's schedules by digest, each as (name on the page, schedule)."""
     by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
         digest = stretch.order.schedule

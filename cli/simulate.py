@@ -246,10 +246,7 @@ def _choose_policies(names: list[str] | None) -> list[type[Policy]]:
 
 
 def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> Callable[[int], AvailabilityTrace]:
-    """Return a function from a seed to an availability trace for the job.
-
-    The trace is read, drawn, or of `dead` workers alone.
-    """
+    """Return a function from a seed to an availability trace for the job."""
     gpus = request.gpus or job.ranks
     if request.failed:
         return functools.cache(lambda _: _make_failed_trace(job, dead, request.days or 1.0, gpus))
@@ -275,10 +272,7 @@ def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> 
 
 def _draw_traces(request: SimulateRequest, make: Callable[[int], AvailabilityTrace],
                  first: AvailabilityTrace) -> list[AvailabilityTrace]:
-    """Return one trace per seed, made by `make`; the first is `first`.
-
-    If nothing is random, with --trace or --failed, it is the only one.
-    """
+    """Return one trace per seed, made by `make`; the first is `first`."""
     second = make(request.seed + 1)
     if (request.trace is not None or request.failed) and (first.live, first.changes) == (second.live, second.changes):
         err.print(f"note: there is nothing to draw: all {request.seeds} runs over {first.name} would be equal; "
@@ -303,11 +297,7 @@ def _choose_failure_model(preset: str, mtbf: float | None, gpus: int) -> Failure
 
 
 def _estimate_parameters(job: Job) -> float:
-    """Return an estimate of the model's parameters from the job's memory, or the default.
-
-    If all pipelines share the optimizer state, the weights include one part of it and a copy of
-    another part; the estimate adds the rest.
-    """
+    """Return an estimate of the model's parameters from the job's memory, or the default."""
     memory = job.memory
     if memory is None or not memory.weights or memory.unit_bytes == 1.0:
         return DEFAULT_PARAMETERS

@@ -131,11 +131,7 @@ def table(request: TableRequest) -> None:
 
 
 def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[Job, Job | None, str]:
-    """Return the job to plan for, the job before recomputation was chosen, and its text.
-
-    The text has the chosen placement, but not the recomputation. The file is read only once, as it
-    may be a pipe.
-    """
+    """Return the job to plan for, the job before recomputation was chosen, and its text."""
     try:
         text = read_job_text(request.job, request.settings or ())
         job = parse_job(text, str(request.job))

@@ -92,19 +92,13 @@ def _measured_panel(schedule: Schedule, iteration: MeasuredIteration, *, last: b
 
 
 def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
-    """Return a live worker for the page: worker, role, program, layers, memory.
-
-    Held layers are None if they are the role's.
-    """
+    """Return a live worker for the page: worker, role, program, layers, memory."""
     holds = seat.holds if schedule.has_moved_layers(seat) else None
     return [*seat.worker, *seat.role, track, holds, activation_room(schedule, seat)]
 
 
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
-    """Return the fields that a planned and a measured iteration have in common.
-
-    A unit of time lasts `second` seconds, and a transfer takes `transfer` units.
-    """
+    """Return the fields that a planned and a measured iteration have in common."""
     grid, memory = schedule.grid, schedule.memory
     sizes = list(zip(memory.activation, memory.weight_stash, strict=True)) if memory \
         else [(1, 0)] * len(schedule.layers_by_slice)
@@ -137,10 +131,7 @@ def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence
 
 
 def _encode_columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
-    """Return the ops of a program as columns of numbers, in units of `unit` ticks.
-
-    Each `foreign` op has index, pipeline, and 1 if it is shed; `links` are overlapping reductions.
-    """
+    """Return the ops of a program as columns of numbers, in units of `unit` ticks."""
     overlapped = [op for op in ops if schedule.has_overlap and op.kind is OpKind.A]
     ops = [op for op in ops if op not in overlapped]
     starts = [0, *(op.start_ticks // unit for op in ops)]

@@ -221,10 +221,7 @@ def _seconds(given: str) -> float:
 
 
 def _choose_job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
-    """Return the job to plan: from a file that fits torchtitan, or of equal layers.
-
-    Raises JobError and ConfigError.
-    """
+    """Return the job to plan: from a file that fits torchtitan, or of equal layers."""
     degrees = given.parallelism
     asked = degrees.data_parallel_replicate_degree, degrees.pipeline_parallel_degree
     if path is None:

@@ -257,10 +257,7 @@ def _require_model(request: TrainRequest, job: Job) -> None:
 
 
 def _with_recomputation(request: TrainRequest, job: Job, config: RunConfig) -> tuple[Job, RunConfig]:
-    """Return the job and its configuration with the layers that the planner recomputes.
-
-    Exits 2 if the choice is left and the job does not give each stage's number of layers.
-    """
+    """Return the job and its configuration with the layers that the planner recomputes."""
     options = build_plan_options(backward=request.backward, optimizer=request.optimizer, method="greedy",
                                  time_limit=request.time_limit, seed=0)
     if chooses_recomputation(job) and job.layers is None:

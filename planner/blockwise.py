@@ -237,8 +237,7 @@ def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
 
 
 def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
-    """Return, for each worker of the schedule of one block of micro-batches, the ticks at which its first op starts and
-    its last compute op ends (None without compute ops)."""
+    """Return, by worker, the ticks of its first start and its last compute end."""
     spans: dict[Worker, tuple[int, int | None]] = {}
     for seat in block.seats:
         program = block.programs[seat.program]
@@ -248,20 +247,14 @@ def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
 
 
 def _boundary_ops(program: Program) -> Program:
-    """Return the first op, the last compute op and the last op of a worker's program: those that say how early the next
-    block of micro-batches may follow."""
+    """Return the first op, the last compute op and the last op of a program."""
     last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
     return program[0], last, program[-1]
 
 
 def _join_programs(blocks: Sequence[Program], shifts: Sequence[int], before: Sequence[Sequence[int]],
                    pipeline: int) -> Program:
-    """Return one worker's ops of all blocks of micro-batches, each block starting `shifts[block]` ticks later than in
-    its own plan.
-
-    The value `before[pipeline][block]` is the number of that pipeline's micro-batches in earlier blocks. Reductions and
-    the optimizer step are those of the last block.
-    """
+    """Return one worker's ops of all blocks, each `shifts[block]` ticks later."""
     ops: list[ProgramOp] = []
     for block, (program, shift) in enumerate(zip(blocks, shifts, strict=True)):
         own, closing = before[pipeline][block], block == len(blocks) - 1

@@ -112,11 +112,7 @@ def find_vacant_roles(schedule: Schedule) -> list[Worker]:
 
 
 def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
-    """Return, by stage, the ticks of reduction that cannot overlap compute.
-
-    In each column, one stage gets those of the column's cheapest layer. All are 0 if the schedule
-    file does not record the costs of layers.
-    """
+    """Return, by stage, the ticks of reduction that cannot overlap compute."""
     told = schedule.times.of_layers
     if not told:
         return (0,) * len(schedule.grid.stages)
@@ -126,10 +122,7 @@ def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
-    """Return the problem of a schedule with layers in place and `failed` workers down.
-
-    Slow workers that the schedule does not use have the usual speed in it.
-    """
+    """Return the problem of a schedule with layers in place and `failed` workers down."""
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(slow_worker for slow_worker in schedule.times.slow if slow_worker.worker in schedule.seat_of)
     reduced = _exposed_reduction_ticks(schedule) if schedule.has_overlap else schedule.times.all_reduce

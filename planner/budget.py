@@ -263,8 +263,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _InterruptFlag:
-    """Signal handler that sets an event first, and raises KeyboardInterrupt at the second
-    signal."""
+    """Signal handler that sets an event first, then raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.event = threading.Event()

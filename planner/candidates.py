@@ -71,21 +71,14 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
 
 
 def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Return whether layouts in place can be better than the problem as it is.
-
-    They can if they may cut micro-batches within a stage, or if workers of a column differ in
-    memory.
-    """
+    """Return whether layouts in place can be better than the problem as it is."""
     return problem is not None and (
         problem.has_unequal_room or (options.slices and problem.can_cut_stages and problem.grid.chains == 1))
 
 
 def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
                       per_unit: Fraction = Fraction(1)) -> Problem:
-    """Return a copy of the problem that records the costs of single layers of `below`.
-
-    A tick is `per_tick` ticks of `below`, and a unit of memory is `per_unit` units of `below`.
-    """
+    """Return a copy of the problem that records the costs of single layers of `below`."""
     costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                        **msgspec.structs.asdict(below.costs))
     return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))

@@ -129,11 +129,7 @@ def _deal(order: Sequence[Worker], distribution: Distribution) -> tuple[tuple[Wo
 
 
 def _iterate_vacancies(job: Job, failed: Sequence[Worker], counts: Sequence[int]) -> Iterator[tuple[Worker, ...]]:
-    """Iterate over sets of vacant roles, `counts[column]` of each column.
-
-    First with the most of failed workers, then in the pipelines with the fewest micro-batches, and
-    with the most.
-    """
+    """Iterate over sets of vacant roles, `counts[column]` of each column."""
     ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
     for order in (ascending, ascending[::-1]):
         yield tuple(sorted(role for column, count in enumerate(counts) for role in sorted(

@@ -118,18 +118,14 @@ class FailurePlanner:
         return self._with_true_bound(plan_only(options, self._job_at_speeds(speeds), down).schedule)
 
     def _with_true_bound(self, schedule: Schedule) -> Schedule:
-        """Return the schedule, without its bound if that is of one choice of recomputation
-        alone."""
+        """Return the schedule, without its bound if that is of one choice alone."""
         return schedule.with_bound(0, schedule.scope) if chooses_recomputation(self._job) else schedule
 
     def _job_at_speeds(self, speeds: Speeds) -> Job:
         return with_speeds(self._job, speeds) if speeds else self._job
 
     def _is_worth_its_pause(self, moved: Schedule, in_place: Schedule) -> bool:
-        """Return whether the shorter period of `moved` saves more than loading its layers takes.
-
-        A pause of unknown length is not worth it.
-        """
+        """Return whether the shorter period of `moved` saves more than loading its layers takes."""
         loading = compute_transition(moved, self._job)
         if not loading.layers:
             return period_seconds(moved) < period_seconds(in_place)
@@ -145,8 +141,7 @@ class FailurePlanner:
         return self._table_schedule(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
-        """Return the table's rebalanced schedule for these failures, if workers hold what it
-        assumes."""
+        """Return the table's rebalanced schedule for these failures, if it fits `held`."""
         if any(layers != self._first.held_layers_of_column(worker.column) for worker, layers in held):
             return None
         with _as_no_plan_error():
@@ -154,10 +149,7 @@ class FailurePlanner:
 
     def _table_schedule(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                         settled: bool = False) -> Schedule | None:
-        """Return the table's schedule for these failures, by the options of `Table.lookup`.
-
-        None if it has none, or it has another grid, breaks a rule or needs too much memory.
-        """
+        """Return the table's schedule for these failures, by the options of `Table.lookup`."""
         entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
             checked=False)
@@ -258,10 +250,7 @@ def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOpt
 
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
-    """Return a copy of the schedule that records rooms of workers with an own capacity.
-
-    It is what the weights of the role's column leave; with held layers listed, of the own column.
-    """
+    """Return a copy of the schedule that records rooms of workers with an own capacity."""
     assert job.memory is not None and schedule.memory is not None
     rooms = []
     for worker, _ in job.memory.capacity_of:

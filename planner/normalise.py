@@ -227,10 +227,7 @@ def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
 
 
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
-    """Return all patterns of `failures` failed workers if at most `most`, else none.
-
-    A pipeline has `columns` workers; equal pipelines have equal numbers in `classes`.
-    """
+    """Return all patterns of `failures` failed workers if at most `most`, else none."""
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
     few = list(islice(failure_patterns(failures, columns, classes), most + 1))
@@ -268,11 +265,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
 
 def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: PlanOptions,
                     progress: ProgressCallback, clock: Clock) -> Plan:
-    """Return the shortest of plans for several sets of vacant roles; the first of equals.
-
-    All are planned in a share of the time, then the best few again in an equal share. Where a
-    single plan takes longer than its share, the most promising one gets all the time.
-    """
+    """Return the shortest of plans for several sets of vacant roles; the first of equals."""
     params = options.params.roles
     seconds = params.compared * options.limit_seconds
     refusals, shortest = list[NoPlanError](), math.inf
@@ -414,10 +407,7 @@ def _shorter_plan(best: Plan | None, found: Plan, schedule: Schedule) -> Plan:
 
 
 def _with_usual_rooms(job: Job, workers: Collection[Worker]) -> Job:
-    """Return a copy of the job whose `workers` have at least their column's memory.
-
-    A failed worker's role has the memory of whoever plays it.
-    """
+    """Return a copy of the job whose `workers` have at least their column's memory."""
     if job.memory is None:
         return job
     rooms = tuple((worker, max(room, job.memory.capacity[worker.column]) if worker in workers else room)

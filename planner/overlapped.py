@@ -192,10 +192,7 @@ def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> fl
 
 
 def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
-    """Return a copy of the schedule in units that are fine enough for single layers.
-
-    It is unchanged if `job_layers` is None: the job has stages without layers.
-    """
+    """Return a copy of the schedule in units that are fine enough for single layers."""
     if job_layers is None:
         return schedule
     memory, costs = schedule.memory, schedule.times.of_layers
@@ -220,10 +217,7 @@ def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Sche
 
 def _shortest_cut(schedule: Schedule, job: Job, job_layers: "_JobLayers | None", counts: Sequence[int],
                   params: OverlapParams, budget: Budget | None = None) -> Schedule:
-    """Return the shortest schedule with reductions over several numbers of cut micro-batches.
-
-    Those in `counts` are tried while the budget lasts, if `job_layers` is not None.
-    """
+    """Return the shortest schedule with reductions over several numbers of cut micro-batches."""
     best = _OverlapBuilder(schedule, job, job_layers, 0, 1).build_schedule()
 
     def try_cut(count: int, pieces: int, *, ascending: bool) -> bool:
@@ -275,10 +269,7 @@ class _JobLayers:
         return self._least + sum(self._beyond[slice(*layers)], Fraction(0))
 
     def reduction_ticks(self, tick: Fraction) -> tuple[int, ...]:
-        """Return the ticks of the reduction of each layer by itself, rounded down.
-
-        A quotient within `FLOAT_ERROR` below a whole number counts as that number.
-        """
+        """Return the ticks of the reduction of each layer by itself, rounded down."""
         return tuple(floor(self.reduction_seconds((layer, layer + 1)) / tick * (1 + FLOAT_ERROR))
                      for layer in range(len(self._is_reduced)))
 
@@ -413,10 +404,7 @@ class _OverlapBuilder:
         return [self._number[piece] for piece in self._within[layers]]
 
     def _add_slices(self, slice_: int, pieces: Sequence[LayerRange]) -> None:
-        """Add ranges of a slice as slices, with their shares of times and memory.
-
-        A range that is part of two slices gets the larger value of the two.
-        """
+        """Add ranges of a slice as slices, with their shares of times and memory."""
         assert self._job_layers is not None
         costs, whole = self._job_layers.costs, self._values[slice_]
         by_layer = costs.forward, costs.backward_input, costs.backward_weight, costs.activation, costs.weight_stash
@@ -441,11 +429,7 @@ class _OverlapBuilder:
 
 def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]],
                       number: Mapping[LayerRange, int]) -> Schedule:
-    """Return a schedule with new start times of compute ops, and with reductions.
-
-    Program n reduces `reduced[n]`, whose slice numbers are in `number`. Every op starts as early as
-    the order allows; each worker begins at the same time as before.
-    """
+    """Return a schedule with new start times of compute ops, and with reductions."""
     computed = _place_compute(schedule)
     reductions = _place_reductions(schedule, computed, reduced, number)
     is_synchronous = schedule.optimizer == "synchronous"
@@ -497,11 +481,7 @@ def _place_compute(schedule: Schedule) -> dict[Worker, list[Op]]:
 
 def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], reduced: Sequence[Sequence[LayerRange]],
                       number: Mapping[LayerRange, int]) -> dict[Worker, list[Op]]:
-    """Return the reductions of each worker with start times, given its compute ops.
-
-    A reduction follows the last W of its layers as soon as the links of all holders are free; those
-    that can begin first come first.
-    """
+    """Return the reductions of each worker with start times, given its compute ops."""
     ends: dict[LayerRange, int] = defaultdict(int)
     for op in chain.from_iterable(computed.values()):
         if op.kind in WEIGHT_KINDS and op.slice is not None:

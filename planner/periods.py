@@ -114,8 +114,7 @@ class Periods:
         return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
 
     def _shortest_period(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
-        """Return the shortest period in seconds, infinite without one, and whether it meets its
-        bound."""
+        """Return the shortest period in seconds, and whether it meets its bound."""
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
@@ -126,11 +125,7 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return one problem for each of several ways to spread failures over pipelines.
-
-        Those of a large job are sorted by their largest subproblem; all with a large one but the
-        first are left out.
-        """
+        """Return one problem for each of several ways to spread failures over pipelines."""
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))
         for failed in arrange_vacancies(job, self.window_bounds(sum(down)), down) if any(down) else [()]:

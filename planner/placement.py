@@ -222,10 +222,7 @@ class _Search:
     # --- Quickly ---
 
     def _evaluate_all(self, own: Arrangement, budget: Budget) -> None:
-        """Evaluate the job's own placement, then the literature's, the most promising first.
-
-        The budget ends this after three of them at the earliest.
-        """
+        """Evaluate the job's own placement, then the literature's, the most promising first."""
         stages = self._layers.job.stages
         self._evaluate(own)
         candidates = [self._loads.balance_layers(order, chunks) for order,
@@ -247,10 +244,7 @@ class _Search:
                 starts[index] = self._random_walk(at, turn.with_share(1 / (len(starts) - index)), chance)
 
     def _random_walk(self, at: TriedPlacement, budget: Budget, chance: random.Random) -> TriedPlacement:
-        """Change a placement at random, keeping changes that are no worse; return the last.
-
-        It ends with the budget or after 200 changes in a row without improvement.
-        """
+        """Change a placement at random, keeping changes that are no worse; return the last."""
         unsuccessful = 0
         while budget.seconds_left > 0 and unsuccessful < 200:
             other = change_at_random(at.arrangement, self._layers.job.stages, self._loads, chance)
@@ -266,12 +260,7 @@ class _Search:
         return at
 
     def _evaluate(self, arrangement: Arrangement, shortest: float = math.inf) -> TriedPlacement | None:
-        """Return this placement with the period of one pipeline, by a few list schedules.
-
-        None if it does not fit, or if its busiest worker shows that its period cannot be below
-        `shortest` seconds. The first result for an arrangement is stored, and returned by later
-        calls.
-        """
+        """Return this placement with the period of one pipeline, by a few list schedules."""
         if arrangement in self._tried:
             return self._tried[arrangement]
         tried = None
@@ -286,10 +275,7 @@ class _Search:
         return tried
 
     def _evaluate_quickly(self, arrangement: Arrangement, most: int) -> TriedPlacement | None:
-        """Return the best of a few list schedules of one pipeline; None if nothing fits.
-
-        With many micro-batches, fewer are scheduled, and the work of the others is added.
-        """
+        """Return the best of a few list schedules of one pipeline; None if nothing fits."""
         job = parse_job(self._layers.arranged_job_text(arrangement))
         fewer = min(most, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))
         fewer += (most - fewer) % job.chains

@@ -217,10 +217,7 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
 
 def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
                      search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
-    """Return the best plan with overlapping reductions, from plans of `search` without any.
-
-    Micro-batches are cut for the reductions: only bounds hold that allow for cuts.
-    """
+    """Return the best plan with overlapping reductions, from plans of `search` without any."""
     params = options.params.overlap
     share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
     at_first = msgspec.structs.replace(budget.with_seconds(share * budget.seconds_left),
@@ -246,8 +243,7 @@ def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], b
 
 def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
                     params: OverlapParams) -> Plan:
-    """Return a copy of a plan with the job's overlapping reductions; `bound` is in
-    `tick_seconds`."""
+    """Return a copy of a plan with the job's overlapping reductions."""
     schedule = add_overlapping_reductions(found.schedule, job, bound, tick_seconds, budget, params)
     plan = Plan.from_schedule(schedule, evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
     # What the searches told had no reductions, or a part of them.
@@ -257,10 +253,7 @@ def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, bu
 
 def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
                           grace: bool = True) -> Plan:
-    """Return the best plan of a job, in blocks if time is short.
-
-    With `grace`, a large plan may take somewhat longer than the budget.
-    """
+    """Return the best plan of a job, in blocks if time is short."""
     if has_overlapping_reductions(job):
         return _plan_overlapped(options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace))
     rooms = job.memory.capacity_of if job.memory else ()
@@ -324,10 +317,7 @@ def _checked_schedule(solved: Incumbent) -> Schedule:
 
 @contextmanager
 def _disable_garbage_collection() -> Iterator[None]:
-    """Return a context without garbage collection, a quarter of a large plan's time.
-
-    A plan is millions of small objects without cycles.
-    """
+    """Return a context without garbage collection, a quarter of a large plan's time."""
     on = gc.isenabled()
     gc.disable()
     try:

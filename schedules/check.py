@@ -355,10 +355,7 @@ def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
 
 
 def _describe_untiled(case: CheckContext, route: Route) -> str:
-    """Describe where the slices of a route skip a layer or pass one twice.
-
-    "" if they cover all layers once.
-    """
+    """Describe where the slices of a route skip a layer or pass one twice."""
     reached, before = 0, None
     for slice in route:
         first, end = case.schedule.layers_of(slice)
@@ -408,10 +405,7 @@ def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violation]:
-    """Yield a violation for each all-reduce that does not match the worker's held layers.
-
-    Held layers that it does not reduce are a violation, too.
-    """
+    """Yield a violation for each all-reduce that does not match the worker's held layers."""
     ranges = case.schedule.held_layers(worker)
     reductions = sorted(case.reductions[worker], key=lambda reduced: reduced[0])
     if ranges == tuple(layers for layers, _ in reductions):
@@ -453,10 +447,7 @@ def _reduction_text(case: CheckContext, op: Op) -> str:
 def _subtract_ranges(
     ranges: Sequence[LayerRange], others: Sequence[LayerRange]
 ) -> list[LayerRange]:
-    """Return the layers of `ranges` that are in none of `others`, as ranges.
-
-    Both arguments are ascending, and the ranges in `ranges` do not touch.
-    """
+    """Return the layers of `ranges` that are in none of `others`, as ranges."""
     kept, removed = [], merge_ranges(others)
     for first, end in ranges:
         for low, high in removed:
@@ -570,12 +561,7 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
 
 
 def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
-    """Iterate over pairs of a worker's ops that must not overlap.
-
-    The second may not start before the end of the first. They are consecutive in `ops` or, if
-    reductions overlap compute (`overlaps`), consecutive in `ops` without A, or in the A and O of
-    `ops`.
-    """
+    """Iterate over pairs of a worker's ops that must not overlap."""
     if not overlaps:
         yield from pairwise(ops)
         return
@@ -628,10 +614,7 @@ def check_weight_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) -> Violation:
-    """Return the violation of `rule` by an op that starts too early.
-
-    It needs the result of `before`, which has not arrived.
-    """
+    """Return the violation of `rule` by an op that starts too early."""
     hop = case.transfer_ticks(before, op)
     arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
     return Violation(

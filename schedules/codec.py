@@ -140,10 +140,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _require_version_1(schedule: Schedule) -> None:
-    """Raise ValueError if a schedule of version 1 uses keys of later versions.
-
-    So old files keep their meaning.
-    """
+    """Raise ValueError if a schedule of version 1 uses keys of later versions."""
     has_holdings = any(seat.holds is not None for seat in schedule.seats)
     weights = schedule.memory is not None and schedule.memory.weights
     for key, used in (
@@ -219,11 +216,7 @@ def _validate_grid(grid: Grid) -> None:
 
 
 def _validate_chains(grid: Grid) -> None:
-    """Raise ValueError unless the directions of a bidirectional pipeline match.
-
-    They have equally many stages and pass every column. The copies of a stage in several directions
-    must lie on different workers and hold the same layers.
-    """
+    """Raise ValueError unless the directions of a bidirectional pipeline match."""
     _require_in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return
@@ -252,10 +245,7 @@ def _validate_chains(grid: Grid) -> None:
 
 
 def _validate_slices(schedule: Schedule) -> None:
-    """Raise ValueError unless slices are distinct ranges of layers.
-
-    All stages say which layers they have, or none does.
-    """
+    """Raise ValueError unless slices are distinct ranges of layers."""
     grid, slices = schedule.grid, schedule.slices
     named = any(stage.layers is not None for stage in grid.stages)
     contiguous = grid.layers_by_stage == tuple(stage.layers for stage in grid.stages)
@@ -274,11 +264,7 @@ def _validate_slices(schedule: Schedule) -> None:
 
 
 def _validate_holdings(schedule: Schedule) -> None:
-    """Raise ValueError unless held layers are ascending ranges that do not touch.
-
-    If any seat lists its layers, the optimizer ticks of each layer are required and, with memory
-    limits, the memory of each layer's weights.
-    """
+    """Raise ValueError unless held layers are ascending ranges that do not touch."""
     layers = schedule.grid.layer_count
     seats = [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:
@@ -301,10 +287,7 @@ def _validate_holdings(schedule: Schedule) -> None:
 
 
 def _require_ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
-    """Raise ValueError unless each range is a non-empty part of the model's layers.
-
-    The message names the key `name`.
-    """
+    """Raise ValueError unless each range is a non-empty part of the model's layers."""
     for first, end in ranges:
         if not 0 <= first < end <= layers:
             raise ValueError(
@@ -348,15 +331,7 @@ def _slice_unit_text(schedule: Schedule) -> str:
 
 
 def _describe_op_error(op: ProgramOp, slices: int, pipelines: int) -> str | None:
-    """Return what is wrong with an op of a program; None if nothing is.
-
-    The words follow the op's name in a message. There are `slices` slices and `pipelines`
-    pipelines. The words follow the op's name in a message. There are `slices` slices and
-    `pipelines` pipelines.
-
-    The caller adds the name only to a message, because building it for each of the many correct ops
-    would be slow.
-    """
+    """Return what is wrong with an op of a program; None if nothing is."""
     if (op.slice is None) != (op.kind is OpKind.O):
         return f": {op.kind} {'needs a' if op.slice is None else 'takes no'} slice"
     if op.slice is not None and op.slice >= slices:

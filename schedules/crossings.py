@@ -95,10 +95,7 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Cro
 
 
 class _OpPlace(NamedTuple):
-    """Where and when an op that makes or takes a tensor is planned.
-
-    In a sort, the start comes first, then the position on the route (backwards after forwards).
-    """
+    """Where and when an op that makes or takes a tensor is planned."""
 
     start_ticks: int
     way: int
@@ -135,10 +132,7 @@ def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the keys of the ops that send a tensor, in the order of `order_transfers`.
-
-    The workers are those of these pipelines; `places` is the result of `_places_by_op`.
-    """
+    """Return the keys of the ops that send a tensor, in the order of `order_transfers`."""
     found: dict[OpKey, None] = {}
     for tensor in order_transfers(schedule, programs_of(schedule, pipelines)):
         path = schedule.route_of(tensor.pipeline, tensor.microbatch)

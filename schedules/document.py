@@ -51,10 +51,7 @@ class DocumentKind(Generic[T]):
     max_bytes: int
     error: type[DocumentError]
     damaged: type[DocumentError] | None = None
-    """Type of error for a file that is not JSON or not of this form.
-
-    None: `error`.
-    """
+    """Type of error for a file that is not JSON or not of this form. None: `error`."""
     older: tuple[int, ...] = ()
     """Older versions that can be read besides `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
@@ -107,11 +104,7 @@ class DocumentKind(Generic[T]):
         return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """Raise ValueError if an object in the document has a key twice.
-
-        The values of the keys in `bulk`, most of the file, are cut out first: they contain no
-        objects.
-        """
+        """Raise ValueError if an object in the document has a key twice."""
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)

@@ -262,10 +262,7 @@ def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
 
 
 def _deadlock_error(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
-    """Build the error for a circle, in which each node waits for the one before.
-
-    The first node is also the last.
-    """
+    """Build the error for a circle, in which each node waits for the one before."""
     texts = []
     for node in circle:
         texts.append(schedule.op_text(node) if isinstance(node, Op) else str(node))

@@ -101,20 +101,14 @@ def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the `RULES` by which other ops wait for an op of this kind.
-
-    It is at this position of a route of `length` slices.
-    """
+    """Return the `RULES` by which other ops wait for an op of this kind."""
     return tuple(rule for rule in RULES if rule.awaited == kind
                  and position - rule.step in rule.positions_in_route(length))
 
 
 @cache
 def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the `RULES` by which an op of this kind waits for others.
-
-    It is at this position of a route of `length` slices.
-    """
+    """Return the `RULES` by which an op of this kind waits for others."""
     return tuple(
         rule for rule in RULES if rule.kind == kind and position in rule.positions_in_route(length)
     )

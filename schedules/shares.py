@@ -171,11 +171,7 @@ def assemble_program(
 def _encode_programs(
     schedule: Schedule, store: Callable[[object], str]
 ) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Store each worker's program, and yield the worker with its pipelines and digest.
-
-    The pipelines are the numbers of those that the program names by index. The function `store`
-    stores a program and returns its digest.
-    """
+    """Store each worker's program, and yield the worker with its pipelines and digest."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
@@ -216,10 +212,7 @@ def _lower_to_text(schedule: Schedule, worker: Worker, crossings: Sequence[Cross
 def _encode_sums(
     schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Callable[[object], str]
 ) -> Iterator[str]:
-    """Iterate over the seats, each as the digest of what its worker sums.
-
-    That is the layers that it all-reduces, with all workers, and its tied groups.
-    """
+    """Iterate over the seats, each as the digest of what its worker sums."""
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
     for number, workers in tied:
@@ -235,11 +228,7 @@ def _encode_sums(
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return each program's all-reduces, as pairs of layers and workers that take part.
-
-    The workers are given by the number of their column if they are all of its live workers, else as
-    a tuple.
-    """
+    """Return each program's all-reduces, as pairs of layers and workers that take part."""
     live = Counter(seat.worker.column for seat in schedule.seats)
     reducers: dict[LayerRange, tuple[Worker, ...] | int] = {}
     for layers, holders in find_reductions(schedule).items():

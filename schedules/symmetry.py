@@ -68,11 +68,7 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 
 def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
-    """Return the roles that live workers play in each pipeline, by the pipeline's number.
-
-    Each is given by its column, the number of its program, and what its worker's behaviour depends
-    on: speed, memory for activations, and held layers.
-    """
+    """Return the roles that live workers play in each pipeline, by the pipeline's number."""
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
@@ -84,10 +80,7 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 def _canonical_number(
     program: Program, number: int, number_of: Mapping[int, int], first_numbers: dict[Program, int]
 ) -> int:
-    """Return the number of the first program that equals this one within its group.
-
-    Pipelines are compared by their positions in the group; new programs are added.
-    """
+    """Return the number of the first program that equals this one within its group."""
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number
     return first_numbers.setdefault(with_pipeline_numbers(program, number_of), number)

@@ -144,12 +144,7 @@ def _run_iteration(
     spread: float,
     random: np.random.Generator,
 ) -> None:
-    """Replay one iteration in all replays at once, and update `free`.
-
-    That is the time from which each worker is free, [workers, replays]. Times are in seconds.
-    `steps` are ops and whole all-reduces, and `lengths` has the duration of each; `spread` is that
-    of `Noise`.
-    """
+    """Replay one iteration in all replays at once, and update `free`."""
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
         start = free[step.workers[0]]
@@ -220,11 +215,7 @@ def _ops_by_reduction(
 def _remote_sources(
     key: OpKey, worker: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the steps of other workers that op `key` of worker `worker` waits for.
-
-    Each is a pair (index of its `ReplayStep`, ticks of the transfer). The mapping `done` has the
-    index of the step and the worker of each op that has become a step so far.
-    """
+    """Yield the steps of other workers that op `key` of worker `worker` waits for."""
     _, _, pipeline, microbatch = key
     for producer, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
         if producer in done and done[producer][1] != worker:
@@ -232,9 +223,7 @@ def _remote_sources(
 
 
 def _require_valid(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:
-    """Raise ValueError unless the arguments of `replay_with_noise` are in range and name live
-    workers.
-    """
+    """Raise ValueError unless the arguments of `replay_with_noise` are valid."""
     if replays < 1 or iterations < 2:
         raise ValueError(
             f"{replays} replays of {iterations} iterations; expected at least 1 of at least 2"

@@ -50,10 +50,7 @@ def with_whole_stages(schedule: Schedule) -> Schedule:
 def _divide_op(
     schedule: Schedule, op: ProgramOp, stages: Sequence[int] | None
 ) -> Iterator[ProgramOp]:
-    """Iterate over the ops of these stages, in place of an op.
-
-    The op itself if None.
-    """
+    """Iterate over the ops of these stages, in place of an op. The op itself if None."""
     if stages is None:
         yield op
         return

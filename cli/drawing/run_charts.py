@@ -147,10 +147,7 @@ def _draw_throughput(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_missing(run: RunRecord) -> str:
-    """Return a chart, as HTML, of the number of missing workers over time.
-
-    One worker of thousands is visible here, which it would not be in the number of live workers.
-    """
+    """Return a chart, as HTML, of the number of missing workers over time."""
     workers = run.starts[-1].workers
     missing = [(stretch, workers - stretch.order.live) for stretch in run.stretches]
     top = nice_top(float(max([count for _, count in missing], default=1)))
@@ -175,10 +172,7 @@ def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_phases(run: RunRecord) -> str:
-    """Return a strip, as HTML, with the phase of each generation over time.
-
-    The times in which layers moved are drawn over it.
-    """
+    """Return a strip, as HTML, with the phase of each generation over time."""
     parts = [
         f'<rect class="{stretch.order.phase.replace(" ", "-")}" x="{stretch.begin:.3f}" '
         f'width="{stretch.end - stretch.begin:.3f}" '

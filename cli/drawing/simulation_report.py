@@ -116,10 +116,7 @@ def rank_policies(result: Comparison) -> list[str]:
 
 
 def _compare_leader(result: Comparison) -> str:
-    """Compare the policy of highest throughput with the second and the last, in sentences.
-
-    If it is one of this project's policies (`OURS`), the others of this project are left out.
-    """
+    """Compare the policy of highest throughput with the second and the last, in sentences."""
     order, runs = rank_policies(result), result.runs
     if not order:
         return "Only reference lines were asked for."
@@ -145,10 +142,7 @@ def _compare_leader(result: Comparison) -> str:
 
 
 def _compare_planned(result: Comparison, best: str) -> str:
-    """Return a sentence on the next policy if all run this planner's schedules.
-
-    Empty if none does.
-    """
+    """Return a sentence on the next policy if all run this planner's schedules."""
     if best not in OURS or not result.planned:
         return ""
     name, run = max(result.planned.items(), key=lambda item: item[1].throughput)
@@ -159,11 +153,7 @@ def _compare_planned(result: Comparison, best: str) -> str:
 
 
 def _initially_shown(result: Comparison) -> set[str]:
-    """Return the names of the policies whose lines are visible at first.
-
-    They are the best one of all, and the best and the worst of those not of this project (`OURS`);
-    more lines would hide each other. All are visible if there are only reference lines.
-    """
+    """Return the names of the policies whose lines are visible at first."""
     order = rank_policies(result)
     others = [name for name in order if name not in OURS]
     return {*order[:1], *others[:1], *others[-1:]} or set(result.runs)
@@ -343,10 +333,7 @@ def _hours_by_cause(result: Comparison, name: str) -> dict[Cause, float]:
 
 
 def _schedule_and_failures_chart(result: Comparison) -> str:
-    """Return a chart of two colours, for hours lost to schedule and to failures.
-
-    The schedule is the policy's own.
-    """
+    """Return a chart of two colours, for hours lost to schedule and to failures."""
     rows = {}
     for name in rank_policies(result):
         lost = _hours_by_cause(result, name)
@@ -407,10 +394,7 @@ def _causes_chart(result: Comparison) -> str:
 
 
 def _find_axis_end(rows: Mapping[str, Mapping[Any, float]]) -> float:
-    """Return the hours at which the axis ends for bars with these parts.
-
-    They are those of the longest bar.
-    """
+    """Return the hours at which the axis ends for bars with these parts."""
     return max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
 
 

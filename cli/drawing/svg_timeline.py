@@ -121,10 +121,7 @@ def _axis_width(schedule: Schedule, horizon: int) -> int:
 
 
 def _draw_axis(seconds: float, width: int, height: int) -> Iterator[str]:
-    """Yield SVG of labels and faint vertical lines at round numbers of seconds.
-
-    The axis has `width` pixels for `seconds`, in a drawing of this `height`.
-    """
+    """Yield SVG of labels and faint vertical lines at round numbers of seconds."""
     for at, label in label_times(seconds, nice_step(seconds, MAX_MARKS)):
         x = LEFT + at / seconds * width
         yield (
@@ -156,11 +153,7 @@ def _draw_row(
 
 
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
-    """Yield SVG of an op: a rectangle and, if there is room, a label.
-
-    If the worker holds several stages, that of the op is number `chunk` of these, from 0. The
-    worker's row has its upper edge at `y`. There are `scale` pixels per tick.
-    """
+    """Yield SVG of an op: a rectangle and, if there is room, a label."""
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
     x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
@@ -187,11 +180,7 @@ def _draw_box(
     line: str,
     inside: str,
 ) -> str:
-    """Return SVG of a rectangle in the colour and stripes of a kind of op.
-
-    The colour is lighter unless `chunk` is 0. The attributes of the outline are `line`, and
-    `inside` is the content of the element.
-    """
+    """Return SVG of a rectangle in the colour and stripes of a kind of op."""
     faint = f' fill-opacity="{LIGHTER_OPACITY}"' if chunk else ""
     parts = [
         f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
@@ -210,10 +199,7 @@ def _draw_box(
 
 
 def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
-    """Return the most informative label of an op with at most `room` characters.
-
-    "" if none has. A label may lack the letter of the kind, which colour and stripes also tell.
-    """
+    """Return the most informative label of an op with at most `room` characters. "" if none has."""
     texts = op_labels(op, schedule, prime)
     if op.microbatch is not None:
         foreign = schedule.origin(op) != "own"

@@ -142,11 +142,7 @@ def _draw(
 
 
 def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
-    """Return a scale that fits all ops into `columns` characters.
-
-    If possible, the greatest common divisor of all starts and ends of ops, in ticks, becomes a
-    whole number of characters, at least two.
-    """
+    """Return a scale that fits all ops into `columns` characters."""
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
     per_unit = columns // (horizon // unit)
@@ -186,10 +182,7 @@ def _choose_label(op: Op, schedule: Schedule, width: int) -> str:
 
 
 def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
-    """Return the time axis as one line of text: `|0 s       |10       |20`.
-
-    Labels are a round number of seconds apart.
-    """
+    """Return the time axis as one line of text: `|0 s |10 |20`."""
     per_column = scale.down * tick_seconds / scale.up
     axis = ""
     for at, label in label_times(
@@ -227,10 +220,7 @@ def _to_blocks(
 
 
 def _workers_of_block(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
-    """Return the workers to draw for `block`, a set of pipelines.
-
-    They run the same programs: the first pipeline's workers are drawn.
-    """
+    """Return the workers to draw for `block`, a set of pipelines."""
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
@@ -244,10 +234,7 @@ def _block_title(block: tuple[int, ...]) -> str:
 
 
 def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
-    """Return the lines of the legend of these ops, at most `width` characters each.
-
-    Rich would break entries at their spaces, even those that must not be broken.
-    """
+    """Return the lines of the legend of these ops, at most `width` characters each."""
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
     if schedule.has_overlap:
         used.discard(OpKind.A)

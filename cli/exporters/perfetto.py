@@ -41,12 +41,7 @@ def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = (
 
 def _process_events(schedule: Schedule, title: str, block: int, programs: Programs, tick_seconds: float,
                     flows: Iterator[int]) -> Iterator[Event]:
-    """Yield all trace events of one planned or measured iteration.
-
-    It is the iteration with number `block` in the trace, named `title`: the process id of pipeline p is `block` x
-    pipelines + p + 1. The ops of each worker are `programs`, in ticks of `tick_seconds`, and `flows` yields a new id
-    for each arrow.
-    """
+    """Yield all trace events of one planned or measured iteration."""
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1
 
@@ -107,10 +102,7 @@ def _to_nanoseconds(ticks: int, tick_seconds: float) -> int:
 
 
 def _crossing_tensors(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
-    """Yield the making and the needing op of each tensor that goes to another worker.
-
-    Ops without duration are left out, because no arrow can be bound to them.
-    """
+    """Yield the making and the needing op of each tensor that goes to another worker."""
     by_key = {op_key(op): op for ops in programs.values() for op in ops
               if op.kind in COMPUTE_KINDS and op.end_ticks > op.start_ticks}
     for key, op in by_key.items():

@@ -69,11 +69,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
 
 
 def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
-    """Iterate over a worker's cells: each receive before, each send after its op.
-
-    Without `crossing`, in the order of `order_transfers`, there are neither transfers nor
-    reductions.
-    """
+    """Iterate over a worker's cells: each receive before, each send after its op."""
     for step in interleave_transfers(ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)):
         if isinstance(step, Transfer):
             yield _transfer_text(step, worker)
@@ -85,10 +81,7 @@ def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: 
 
 
 def _transfer_text(transfer: Transfer, worker: Worker) -> str:
-    """Return the CSV cell for a transfer on one of its workers.
-
-    A send is named by the stage that sends, a receive by the stage that receives.
-    """
+    """Return the CSV cell for a transfer on one of its workers."""
     forward = transfer.kind == "activation"
     letter = "F" if forward else "B"
     if transfer.target == worker:

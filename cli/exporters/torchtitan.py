@@ -116,10 +116,7 @@ def _schedule_class(grid: Grid) -> str:
 
 
 def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
-    """Iterate over the stages; yield each one's module names, joined by commas.
-
-    The model's output head is the module `head`.
-    """
+    """Iterate over the stages; yield each one's module names, joined by commas."""
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):
         raise ExportError(f"--decoder-layers {decoder_layers}: the plan has {grid.layer_count} layers; expected "

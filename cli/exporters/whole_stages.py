@@ -40,10 +40,7 @@ def require_whole_pipeline(schedule: Schedule, pipeline: int, runtime: str = "to
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int, runtime: str) -> None:
-    """Raise ExportError if an op prevents `runtime` from running `pipeline` by itself.
-
-    It goes between pipelines, or is at a slice that is no whole stage.
-    """
+    """Raise ExportError if an op prevents `runtime` from running `pipeline` by itself."""
     if op.microbatch is None or op.slice is None:
         return
     owner = seat.role.pipeline if op.pipeline is None else op.pipeline

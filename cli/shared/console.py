@@ -23,10 +23,7 @@ from slipstream.planner.budget import defer_interrupts
 
 
 class _WrappingConsole(Console):
-    """Console that wraps lines between words in a terminal.
-
-    If a word, such as a long path, does not fit into one line, the terminal folds the line instead.
-    """
+    """Console that wraps lines between words in a terminal."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         """Print as `rich.console.Console.print` does, wrapped between words if possible."""
@@ -37,10 +34,7 @@ class _WrappingConsole(Console):
 
 
 class _StderrConsole(_WrappingConsole):
-    """Console for stderr that discards all output once nobody reads it.
-
-    So the work continues when the process that started a run has died.
-    """
+    """Console for stderr that discards all output once nobody reads it."""
 
     def on_broken_pipe(self) -> None:
         """Discard all further output. Rich's own method ends the program."""
@@ -51,11 +45,7 @@ class _StderrConsole(_WrappingConsole):
 
 
 class _StdoutConsole(_WrappingConsole):
-    """Console for stdout that does not fold or truncate in a file or pipe.
-
-    It does if COLUMNS is set. `width` is still that of a usual terminal there, because pictures are
-    drawn for it.
-    """
+    """Console for stdout that crops nothing in a file or pipe, unless COLUMNS is set."""
 
     def on_broken_pipe(self) -> None:
         """End the program as a broken pipe does in a shell. Rich's own method exits with 1, the status of a "no"."""

@@ -162,7 +162,7 @@ class Rehearsals:
                        f"--slow {worker}={earlier:g}@{iteration}")
 
     def _find_order_conflicts(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
-        """Yield a line for each kill of a dead worker or return of a live one."""
+        """Yield a line for each kill of a dead worker, or live one's return."""
         events = sorted((one.iteration, one.option != "--kill", one) for one in chain(self.kills, self.returned)
                         if worker in one.workers)
         for _, is_return, one in events:
@@ -223,10 +223,7 @@ def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
 
 
 def _read_all(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
-    """Yield the events that an option asks for by texts D.S@ITERATION or nodeN@ITERATION.
-
-    Messages show `said`, if the user wrote another text.
-    """
+    """Yield the events that an option asks for by texts D.S@ITERATION or nodeN@ITERATION."""
     for text in texts:
         name, at, iteration = text.partition("@")
         if not (at and iteration.isascii() and iteration.isdecimal() and len(iteration) < 14):

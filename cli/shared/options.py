@@ -253,7 +253,7 @@ def may_exist(path: Path) -> bool:
 
 
 def require_writable(path: Path | None) -> None:
-    """Exit 2 if no file can be written to a path whose result is worth work.
+    """Exit 2 if no file can be written to a path, before the work.
 
     None: nothing is checked. This creates a temporary file in the folder of the path, or in its
     nearest existing parent.

@@ -134,10 +134,7 @@ def _kept_share(made: Plan) -> str:
 
 
 def _throughput_range(whole: FaultFree, period: float) -> tuple[float, float]:
-    """Return the largest and smallest throughput, as shares of the fault-free one.
-
-    The shortest fault-free period lies between a plan and a proven bound.
-    """
+    """Return the largest and smallest throughput, as shares of the fault-free one."""
     return whole.period / period, whole.bound / period
 
 
@@ -153,10 +150,7 @@ def _uncertainty_lines(made: Plan) -> list[str]:
 
 
 def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
-    """Return a noun phrase for what limits the plan's period.
-
-    It is memory if the plan with more of it is faster.
-    """
+    """Return a noun phrase for what limits the plan's period."""
     schedule = made.schedule
     busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY_SHARE]
     if busy:
@@ -212,10 +206,7 @@ def _describe_effort(searched: Sequence[Alternative]) -> str:
 
 
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return clauses on the shortest alternatives found, and on the gain by more memory.
-
-    Only a plan that is proven optimal for any placement of layers is called the best.
-    """
+    """Return clauses on the shortest alternatives found, and on the gain by more memory."""
     if not others or made.fault_free is None:
         return []
     present = made.fault_free.period / made.period

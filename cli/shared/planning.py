@@ -153,10 +153,7 @@ def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
 
 
 def _read_reference(options: PlanOptions, job: Job) -> FaultFree | None:
-    """Return the fault-free period that earlier commands stored for this job, or None.
-
-    Only comparisons depend on it: an unreadable file is ignored.
-    """
+    """Return the fault-free period that earlier commands stored for this job, or None."""
     with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
         return _REFERENCE_DECODER.decode(read_at_most(_reference_file(options, job), _MAX_BYTES, ValueError))
     return None

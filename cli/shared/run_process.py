@@ -342,11 +342,7 @@ def exit_on_signals() -> None:
 
 
 def _wait_for_child(child: int) -> int:
-    """Return a child's exit status, or minus the number of the signal that killed it.
-
-    Until then, signals to this process are passed on to the child, except those of a terminal,
-    which reach both anyway.
-    """
+    """Return a child's exit status, or minus the number of the signal that killed it."""
     while True:
         received = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
         if received.si_signo != signal.SIGCHLD:

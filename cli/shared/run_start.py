@@ -197,10 +197,7 @@ def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
 
 
 def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in `resume`, or the newest whole one below it, or None.
-
-    Damaged ones in the run's own `folder` are set aside.
-    """
+    """Return the checkpoint in `resume`, or the newest whole one below it, or None."""
     with exit_on_errors():
         if (resume / MANIFEST).exists():
             return verify_checkpoint(open_checkpoint(resume))

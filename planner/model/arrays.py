@@ -118,10 +118,7 @@ class ProblemArrays:
         )
 
     def _op_durations(self, number: Ints, worker: Ints) -> Ints:
-        """Return the ticks of each op, by its number.
-
-        Unit i is of slice `number[i]` and runs on the worker in row `worker[i]`.
-        """
+        """Return the ticks of each op, by its number."""
         problem, rows = self.problem, len(self.workers)
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
         costs = []
@@ -228,10 +225,7 @@ def to_ints(values: Sequence[Any]) -> Ints:
 
 
 def _route_places(problem: Problem) -> tuple[Ints, Ints]:
-    """Return the position of each unit's slice in its route, and the route's length.
-
-    Lengths count slices.
-    """
+    """Return the position of each unit's slice in its route, and the route's length."""
     grid = problem.grid
     lengths = to_ints(
         [
@@ -247,12 +241,7 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
 def _build_arcs(
     problem: Problem, position: Ints, length: Ints, worker: Ints
 ) -> "tuple[Arcs, Arcs]":
-    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs.
-
-    They lead from each op to those for which it waits, and to those that wait for it. By unit,
-    `position` has the index of its slice in its route, `length` the number of slices of the route,
-    and `worker` the row of its worker.
-    """
+    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs."""
     kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, transfers = [], [], []
@@ -276,10 +265,7 @@ def _build_arcs(
 
 
 def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """Return a copy of the arcs with the transfer times for another assignment.
-
-    The array `worker` has the row of each unit's worker.
-    """
+    """Return a copy of the arcs with the transfer times for another assignment."""
     waiting = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(
         hop=arcs.transfer * (worker[ops.unit[waiting]] != worker[ops.unit[arcs.op]])
@@ -287,14 +273,7 @@ def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
 
 
 def _compress_arcs(count: int, op: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op.
-
-    Precedence i joins the ops op[i] and other[i] and becomes an arc of the former; there are
-    `count` ops.
-
-    An arc adds `transfer` ticks between different workers, `hop` under the present assignment. The
-    arcs of an op stay in the given order.
-    """
+    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op."""
     from slipstream.planner.kernel import Arcs
 
     order = np.argsort(op, kind="stable")

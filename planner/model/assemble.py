@@ -141,10 +141,7 @@ def build_schedule(
 
 
 def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints) -> Ints:
-    """Return the start tick of each reduction if groups end compute at `last`.
-
-    Empty if reductions simply follow that end.
-    """
+    """Return the start tick of each reduction if groups end compute at `last`."""
     if problem.can_reduce_early:
         return compute_reduction_begins(aligned)
     if problem.reduces_in_bubbles:
@@ -165,11 +162,7 @@ def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) 
 def _build_programs(
     piece: Piece, solution: Solution, closing: Sequence[Program]
 ) -> dict[Worker, Program]:
-    """Return the programs of the roles in all copies of a subproblem.
-
-    Equal programs of several copies are one object. The programs in `closing` are the reductions
-    and optimizer step of each group of workers that hold the same layers.
-    """
+    """Return the programs of the roles in all copies of a subproblem."""
     arrays = solution.arrays
     kinds, row_of = piece.problem.op_kinds, arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
@@ -204,10 +197,7 @@ def _build_programs(
 def _find_foreign_names(
     piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]
 ) -> ForeignNames:
-    """Return the micro-batches of `ran` whose name changes, with their new names.
-
-    A name is (pipeline, number), where the pipeline is None if it is the worker's own.
-    """
+    """Return the micro-batches of `ran` whose name changes, with their new names."""
     names = []
     for batch in sorted(ran):
         original = piece.original_microbatch(copy, *batch)
@@ -222,12 +212,7 @@ def _find_foreign_names(
 
 def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
                         closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
-    """Return a worker's program, and the indices of its compute ops in it.
-
-    The program has the compute ops `body` and the closing ops. The closing ops are the reductions
-    and the optimizer step, in `closing` by number of the worker's group. They follow the compute
-    ops, or lie between them if `problem.can_reduce_early` or `problem.reduces_in_bubbles`.
-    """
+    """Return a worker's program, and the indices of its compute ops in it."""
     last = closing[problem.group_number(worker)]
     if not (problem.can_reduce_early or problem.reduces_in_bubbles):
         return (*body, *last), range(len(body))
@@ -246,13 +231,7 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
 
 def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
                          names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
-    """Return a worker's program with micro-batches named as in the whole problem.
-
-    The mapping `names` has, by micro-batch of the subproblem, the names that differ: (pipeline,
-    number), where the pipeline is None if it is the worker's own. The arguments `places` and
-    `owners` have the indices of the compute ops in the program, and their micro-batches in the
-    subproblem.
-    """
+    """Return a worker's program with micro-batches named as in the whole problem."""
     if not names:
         return program
     ops = list(program)
@@ -268,10 +247,7 @@ def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequen
 def _share_programs(
     problem: Problem, programs: Mapping[Worker, Program]
 ) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return the seats, sorted by worker, and each distinct program once.
-
-    Programs are in the order of first use.
-    """
+    """Return the seats, sorted by worker, and each distinct program once."""
     index: dict[Program, int] = {}
     number_of: dict[int, int] = {}
     seats, usual = [], problem.grid.held_layers_by_column

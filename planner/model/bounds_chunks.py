@@ -55,10 +55,7 @@ class Chunks(NamedTuple):
     awaited_weight: int
     """Time of the W of that I."""
     is_full: bool
-    """True if memory never holds all its micro-batches at once.
-
-    Some F then follows its first I.
-    """
+    """True if memory never holds all its micro-batches at once. Some F then follows its first I."""
 
     @property
     def fill(self) -> Fraction:
@@ -244,10 +241,7 @@ def _return_bound(problem: Problem, stage: int, until_last_gradient: Fraction) -
 
 
 def _lifetime_bound(problem: Problem, column: int) -> Fraction:
-    """Return a bound by memory, and the time for which a column's ops hold it.
-
-    Lemma 19.
-    """
+    """Return a bound by memory, and the time for which a column's ops hold it. Lemma 19."""
     stages = problem.grid.stages_of_column(column)
     room = sum(activation_room(problem, worker) for worker in problem.holders_by_slice[stages[0]])
     active = stashed = 0

@@ -161,10 +161,7 @@ def min_fill_ticks(problem: Problem, worker: Worker) -> int:
 
 def _min_shared_period(problem: Problem, workers: Iterable[Worker], work: int,
                        unavailable: Mapping[Worker, int]) -> int:
-    """Return the least T, in ticks, in which these workers do `work`.
-
-    The sum of (T - unavailable) / slowness over them must be at least `work`.
-    """
+    """Return the least T, in ticks, in which these workers do `work`."""
     kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 
     def is_enough(limit: int) -> bool:

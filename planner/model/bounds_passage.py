@@ -40,10 +40,7 @@ def passage_bounds(problem: Problem) -> list[int]:
 
 
 def _passage_bound(problem: Problem, first: int, count: int) -> int:
-    """Return the bound of lemma 5, in ticks, for the workers of stage `first`.
-
-    They run `count` micro-batches.
-    """
+    """Return the bound of lemma 5, in ticks, for the workers of stage `first`."""
     stages = range(first, len(problem.grid.stages))
     forward_kind, gradient_kind = problem.op_kinds[:2]
     forward = {stage: problem.fastest_ticks(forward_kind, stage) for stage in stages}
@@ -118,10 +115,7 @@ class StageFill(NamedTuple):
     Memory or the micro-batches limit it.
     """
     return_ticks: int
-    """Ticks of the next stage's I, with the transfers there and back.
-
-    0 at the last stage.
-    """
+    """Ticks of the next stage's I, with the transfers there and back. 0 at the last stage."""
 
 
 class WholeFill(NamedTuple):
@@ -167,10 +161,7 @@ def compute_whole_fill(problem: Problem) -> WholeFill | None:
 
 
 def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
-    """Return the least period of a worker with `count` shares, less its idle ticks.
-
-    They are before its first I.
-    """
+    """Return the least period of a worker with `count` shares, less its idle ticks."""
     window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
     if is_synchronous(problem):
         window += problem.min_path_ticks[0][stage]
@@ -180,10 +171,7 @@ def _period_without_fill(problem: Problem, stage: int, shares: StageShares, coun
 
 
 def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
-    """Return whether every stage idles no longer than `idle` allows.
-
-    It idles before its first I; `idle` is in ticks.
-    """
+    """Return whether every stage idles no longer than `idle` allows."""
     wait = 0
     for (forward, count, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back

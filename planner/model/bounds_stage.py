@@ -37,10 +37,7 @@ class StageShares(NamedTuple):
     weight: int
     """Time of a W; 0 when fused."""
     round_trip: int
-    """Time from the end of an F to the start of its I.
-
-    It passes to the last stage and back.
-    """
+    """Time from the end of an F to the start of its I. It passes to the last stage and back."""
     activation: int
     """Memory units, times p, that a share takes during F and until I ends.
 
@@ -113,10 +110,7 @@ class StageShares(NamedTuple):
         )
 
     def _remaining_weight_ticks(self, waiting: int, count: int) -> int:
-        """Return the most time of W, in ticks / p, that can be due.
-
-        `waiting` of `count` shares wait for I meanwhile.
-        """
+        """Return the most time of W, in ticks / p, that can be due."""
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
@@ -179,10 +173,7 @@ def make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> Sta
 
 
 def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
-    """Return the number of live holders of a stage by speed and memory.
-
-    Both are given as `StageShares`.
-    """
+    """Return the number of live holders of a stage by speed and memory."""
     column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_pipelines_by_column[column]]
     example = {problem.workers[worker]: worker for worker in workers}

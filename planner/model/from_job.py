@@ -279,10 +279,7 @@ def with_layout(problem: Problem, layout: Layout) -> Problem:
 
 
 def _number_slices(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
-    """Return the number of each range of layers of a stage, a route or `reduced`.
-
-    Equal stages have the first one's number; other ranges follow the stages.
-    """
+    """Return the number of each range of layers of a stage, a route or `reduced`."""
     number: dict[LayerRange, int] = {}
     for stage, layers in enumerate(grid.layers_by_stage):
         number.setdefault(layers, stage)

@@ -428,7 +428,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(other for other in range(len(self.grid.stages)) if layers[other] == layers[stage])
 
     def fastest_ticks(self, kind: OpKind, stage: int) -> int:
-        """Return the ticks of an op of a stage or its copies on the fastest holder."""
+        """Return the ticks of an op of a stage or a copy, on the fastest holder."""
         holders = self.holders_by_slice[stage]
         return min(self.op_ticks(kind, copy, worker) for copy in self.copies_of(stage)
                    for worker in (holders if self.has_slow_workers else holders[:1]))

@@ -12,10 +12,7 @@ from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_in
 from slipstream.planner.model.problem import Problem
 
 NEVER = -2**60
-"""Tick that is earlier than those of any plan.
-
-It is the end of a group without workers.
-"""
+"""Tick that is earlier than those of any plan. It is the end of a group without workers."""
 
 
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
@@ -165,10 +162,7 @@ def _place_in_bubbles(
 def _busy_spans(
     pieces: Sequence[tuple[ProblemArrays, Ints]], group: int, after: int
 ) -> list[tuple[int, int]]:
-    """Return the spans of ticks in which a worker of a group is busy, ascending.
-
-    It runs an op that ends after a tick.
-    """
+    """Return the spans of ticks in which a worker of a group is busy, ascending."""
     spans: list[tuple[int, int]] = []
     for arrays, start in pieces:
         end = start + arrays.ops.duration
@@ -179,10 +173,7 @@ def _busy_spans(
 
 def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
                busy: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
-    """Place reductions in this order, each in the first gap that is long enough.
-
-    Returns the end of all, and the start of each.
-    """
+    """Place reductions in this order, each in the first gap that is long enough."""
     spans, begins, done = list(busy), dict[int, int](), max((end for _, end in busy), default=NEVER)
     for number in order:
         tick = ready[number]
@@ -197,10 +188,7 @@ def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
 
 
 def _ticks_saved(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
-    """Return by how many ticks each group finishes earlier.
-
-    Otherwise all of its reductions would follow its compute ops.
-    """
+    """Return by how many ticks groups end earlier than with their reductions last."""
     saved = np.zeros(len(problem.groups.held), dtype=np.int64)
     if not problem.reduces_in_bubbles:
         return saved
@@ -226,10 +214,7 @@ def compute_ticks_saved(pieces: Sequence[Solution]) -> Ints:
 
 
 def _last_ends(arrays: ProblemArrays, start: Ints) -> Ints:
-    """Return the tick at which each worker ends its last compute op.
-
-    That of the first start if it runs none.
-    """
+    """Return the tick at which each worker ends its last compute op."""
     last = np.full(len(arrays.workers), start.min())
     np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
     return last
@@ -246,20 +231,14 @@ def _last_awaited_ends(arrays: ProblemArrays, start: Ints) -> Ints:
 
 
 def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
-    """Return the start tick of each group's last reduction.
-
-    Those of all reductions are `begins`.
-    """
+    """Return the start tick of each group's last reduction."""
     between = arrays.reductions.between
     latest: Ints = np.where(between >= 0, np.append(begins, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
-    """Return, for each group, the largest of its workers' ticks in `last`.
-
-    There is one for each live worker; NEVER for a group without workers.
-    """
+    """Return, for each group, the largest of its workers' ticks in `last`."""
     ends = np.full(len(arrays.problem.groups.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
@@ -311,11 +290,7 @@ def solution_period(
 
 
 def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: Ints) -> int:
-    """Return the period in ticks of these starts and ends of groups.
-
-    Workers first start at `first`, groups end their compute ops at `ends`, and finish `saved` ticks
-    earlier than if all reductions followed these ops. Workers without ops are ignored.
-    """
+    """Return the period in ticks of these starts and ends of groups."""
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = (done - saved)[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":

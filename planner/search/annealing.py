@@ -212,10 +212,7 @@ class AnnealingChain:
         self.allow_shifts()
 
     def _set_deadlines(self, solution: Solution) -> None:
-        """Set the tick by which each group must end compute, from the given plan.
-
-        With a synchronous optimizer, it is as late as the iteration's end and the reductions allow.
-        """
+        """Set the tick by which each group must end compute, from the given plan."""
         chain = self._chain
         if self._problem.anneals_reductions:
             self._set_reductions(chain.state, get_deadlines(solution))
@@ -238,11 +235,7 @@ class AnnealingChain:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
     def _set_common_end(self, solution: Solution) -> None:
-        """Let reductions in bubbles begin as in a plan with a synchronous optimizer.
-
-        It ends at tick 0; those that follow all compute ops of their group are as late as that
-        allows.
-        """
+        """Let reductions in bubbles begin as in a plan with a synchronous optimizer."""
         instance, state = self._chain.instance, self._chain.state
         begins, ends = get_deadlines(solution), compute_group_ends(solution)
         step = self._problem.max_optimizer_ticks
@@ -479,8 +472,7 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
 
 
 class _PieceChains:
-    """Subproblem with its annealing chains, runs of annealing that search for its best plan. Further chains are created
-    on demand."""
+    """Subproblem with its annealing chains; further ones are created on demand."""
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
         self.rounds = self.last_better_round = 0
@@ -575,10 +567,7 @@ class _JointAnnealing:
         return max(piece.period for piece in self._pieces)
 
     def choose_chains(self, goal: int) -> list[AnnealingChain]:
-        """Return the chains to continue: of the longest subproblem, or of several as long.
-
-        They are about as long, for a `goal` in ticks at which annealing ends.
-        """
+        """Return the chains to continue: of the longest subproblem, or of several as long."""
         order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._annealed = order[:1]
         if len(order) > 1 and 2 * order[1].period > order[0].period + goal:

@@ -152,10 +152,7 @@ class Constraints:
                                         *reductions.get(problem.group_number(worker), ())])
 
     def _add_memory_limits(self) -> None:
-        """Require that activations and what W needs never exceed a worker's capacity.
-
-        Activations last from F's start to I's end, what W needs from I's end to W's end.
-        """
+        """Require that activations and what W needs never exceed a worker's capacity."""
         problem = self._problem
         if problem.memory is None:
             return
@@ -238,10 +235,7 @@ class Constraints:
 
 
     def _limit_stages(self) -> None:
-        """Allow at most as many ops at a time as their stages have holders.
-
-        Each op takes at least the time of its fastest possible host.
-        """
+        """Allow at most as many ops at a time as their stages have holders."""
         problem, variables = self._problem, self._variables
         keys_of: dict[tuple[Worker, ...], list[OpKey]] = {}
         for key in variables.start:

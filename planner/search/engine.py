@@ -125,12 +125,7 @@ class _Engine:
         return seconds < self._params.annealing.begin_seconds * first.operation_count
 
     def _find_search_end(self, best: Incumbent, budget: Budget) -> SearchEnd:
-        """Return the reason why the search has ended with the candidate `best`.
-
-        It is the bound, an interrupt, the limit, or that nothing better was found for long. List
-        schedules alone end by the limit if little time is left; with annealing, if no time is left
-        or any candidate may still improve.
-        """
+        """Return the reason why the search has ended with the candidate `best`."""
         needs = MIN_SHARE_LEFT * (budget.deadline - self._began) if self._greedy else 0.0
         goes_on = not self._greedy and self._rank_promising()
         return budget.end_reason(best.period, best.bound.ticks, needs) \
@@ -150,10 +145,7 @@ class _Engine:
             self._candidates.append(with_solved_pieces(candidate, budget.solved or ()))
 
     def _add_small_layout(self, budget: Budget, share: float = 1.0) -> bool:
-        """Add the layout that CP-SAT finds for a small job, if it is the shortest.
-
-        Return True if no layout has a plan, as proven.
-        """
+        """Add CP-SAT's layout if it is the shortest; return True if none can exist."""
         from slipstream.planner.search import layer_model  # the solver takes a third of a second to load
 
         layered, bound = self._proposals.layered, self._proposals.layered_bound
@@ -174,10 +166,7 @@ class _Engine:
         return impossible
 
     def _add_first_plan(self, first: Incumbent | None, budget: Budget) -> None:
-        """Add a plan by CP-SAT for a small job without a list schedule.
-
-        Raises NoPlanError without one.
-        """
+        """Add a plan by CP-SAT for a small job without a list schedule."""
         from slipstream.planner.search import cpsat
 
         budget = budget.with_seconds(max(budget.seconds_left, FIRST_PLAN_SECONDS))
@@ -241,10 +230,7 @@ class _Engine:
                 self._replace_candidate(known, improve_candidate(known, budget, self._params))
 
     def _restart_promising(self, budget: Budget) -> None:
-        """Change the rules of the most promising layouts at random, in rounds of fewer.
-
-        Large layouts use two threads: most time is spent in compiled loops, without the GIL.
-        """
+        """Change the rules of the most promising layouts at random, in rounds of fewer."""
         params = self._layouts
         largest = max((known.problem.operation_count for known in self._rank_promising() if known.moved), default=0)
         rounds = params.large_restarts if largest > params.largest_annealed else params.restarts

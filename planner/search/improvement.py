@@ -116,11 +116,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
 
 
 def _proof_problem(known: Incumbent, index: int, params: CpSatParams) -> Problem:
-    """Return the problem that CP-SAT is to solve for a subproblem.
-
-    If it is the only one, all workers that the whole allows for a unit are allowed, if that stays
-    small enough.
-    """
+    """Return the problem that CP-SAT is to solve for a subproblem."""
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
     return shared if len(known.pieces) == 1 and shared.host_operation_count <= params.largest_proof else problem

@@ -75,11 +75,7 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
 
 
 def _find_hosts(problem: Problem) -> Mapping[int, Sequence[Worker]]:
-    """Return the workers that may run re-routed units of each stage without a deadlock.
-
-    With two directions, workers of the other column may if none has to run one direction after
-    the other, and if they have room for what an F reserves.
-    """
+    """Return the workers that may run re-routed units of each stage without a deadlock."""
     reserved = _reserve_by_column(problem)
     hosts: dict[int, Sequence[Worker]] = {}
     for stage in range(len(problem.grid.stages)):
@@ -123,10 +119,7 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
 
 
 def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
-    """Return, by pipeline, the number of `total` units that balances the loads.
-
-    A unit takes `price` ticks. Ties go to workers with `own` units left.
-    """
+    """Return, by pipeline, the number of `total` units that balances the loads."""
     counts = dict.fromkeys(price, 0)
     heap = [(price[host], own[host] < 1, host) for host in price]
     heapq.heapify(heap)
@@ -330,10 +323,7 @@ class ListScheduler:
         return order
 
     def _forward_wait_ticks(self, rule: DispatchRule) -> Ints:
-        """Return the ticks that an F waits before and after a first gradient: [2, slices].
-
-        Waits in durations of an F are multiples of its usual time, which a slow worker exceeds.
-        """
+        """Return the ticks that an F waits before and after a first gradient: [2, slices]."""
         key = rule.forward_lookahead, rule.fill_wait
         if key not in self._waits:
             usual = rule.forward_lookahead * self._forward
@@ -388,11 +378,7 @@ class ListScheduler:
 
 def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: ReroutedTurn, advance: float,
                         places: Sequence[PlaceChange]) -> Ints:
-    """Return the priority of each unit; lower ones, of older micro-batches, go first.
-
-    They count as older by `advance` times the extra time of their route, `longer` (None: 0), and by
-    the changes in `places`.
-    """
+    """Return the priority of each unit; lower ones, of older micro-batches, go first."""
     _, pipeline, number = arrays.unit_numbers.T
     older = np.zeros(len(number)) if longer is None else advance * longer
     for change in places:

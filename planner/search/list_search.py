@@ -228,11 +228,7 @@ class _SearchState:
         self._rank = math.inf
 
     def try_rule(self, scheduler: Scheduler, rule: Rule, why: str) -> _Attempt | None:
-        """Make a rule's list schedule, keep the best, and return the attempt.
-
-        If it is no worse than `current`, random steps start from it. None if it gets stuck for lack
-        of memory.
-        """
+        """Make a rule's list schedule, keep the best, and return the attempt."""
         began, before = self._clock.now(), self.period
         schedule_steps = LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit)
         self._clock.count_steps(schedule_steps)
@@ -337,10 +333,7 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
 
 
 def _iterate_first_rules(problem: Problem, params: ListParams) -> Iterator[tuple[int, Rule]]:
-    """Iterate over the rules to try first, each with its index in `ASSIGNMENT_RULES`.
-
-    Orders in rounds are tried if memory is limited, the first of them early: large jobs have time for few rules.
-    """
+    """Iterate over the rules to try first, each with its index in `ASSIGNMENT_RULES`."""
     shortlist = iterate_shortlist(problem, params)
     rounds = iterate_round_rules(problem)
     yield from itertools.islice(shortlist, FIRST_RULES)
@@ -351,10 +344,7 @@ def _iterate_first_rules(problem: Problem, params: ListParams) -> Iterator[tuple
 
 
 def _iterate_grid(best: _SearchState) -> Iterator[tuple[int, Rule]]:
-    """Iterate over the grid of rules under every assignment.
-
-    If a layout gives the assignment, the grid ends with the first plan.
-    """
+    """Iterate over the grid of rules under every assignment."""
     for rule in iterate_rule_grid(best.problem):
         for index in range(len(ASSIGNMENT_RULES)):
             if best.problem.assigned and best.solution is not None:
@@ -373,10 +363,7 @@ def _try_other(best: _SearchState, schedulers: list[Scheduler | None], rule: Rul
 
 
 def _get_scheduler(best: _SearchState, made: list[Scheduler | None], index: int) -> Scheduler | None:
-    """Return the scheduler for an assignment rule, None if an earlier rule gives the same.
-
-    A first plan needs only one scheduler, so each is built on demand.
-    """
+    """Return the scheduler for an assignment rule, None if an earlier rule gives the same."""
     problem = best.problem
     for rule in ASSIGNMENT_RULES[len(made):index + 1]:
         gives = problem.has_unequal_time if rule == "by-speed" else not made \

@@ -47,10 +47,7 @@ class Change(msgspec.Struct, frozen=True):
     This many are alive from now on, at least one.
     """
     links: float = 0.0
-    """Factor by which slow links lengthen the whole job from now on.
-
-    1: as usual, 0: no change.
-    """
+    """Factor by which slow links lengthen the whole job from now on. 1: as usual, 0: no change."""
 
     @property
     def has_changes(self) -> bool:
@@ -129,11 +126,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _iterate_partial_losses(self) -> Iterator[tuple[int, ...]]:
-        """Yield, for each change, the machines that continue with fewer GPUs than before.
-
-        Changes at time 0 do not count: they only describe machines that lack GPUs from the
-        beginning.
-        """
+        """Yield, for each change, the machines that continue with fewer GPUs than before."""
         alive = dict.fromkeys(self.live, self.gpus_per_worker)
         for change in self.changes:
             new_places = set(change.added)
@@ -167,10 +160,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _MachineStates:
-    """States of the machines as a policy sees them.
-
-    Down, or alive with a slowdown factor.
-    """
+    """States of the machines as a policy sees them. Down, or alive with a slowdown factor."""
 
     def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
         self._gpus_per_worker = whole
@@ -183,11 +173,7 @@ class _MachineStates:
         """Number of GPUs that each machine continues with, by place."""
 
     def translate_change(self, change: Change) -> tuple[Change, Change]:
-        """Return a change of the trace as a policy sees it, and a second one.
-
-        The second, at the same instant, adds machines which restart on fewer GPUs. The states are
-        updated.
-        """
+        """Return a change as a policy sees it, and one that adds restarting machines."""
         for place in change.removed:
             self._live_gpus.pop(place, None)
             self._slow.pop(place, None)

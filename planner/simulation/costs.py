@@ -80,10 +80,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     (abstract).
     """
     plan_seconds: float = 0.0
-    """Seconds from a failure until there is a plan with layers moved.
-
-    0 if a table has the plan.
-    """
+    """Seconds from a failure until there is a plan with layers moved. 0 if a table has the plan."""
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:

@@ -83,10 +83,7 @@ class Entry(RatedByStage):
         )
 
     def _count_down_by_stage(self) -> DownByStage:
-        """Return the number of dead workers of each stage.
-
-        Machine m has stage m mod S, as in the grid.
-        """
+        """Return the number of dead workers of each stage."""
         stages = self.scenario.stages
         live = [0] * stages
         for machine in self._live:
@@ -131,19 +128,12 @@ class _TableEntry(Entry):
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the table's row for `down`, by stage.
-
-        Without one, those of the row for the smallest total that is at least the sum of `down`; 0
-        if there is none.
-        """
+        """Return the samples per second of the table's row for `down`, by stage."""
         row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """Return the seconds of pause before training with `down` dead workers by stage.
-
-        They are from the same row as `rate`; 0 if there is none.
-        """
+        """Return the seconds of pause before training with `down` dead workers by stage."""
         row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 

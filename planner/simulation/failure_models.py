@@ -434,10 +434,7 @@ class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
 
     cause: str
     share: float
-    """Share of the time in which a job has this slowness.
-
-    Some worker is slow, or its links.
-    """
+    """Share of the time in which a job has this slowness. Some worker is slow, or its links."""
     hours: float
     """Mean duration of one slow time, in hours."""
     factor: float

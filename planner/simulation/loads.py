@@ -78,11 +78,7 @@ class Loads:
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Pairs of seconds, by column.
-
-        F, I and W of one micro-batch on the column's stages (in a bidirectional schedule, the mean
-        of both directions), and the all-reduces and optimizer steps of all these stages.
-        """
+        """Seconds of a micro-batch's compute, and of all closing ops, by column."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
             stages = [
@@ -148,11 +144,7 @@ class Loads:
 
     @cached_property
     def _total_work_seconds(self) -> tuple[float, float]:
-        """Two times of an iteration in seconds.
-
-        The sum of the compute ops on all stages, and the least sum of all-reduce and optimizer step
-        of any stage.
-        """
+        """Seconds of all compute ops, and the least of any stage's closing ops."""
         times, depth = self._job.time, self._job.depth
         work = sum(
             map(

@@ -29,10 +29,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     fault_free_rate: float
     """Samples per second with all workers alive."""
     seconds: Floats
-    """Time in seconds at which each span starts, and the last one ends.
-
-    n + 1 values.
-    """
+    """Time in seconds at which each span starts, and the last one ends. n + 1 values."""
     phases: Sequence[Phase]
     """Phase of the policy that is in progress during each span."""
     slowdowns: Sequence[tuple[float, float]]

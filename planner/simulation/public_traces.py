@@ -64,10 +64,7 @@ class _SpotMetadata(msgspec.Struct):
 
 
 class _SpotTrace(msgspec.Struct):
-    """JSON object of a spot trace of SkyPilot.
-
-    The number of available instances at regular times.
-    """
+    """JSON object of a spot trace of SkyPilot."""
     metadata: _SpotMetadata
     data: list[float]
 
@@ -102,10 +99,7 @@ def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
 
 
 INFINITE_HBD_SERVERS = 400
-"""Number of servers of the fleet in InfiniteHBD-Trace.
-
-Its file names only those with a fault.
-"""
+"""Number of servers of the fleet in InfiniteHBD-Trace. Its file names only those with a fault."""
 
 
 class _Fault(msgspec.Struct):
@@ -270,11 +264,7 @@ def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return the seconds from each job's end to the start of the next.
-
-    It is of the same user and number of GPUs. Jobs without one within `MAX_ABSENCE_SECONDS` are
-    left out.
-    """
+    """Return the seconds from each job's end to the start of the next."""
     similar = defaultdict[tuple[str, int], list[_AcmeJob]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
         similar[job.user, job.gpus].append(job)

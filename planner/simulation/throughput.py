@@ -225,14 +225,7 @@ class Throughputs:
         return min(period, self._search_period(self.job, down, "greedy")[0])
 
     def _is_behind_dropping(self, down: DownByStage, period: float) -> bool:
-        """Return whether dropping the replicas of dead workers keeps more samples per second.
-
-        They are dropped with their share of the batch, and compared with a period in seconds with
-        whole micro-batches.
-
-        A job may be small enough to be planned again, with micro-batches cut within a stage. For
-        others, the result is False.
-        """
+        """Return whether dropping the replicas of dead workers keeps more samples per second."""
         left = (self.job.pipelines - max(down)) / self.job.pipelines
         whole = (0,) * self.job.stages
         return (
@@ -244,12 +237,7 @@ class Throughputs:
     def _search_period(
         self, job: Job, down: DownByStage, method: SearchMethod = "cp-sat"
     ) -> tuple[float, bool]:
-        """Return the period in seconds that `slipstream plan --method METHOD` finds for a job.
-
-        Also returns whether it is proven to be the shortest. There are `down` dead workers, one
-        number per stage, in as many pipelines as possible. If the workers that the user named as
-        dead are in the same stages, exactly these are dead.
-        """
+        """Return the period in seconds of `slipstream plan --method`, and if it is proven."""
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % job.pipelines, column) for index, column in enumerate(columns)]
         if job is self.job and sorted(worker.column for worker in self._dead) == columns:
@@ -281,10 +269,7 @@ class Throughputs:
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
     def _single_failure_bound(self, down: DownByStage) -> float:
-        """Return a lower bound on the period in seconds with `down` dead workers by stage.
-
-        It is the largest of the bounds for a single dead worker in each of their stages.
-        """
+        """Return a lower bound on the period in seconds with `down` dead workers by stage."""
         windows = self._periods.window_bounds(1)
         return windows.to_seconds(
             max(windows.column_bound(column, 1) for column, count in enumerate(down) if count)
@@ -346,10 +331,7 @@ class Throughputs:
         return max(rate, self._planned_pipelines_rate(pipelines)) if self.plans_pipelines else rate
 
     def _planned_pipelines_rate(self, pipelines: int) -> float:
-        """Return the samples per second of this planner's schedule on whole pipelines.
-
-        There are this many, and layers are in place.
-        """
+        """Return the samples per second of this planner's schedule on whole pipelines."""
         if pipelines == self.job.pipelines:
             return self.in_place_rate((0,) * self.job.stages)
         return self._plan_once(("planned pipelines", pipelines),
@@ -412,11 +394,7 @@ class Throughputs:
 
 
 def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
-    """Return the shortest period, in seconds, that a table has by dead workers.
-
-    They are numbers for each stage. Only schedules with layers in place count. Raises ValueError if
-    the table is of another job.
-    """
+    """Return the shortest period, in seconds, that a table has by dead workers."""
     problem, basis = options.make_problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (
         problem.grid,

@@ -278,10 +278,7 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
 
 
 class _ChangeSets(NamedTuple):
-    """Changes at one instant, by place.
-
-    Places that lose or get a machine, and new slowdown factors and numbers of GPUs.
-    """
+    """Changes at one instant, by place."""
 
     removed: set[int]
     added: set[int]
@@ -303,11 +300,7 @@ class _MachinePlaces:
         self._changes: dict[float, _ChangeSets] = {}
 
     def record_event(self, event: TraceEvent) -> None:
-        """Record the next event of the trace file.
-
-        It is not earlier than those recorded before. Impossible events, such as the removal of a
-        machine that is not there, are only counted as ignored.
-        """
+        """Record the next event of the trace file."""
         if (event.what == "add") == (event.machine in self._place):
             self.ignored += 1
             return
@@ -344,10 +337,7 @@ class _MachinePlaces:
     def build_trace(
         self, name: str, length_seconds: float, notes: Sequence[str]
     ) -> AvailabilityTrace:
-        """Return an availability trace of `length_seconds` that consists of all recorded events.
-
-        The lines `notes` say what was assumed or corrected in reading the file.
-        """
+        """Return an availability trace of `length_seconds` that consists of all recorded events."""
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
             states = tuple(sorted(slowed.items())), tuple(sorted(gpus.items()))
@@ -376,10 +366,7 @@ class _MachinePlaces:
 
 
 def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows in place by `time(row)`.
-
-    Return a list with a note if that changed their order, otherwise an empty one.
-    """
+    """Sort rows in place by `time(row)`."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
     return [f"time ran backwards {backwards} times: lines were sorted by time"] if backwards else []

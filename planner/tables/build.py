@@ -226,10 +226,7 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
 
 
 def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
-    """Open the folder of a table, again if another process publishes the table meanwhile.
-
-    Publishing removes files, after which the finished table is found.
-    """
+    """Open the folder of a table, again if another process publishes the table meanwhile."""
     try:
         return TableFolder(folder, basis)
     except TableError:
@@ -350,10 +347,7 @@ def _pattern_tasks(job: Job, max_failures: int, *, least: int = 1) -> Iterator[E
 
 
 def _node_tasks(job: Job) -> Iterator[EntryTask]:
-    """Iterate over the entries for the loss of any one or two nodes.
-
-    Sets of nodes whose loss leaves the same pattern share one entry.
-    """
+    """Iterate over the entries for the loss of any one or two nodes."""
     if not job.nodes:
         raise TableError("--by-node: the job file does not say which workers share a node; add [topology] "
                          "workers_per_node = N")
@@ -418,8 +412,7 @@ class EntryPlanner:
         return plan_moved_roles(self.job, task.failed, self._options).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
-        """Plan the schedule of a table's entry in which layers have moved for even load. If the entry is for a number
-        of failures, the vacant roles are chosen by lower bounds: which ones they are matters little."""
+        """Plan the schedule of a table's entry in which layers have moved for even load."""
         job, windows = self._job_while_alive(task.slow)
         failed = task.failed \
             or next(iter(candidate_vacancies(job, windows, task.failures, self._options.params.roles)), None)
@@ -443,10 +436,7 @@ class EntryPlanner:
         return with_bound_of_choices(schedule, job, options, vacant)
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
-        """Return the job with the failed worker `slow` at usual speed, and its bounds.
-
-        The role of a worker that is slow in the job cannot be vacant.
-        """
+        """Return the job with the failed worker `slow` at usual speed, and its bounds."""
         if slow not in self._alive:
             job = slow_while_alive(self.job, [slow] if slow else [])
             self._alive[slow] = job, window_bounds_of(job, self._options)

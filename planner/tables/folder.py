@@ -321,10 +321,7 @@ class TableFolder:
 
 
 def _entry_document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
-    """Return the file content of an entry, with programs by their numbers in the table.
-
-    The programs in `numbers`, by JSON, are those numbered so far; new ones are added.
-    """
+    """Return the file content of an entry, with programs by their numbers in the table."""
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)
     fields["seats"] = tuple((number[program], *helped) for program, *helped in part.entry.seats)

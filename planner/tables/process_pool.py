@@ -69,11 +69,7 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
 
 
 def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
-    """Iterate over (task, result) as the futures in `running` finish.
-
-    Raises the exception of a refused task (`refusals` of `run_all`), and PoolError for tasks that failed or whose
-    process died.
-    """
+    """Iterate over (task, result) as the futures in `running` finish."""
     for future in as_completed(running):
         try:
             result, failure = future.result()

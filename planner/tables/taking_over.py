@@ -42,11 +42,7 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
 
 def _improve_entry(key: str, others: Iterable[str], parts: Mapping[str, FinishedPart], better: dict[str, FinishedPart],
                    take_over: Callable[[FinishedPart, FinishedPart], FinishedPart | None]) -> None:
-    """Let an entry take over each shorter plan of the `others`.
-
-    The function `take_over` returns the entry with another's plan, or None if that is not valid for
-    it.
-    """
+    """Let an entry take over each shorter plan of the `others`."""
     own = parts.get(key)
     for source in (better.get(other, parts.get(other)) for other in others):
         if own is None or source is None or source.reason \

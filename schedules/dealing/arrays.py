@@ -81,10 +81,7 @@ def _block_of(step: ReplayStep, group_of: Mapping[int, int], tail: int) -> int:
 
 
 def _name_number(step: ReplayStep, first: Sequence[int]) -> int:
-    """Return the number of a step's micro-batch among those of all pipelines; -1 without one.
-
-    The number of a pipeline's first micro-batch is in `first`.
-    """
+    """Return the number of a step's micro-batch among those of all pipelines; -1 without one."""
     pipeline, microbatch = step.op.pipeline, step.op.microbatch
     if not step.is_compute or pipeline is None or microbatch is None:
         return -1
@@ -92,10 +89,7 @@ def _name_number(step: ReplayStep, first: Sequence[int]) -> int:
 
 
 def _computes_after_reductions(steps: Sequence[ReplayStep], workers: int) -> bool:
-    """Return whether any worker runs a compute op after a reduction or optimizer step.
-
-    The `steps` are those of one iteration, in order of the replay.
-    """
+    """Return whether any worker runs a compute op after a reduction or optimizer step."""
     reduced = [False] * workers
     for step in steps:
         if step.is_compute and reduced[step.workers[0]]:

@@ -174,10 +174,7 @@ class Dealer:
         return costs_by_slice
 
     def _integer_costs(self, costs: object) -> Ints:
-        """Return the times of F, I and W of samples as integers, [samples, columns].
-
-        The unit is 1 / `UNIT` of the mean. A column is one kind of op at one slice.
-        """
+        """Return the times of F, I and W of samples as integers, [samples, columns]."""
         whole: Ints = (
             np.rint(self.costs_by_slice(costs) * UNIT)
             .astype(np.int64)

@@ -370,11 +370,7 @@ def encode_entry(
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """Return a program's JSON text, and the other pipelines whose micro-batches it runs.
-
-    Pipelines are in the order of their first ops. In the text these pipelines are named by their
-    positions in that list.
-    """
+    """Return a program's JSON text, and the other pipelines whose micro-batches it runs."""
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
     return msgspec.json.encode(
         with_pipeline_numbers(program, {pipeline: index for index, pipeline in enumerate(helped)})
@@ -405,10 +401,7 @@ _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 def _schedule_of(
     entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]
 ) -> Schedule:
-    """Build the schedule of a table's entry.
-
-    Raises ValueError or LookupError if the entry is malformed.
-    """
+    """Build the schedule of a table's entry."""
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}

@@ -134,10 +134,7 @@ def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Ite
 def _patterns_of_kinds(
     failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]
 ) -> Iterator[Pattern]:
-    """Iterate over patterns of this number of failures whose pipelines are of `kinds`.
-
-    Those are ascending; at most `room[c]` pipelines of class c have failures.
-    """
+    """Iterate over patterns of this number of failures whose pipelines are of `kinds`."""
     if failures == 0:
         yield ()
         return

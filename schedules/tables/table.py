@@ -238,10 +238,7 @@ class Table:
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _decode_checked(self, key: str) -> Schedule:
-        """Decode and check the schedule that the table stores under this key.
-
-        Raises TableError if it breaks a rule.
-        """
+        """Decode and check the schedule that the table stores under this key."""
         schedule = self.unchecked_schedule(key)
         violations = check(schedule)
         if violations:
@@ -265,10 +262,7 @@ def library(name: str) -> Path | None:
 
 
 def _validate_basis(basis: Basis, path: Path) -> None:
-    """Raise TableError unless the values that all entries share are valid.
-
-    The message names `path`.
-    """
+    """Raise TableError unless the values that all entries share are valid."""
     empty = Schedule(
         job=basis.job,
         tick_seconds=basis.tick_seconds,

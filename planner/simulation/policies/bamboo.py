@@ -138,11 +138,7 @@ class Bamboo(Policy):
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Form as many pipelines as the live machines allow, up to the job's number.
-
-        In each, as few stages as possible are run by the worker of the stage before, and no two of
-        these are adjacent.
-        """
+        """Form as many pipelines as the live machines allow, up to the job's number."""
         stages = self.scenario.stages
         live = [
             machine for machines in self._pipelines for machine in machines if machine is not None

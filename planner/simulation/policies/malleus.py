@@ -106,10 +106,7 @@ class Malleus(Policy):
         )
 
     def _place_machines(self, machines: Sequence[int]) -> None:
-        """Add machines to the shortest pipelines, and balance lengths.
-
-        Some are moved so that lengths differ by at most one.
-        """
+        """Add machines to the shortest pipelines, and balance lengths."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for machine in machines:
             groups.add_machine(machine, min(pipelines, key=len))
@@ -134,10 +131,7 @@ class Malleus(Policy):
         return self.throughputs.compute_once(key, lambda: self._rate_for_pipelines(pipelines))
 
     def _rate_for_pipelines(self, pipelines: Pipelines) -> float:
-        """Return the samples per second of `pipelines`; 0 if it is empty.
-
-        It maps the slowdown factors of a pipeline's machines to the number of such pipelines.
-        """
+        """Return the samples per second of `pipelines`; 0 if it is empty."""
         if not pipelines:
             return 0.0
         return self.throughputs.scale_by_formula(
@@ -145,10 +139,7 @@ class Malleus(Policy):
         )
 
     def _iteration_seconds(self, pipelines: Pipelines) -> float:
-        """Return the seconds of an iteration on `pipelines`, divided by speed.
-
-        It maps the slowdown factors of a pipeline's machines to the number of such pipelines.
-        """
+        """Return the seconds of an iteration on `pipelines`, divided by speed."""
         cuts: Counter[Template] = Counter()
         for factors, count in pipelines.items():
             cuts[divide_by_speed(self._layers, factors)] += count

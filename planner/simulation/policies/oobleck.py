@@ -80,10 +80,7 @@ class Oobleck(Policy):
                                         worker_died=died, state_lost=layers_lost)
 
     def _instantiate_pipelines(self) -> None:
-        """Change the lengths of pipelines after a failure.
-
-        Idle nodes fill or form pipelines; too short ones grow or merge.
-        """
+        """Change the lengths of pipelines after a failure."""
         idle, self._idle = self._idle, []
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in [nodes for nodes in pipelines if not nodes]:
@@ -102,11 +99,7 @@ class Oobleck(Policy):
             groups.add_machine(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
-        """Lengthen pipelines below the minimum length by nodes of the longest ones.
-
-        If these have none to spare, dissolve the short ones, and add their nodes to other
-        pipelines, if any.
-        """
+        """Lengthen pipelines below the minimum length by nodes of the longest ones."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in sorted(
             [nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len

@@ -65,11 +65,7 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
 
 
 def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """Return a function that counts the stages that a range of layers needs.
-
-    None may take longer than some seconds. Its arguments are the first layer, the end of the range,
-    and the seconds. `prefix` has the sums of layers' seconds.
-    """
+    """Return a function that counts the stages that a range of layers needs."""
     def count_stages(first: int, last: int, seconds: float) -> int:
         count, position = 0, first
         while position < last:

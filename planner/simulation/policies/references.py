@@ -45,10 +45,7 @@ class _Reference(Policy):
         return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return one phase without end, of training on the machines that are live now.
-
-        There is no pause. The argument `remaining` is ignored.
-        """
+        """Return one phase without end, of training on the machines that are live now."""
         self._live += len(change.added) - len(change.removed)
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
         return [Phase(Cause.RUN, rate=self._rate_for_live(speed))]

@@ -149,10 +149,7 @@ class Rerouting(RatedByStage):
         """
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages.
-
-        The stages are those to which `stages` assigns machines.
-        """
+        """Return the samples per second of machines that hold these stages."""
         return self.rate(stages.down_by_stage)
 
     # --- Which machine holds which stage ----------------------------------------------------------
@@ -169,20 +166,13 @@ class Rerouting(RatedByStage):
         return stages.most_down >= self._pipelines
 
     def _assign_stage(self, machine: int, stage: int) -> None:
-        """Assign a stage to a machine, which has yet to load its parameters.
-
-        Until then it does not count as holding the stage.
-        """
+        """Assign a stage to a machine, which has yet to load its parameters."""
         if self._held_stages is self._stages:
             self._stages = self._held_stages.copy()
         self._stages.assign_stage(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
-        """Assign stages to the live machines again, with failures spread evenly over stages.
-
-        If too few are alive to run every stage, each keeps its stage, and newcomers get the first
-        stage.
-        """
+        """Assign stages to the live machines again, with failures spread evenly over stages."""
         spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
@@ -197,10 +187,7 @@ class Rerouting(RatedByStage):
             self._stages.assign_stage(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
-        """Assign to each newcomer the stage that lacks the most workers.
-
-        They are compared with failures spread evenly over stages.
-        """
+        """Assign to each newcomer the stage that lacks the most workers."""
         if not machines:
             return
         spread = self.throughputs.loads.spread_evenly(

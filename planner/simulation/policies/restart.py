@@ -92,10 +92,7 @@ class Restart(Policy):
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
 
     def _grow_if_due(self, now: float) -> None:
-        """Use idle machines for more pipelines if their restart is due.
-
-        It was planned before the time `now`.
-        """
+        """Use idle machines for more pipelines if their restart is due."""
         if self._grow_at is None or now < self._grow_at:
             return
         self._fill_pipelines()
@@ -111,10 +108,7 @@ class Restart(Policy):
         )
 
     def _fill_pipelines(self) -> None:
-        """Use the live machines of whole pipelines, and leave all others idle.
-
-        There are as many pipelines as can be filled, up to the job's number.
-        """
+        """Use the live machines of whole pipelines, and leave all others idle."""
         count = self._count_usable_machines()
         surplus = [
             self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)

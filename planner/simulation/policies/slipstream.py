@@ -148,20 +148,14 @@ class Slipstream(Rerouting):
         return max(at_once, self._best_rebalanced_rate()) if self.moves_layers else at_once
 
     def _best_rebalanced_rate(self) -> float:
-        """Return the samples per second of the better choice with layers moved.
-
-        A plan gives slow workers less work, or leaves the slowest idle.
-        """
+        """Return the samples per second of the better choice with layers moved."""
         return max(
             self._rate_of_best_choice(self._stages, self.rebalanced_rate),
             self._rate_for_slow_workers(),
         )
 
     def _rate_for_slow_workers(self) -> float:
-        """Return the samples per second of a plan for the workers that are slow now.
-
-        Layers are moved; 0 if there are no slow workers.
-        """
+        """Return the samples per second of a plan for the workers that are slow now."""
         slow = [factor for machine, factor in self.slow.items() if machine in self._stages.stage_of]
         if not slow or self._has_lost_stage(self._stages):
             return 0.0
@@ -202,20 +196,13 @@ class Slipstream(Rerouting):
         )
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages.
-
-        The slowest are left idle if that pays.
-        """
+        """Return the samples per second of machines that hold these stages."""
         return self._rate_of_best_choice(stages, self.rate)
 
     def _rate_of_best_choice(
         self, stages: StageAssignment, rate: Callable[[DownByStage], float]
     ) -> float:
-        """Return the samples per second with the best number of machines left idle.
-
-        They are the slowest; 0 if a stage has no live machine. The function `rate` maps the dead or
-        idle workers of each stage to samples per second.
-        """
+        """Return the samples per second with the best number of machines left idle."""
         if self.slow:
             return self._choose_left_out(stages, rate).rate
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
@@ -283,12 +270,7 @@ class Slipstream(Rerouting):
     def _append_rebalanced(
         self, phases: list[Phase], rate: float, now: float, seconds: float
     ) -> list[Phase]:
-        """Return `phases`, followed by training with layers moved if it pays.
-
-        In `phases`, training reaches `rate` samples per second at `seconds` after the time `now`.
-        Moving layers pays if the higher rate makes up for the pause of the switch within the mean
-        time between failures.
-        """
+        """Return `phases`, followed by training with layers moved if it pays."""
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
         usual = self._rebalanced_rate_now()

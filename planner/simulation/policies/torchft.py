@@ -119,10 +119,7 @@ class TorchFT(Policy):
         return phases
 
     def _form_whole_groups(self) -> list[list[int]]:
-        """Return new whole groups, as lists of machines that are in no group.
-
-        There are at most as many as the job lacks.
-        """
+        """Return new whole groups, as lists of machines that are in no group."""
         groups: list[list[int]] = []
         stages = self.scenario.stages
         room = self.scenario.pipelines - len(self._groups.groups) - len(self._starting.groups)
@@ -157,8 +154,5 @@ class FTHSDP(TorchFT):
 
 
 def _find_training_phase(phases: Sequence[Phase]) -> int:
-    """Return the index of the first phase whose cause is `RUN`, plain training.
-
-    0 if there is none.
-    """
+    """Return the index of the first phase whose cause is `RUN`, plain training."""
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

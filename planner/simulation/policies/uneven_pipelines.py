@@ -85,12 +85,7 @@ def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Te
 def _fill_stages_within(
     prefix: Sequence[float], factors: Sequence[float], seconds: float
 ) -> list[float] | None:
-    """Return the seconds of each node's stage if none takes more than `seconds`.
-
-    Each node in turn takes as many of the remaining layers as fit; None if layers are left over.
-    The argument `prefix` has 0 and the running sums of the layers' seconds, and `factors` the
-    slowdown of each node.
-    """
+    """Return the seconds of each node's stage if none takes more than `seconds`."""
     position, stages = 0, []
     for factor in factors:
         end = position
