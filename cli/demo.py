@@ -144,10 +144,7 @@ def _train_one(schedule: Schedule, config: RunConfig, folder: Path, title: str) 
 
 
 def count_agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
-    """Return to how many significant digits all numbers agree with their counterparts.
-
-    Equal numbers agree to 16 digits, which is all that a double has.
-    """
+    """Return to how many significant digits, at most 16 (a double's), two series agree."""
     worst = max((abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in zip(left, right, strict=True)), default=0.0)
     return min(16, math.floor(-math.log10(worst))) if worst else 16
 

@@ -54,10 +54,7 @@ MAX_NAME_WIDTH = 24
 
 
 class Command(TyperCommand):
-    """Typer command with options by group, which refuses to overwrite its own input.
-
-    Contexts and formatters are typed `Any`, for the reason given in `cli.app`.
-    """
+    """Typer command with options by group, which refuses to overwrite its own input."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the usage, what the command does, its options, and two examples."""
@@ -75,10 +72,7 @@ class Command(TyperCommand):
 
 
 def write_options(params: list[Any], formatter: Any) -> None:
-    """Write a section for each group of options, in the order of their first options.
-
-    Options without a group come last.
-    """
+    """Write a section for each group of options, as they first come; without one, last."""
     groups: dict[str, dict[str, str]] = {}
     for param in params:
         group = "Arguments" if param.param_type_name == "argument" else param.rich_help_panel or DEFAULT_GROUP

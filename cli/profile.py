@@ -193,10 +193,7 @@ def _sharded_state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
 
 
 def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
-    """Return the comment lines above each table of the measured job file, by its name.
-
-    "" is the top of the file.
-    """
+    """Return the comments above each table of the job file, "" for its top."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     place = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \

@@ -52,14 +52,12 @@ SIGNS: dict[EventGroup, tuple[str, str]] = {
 }
 TRACE = "trace.json"
 MAX_EVENTS = 3000
-"""Maximum number of events on the page. If there are more, whole groups are left out, from the end of
-`_LEAST_IMPORTANT` on."""
+"""Maximum of events on the page, beyond which the `_LEAST_IMPORTANT` groups go."""
 _LEAST_IMPORTANT: tuple[EventGroup, ...] = ("order", "layers", "slow", "join", "other", "checkpoint")
 
 
 def run_page(run: RunRecord, page: Path) -> bytes:
-    """Return the HTML page of a run in UTF-8. Links to the files of the run are relative to `page`, the path of the
-    page."""
+    """Return a run's HTML page in UTF-8, with links relative to the file `page`."""
     series, (events, left_out) = build_points(run), _select_events(notable_events(run))
     schedules = _read_schedules(run)
     title = f"{run.starts[-1].job}: run"

@@ -78,10 +78,7 @@ def _flush_stdout() -> None:
 
 
 def exit_despite_planning(code: object) -> None:
-    """Exit with status `code` at once if threads still plan for an ended run.
-
-    Python would wait for them for minutes. Otherwise return.
-    """
+    """Exit with status `code` at once if threads still plan for an ended run."""
     import os
     import threading
 

@@ -50,10 +50,7 @@ def timeline_shell(title: str, data: str) -> str:
 
 
 def timeline_data(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
-    """Return the schedules' and iterations' data for the page's script, for JSON.
-
-    Raises ValueError if there are more than `MAX_OPS` different ops.
-    """
+    """Return data for the page's script. Raises ValueError for over `MAX_OPS` ops."""
     count = sum(len(item.schedule.programs[seat.program]) for item in shown
                 for seat in item.schedule.representative_seats)
     count += sum(len(iteration.ops) for iteration in measured)

@@ -39,17 +39,11 @@ OpsOf = Callable[[Job], int]
 """Function that returns the number of compute ops to plan for a job; equal subproblems count once."""
 
 PlanBlock = Callable[[Job, float], Schedule]
-"""Function that plans a job within a number of seconds and returns its checked schedule.
-
-Layers stay in place, and no micro-batch is cut within a stage.
-"""
+"""Function that plans a job in place, without cuts, within seconds; returns a checked schedule."""
 
 
 class TooLargeError(JobError):
-    """Error for a job that cannot be planned in the given time.
-
-    The message says how large a job, or how much time, would do.
-    """
+    """Error for a job too large for its time limit. The message says what would do."""
 
 
 class Pace(NamedTuple):
@@ -62,10 +56,7 @@ class Pace(NamedTuple):
 
 
 class Speed:
-    """Meter of the `Pace` at which this machine plans, measured at its first use.
-
-    It also tells how much processor time this process has left of the `seconds` of a plan.
-    """
+    """Meter of the planning `Pace`, measured once, and of a plan's processor time left."""
 
     def __init__(self, seconds: float, clock: Clock, params: BlockParams = DEFAULTS.blocks) -> None:
         self._pace: Pace | None = None
@@ -154,10 +145,8 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
 
 
 def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
-    """Return the pace at which `plan_block` plans `sample`, and at which plans are joined.
-
-    The sample has `ops` compute ops. Seconds are this thread's processor time by `clock`.
-    """
+    """Return the `Pace` of planning `sample`, of `ops` compute ops, in thread seconds by
+    `clock`."""
     if not is_plain_python():
         load_kernel()
     began = clock.thread_seconds()
@@ -183,10 +172,7 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
 
 
 def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
-    """Return the checked schedule of a job whose consecutive blocks `plan_block` plans.
-
-    The `bound` on the period is proven for the whole job.
-    """
+    """Return a job's checked schedule, planned block by block; `bound` is that of the whole."""
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
     plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
@@ -194,10 +180,8 @@ def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -
 
 
 def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
-    """Join the schedules of consecutive blocks of micro-batches to one of the job's iteration.
-
-    Raises AssertionError if the schedule does not pass the checker.
-    """
+    """Join the schedules of consecutive blocks to one. Raises AssertionError if it breaks a
+    rule."""
     shifts = _block_shifts(blocks)
     before = [list(accumulate((block.grid.microbatches[pipeline] for block in blocks), initial=0))
               for pipeline in range(job.pipelines)]

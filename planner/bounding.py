@@ -1,7 +1,4 @@
-"""Build the problems from which a job's bounds are proven, with costs rounded down.
-
-Plans get such bounds here, too.
-"""
+"""Build the problems that prove a job's and its plans' bounds, costs rounded down."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -32,18 +29,14 @@ def bounding_problem_in(scope: Scope, options: PlanOptions, job: Job, failed: Se
 
 
 def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) -> Bound:
-    """Return a bound on the period for any assignment of roles to the workers that have not failed.
-
-    It is in ticks of `bounding_problem` with all workers alive.
-    """
+    """Return a bound for any roles of live workers, in ticks of `bounding_problem` without
+    failures."""
     return role_bounds(job, failed, options).best_bound()
 
 
 def role_bounds(job: Job, failed: Collection[Worker], options: PlanOptions) -> RoleBounds:
-    """Return the bounds of assignments of roles to the workers that have not failed.
-
-    They are in ticks of `bounding_problem` with all workers alive.
-    """
+    """Return the bounds of roles of live workers, in ticks of `bounding_problem` without
+    failures."""
     stateless = _without_state(job)
     whole = bounding_problem(options, stateless, (), down=True)
     if options.method in BASELINES:  # whose files have no costs of layers, by which stages could be shared

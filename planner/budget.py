@@ -39,10 +39,7 @@ class SearchProgress:
         self._least = math.inf
 
     def report_plan(self, method: str, period: float, bound: float) -> None:
-        """Report a plan found by `method` if it is the best so far.
-
-        Both `period` and `bound` are in seconds.
-        """
+        """Report a plan by `method`, in seconds, if it is the best so far."""
         if period < self._least * (1 - 1e-9):  # the same in other ticks is no news
             self._least = period
             self.report_line(f"{method}: period {period:g} s, bound {bound:g} s")
@@ -53,13 +50,9 @@ class SearchProgress:
 
 
 STEP_SECONDS = 2.5e-6
-"""Approximate seconds of a step on an idle core.
-
-One move of annealing is a step. Other work counts as the number of moves that take as long.
-"""
+"""Approximate seconds of a step on an idle core. It is one move of annealing, or as much work."""
 LIST_SCHEDULE_STEPS, LIST_SCHEDULE_STEPS_PER_OP = 40.0, 0.12
-"""Numbers of search steps that one list schedule counts as: a fixed number, and a further number for each of its
-ops."""
+"""Search steps that one list schedule counts as: fixed ones, and for each op."""
 SCHEDULER_STEPS_PER_OP = 0.24
 """Number of search steps, for each op of the problem, that the construction of a list scheduler counts as."""
 LAYOUT_STEPS = 2.0
@@ -119,10 +112,7 @@ class Clock:
 
 
 class StepClock(Clock):
-    """Clock on which each counted search step takes `STEP_SECONDS`.
-
-    Results do not depend on the machine. One thread counts on each clock.
-    """
+    """Clock of one thread on which each counted step takes `STEP_SECONDS`, on any machine."""
 
     limit_reason = SearchEnd.STEPS
 
@@ -148,10 +138,7 @@ class StepClock(Clock):
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the CP-SAT parameter that ends a solve within these seconds of this clock.
-
-        The limit is in units of CP-SAT's deterministic time, which is the same on any machine.
-        """
+        """Return CP-SAT's limit for these seconds of this clock, in its deterministic time."""
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
     def format_duration(self, seconds: float) -> str:
@@ -160,20 +147,14 @@ class StepClock(Clock):
 
 
 class Tally:
-    """Counters of how often each technique was tried, and how often it helped.
-
-    It helps if it shortens the best plan of a subproblem.
-    """
+    """Counters of how often each technique was tried, and shortened a subproblem's best plan."""
 
     def __init__(self) -> None:
         self.tried: Counter[str] = Counter()
         self.helped: Counter[str] = Counter()
 
     def count_uses(self, what: str, tried: int = 1, helped: int = 0) -> None:
-        """Count `tried` uses of the technique `what`, of which `helped` shortened the best plan.
-
-        An operator of a technique is named "technique: operator".
-        """
+        """Count uses of `what` ("technique" or "technique: operator"), and how many helped."""
         self.tried[what] += tried
         self.helped[what] += helped
 
@@ -200,10 +181,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Event set from outside to end the search with the best plan so far."""
     solved: list[Any] | None = None
-    """Solutions of subproblems that earlier searches solved (`search.incumbent.SolvedPiece`).
-
-    A search starts from those of equal subproblems, and adds its own. None: none are stored.
-    """
+    """Earlier solutions of subproblems to start from and add to
+    (`search.incumbent.SolvedPiece`)."""
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":

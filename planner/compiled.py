@@ -26,10 +26,9 @@ COMPILING_EACH_TIME = "compiling the planner's inner loops, about 20 s, and each
 
 @cache
 def load_kernel() -> None:
-    """Load the machine code of the inner loops, or compile it.
+    """Load the inner loops' machine code, a third of a second, or compile it.
 
-    It loads in a third of a second. This plans the smallest job, since numba compiles a function at
-    its first call.
+    This plans the smallest job, since numba compiles a function at its first call.
     """
     from slipstream.planner.job.file import parse_job
     from slipstream.planner.model.arrays import ProblemArrays
@@ -49,10 +48,7 @@ def load_kernel() -> None:
 
 
 def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
-    """Compile the inner loops unless that was done before.
-
-    It takes some 20 seconds, announced by a progress line.
-    """
+    """Compile the inner loops, some 20 seconds, announced by a line, unless done before."""
     if is_compiled():
         return
     progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)

@@ -36,10 +36,7 @@ ROUNDING = 1e-9
 
 
 class FailurePlanner:
-    """Maker of the schedules with which a run continues after failures.
-
-    It is for one job and the run's first schedule. Its methods may be called from several threads.
-    """
+    """Maker, for any thread, of the schedules with which one run continues after failures."""
 
     def __init__(self, job: Job, first: Schedule, table: Table | None = None, *, settled_seconds: float | None = None,
                  params: SearchParams = DEFAULTS, progress: ProgressCallback = ignore_progress) -> None:
@@ -199,18 +196,12 @@ def _as_no_plan_error() -> Iterator[None]:
 
 
 def with_speeds(job: Job, speeds: Speeds) -> Job:
-    """Return a copy of the job whose slow workers are those in `speeds`.
-
-    Each comes with the factor by which its ops take longer.
-    """
+    """Return a copy of the job with these slow workers and factors of op times."""
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
 
 
 def has_room(job: Job, schedule: Schedule) -> bool:
-    """Return whether a schedule fits into each worker's own capacity in the job.
-
-    It may be made without regard to them, and may give these workers other roles.
-    """
+    """Return whether a schedule fits into workers' own capacities, in whatever roles."""
     if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
         return True
     own = _with_own_rooms(job, schedule)

@@ -1,7 +1,4 @@
-"""Choose the form of the inner loops (`planner.kernel`): machine code or plain Python.
-
-Plain Python runs while another process compiles it.
-"""
+"""Choose the inner loops: machine code, or plain Python while another process compiles it."""
 
 import contextlib
 import importlib.util
@@ -27,10 +24,7 @@ def kernel_loops() -> Any:
 
 
 def is_plain_python() -> bool:
-    """Return whether plain Python is used because another process is still compiling.
-
-    Plain Python makes the same list schedules, a hundred times slower.
-    """
+    """Return whether plain Python, a hundred times slower, runs while another process compiles."""
     return _compiling_elsewhere.is_set() and not is_compiled()
 
 
@@ -40,10 +34,7 @@ def use_plain_python() -> None:
 
 
 def is_compiled() -> bool:
-    """Return whether the machine code is loaded, or can be loaded without compiling.
-
-    It can be if its index file is not older than any file of the source.
-    """
+    """Return whether the machine code is loaded, or stored and newer than the source."""
     kernel = _compiled_kernel()
     if kernel.anneal.signatures or not can_store_machine_code():
         return bool(kernel.anneal.signatures)

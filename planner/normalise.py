@@ -94,10 +94,7 @@ class WindowBounds:
         self._best: dict[int, list[RankedDistribution]] = {}
 
     def column_bound(self, column: int, down: int) -> int:
-        """Return a proven bound, in ticks, if `down` roles of this column are vacant.
-
-        It holds for more vacant roles, too.
-        """
+        """Return a proven bound, in ticks, with at least `down` vacant roles in a column."""
         if down == 0:
             column = 0  # the same plan, whatever the column
         if (column, down) not in self._bound:
@@ -108,10 +105,7 @@ class WindowBounds:
         return self._bound[column, down]
 
     def to_seconds(self, ticks: int) -> float:
-        """Convert the ticks of a bound to seconds, a little more than exact.
-
-        So an equal period never exceeds it by rounding.
-        """
+        """Convert a bound's ticks to seconds, rounded up a little for comparisons."""
         return ticks * self.tick_seconds * (1 + 1e-12)
 
     def possible_vacancies(self, column: int) -> list[Worker]:
@@ -120,10 +114,7 @@ class WindowBounds:
                 if (role := Worker(pipeline, column)) not in self.slow]
 
     def max_vacancies(self, column: int) -> int:
-        """Return the largest number of roles of a column that may be vacant.
-
-        With two directions, another column holds its layers, too.
-        """
+        """Return the most vacant roles of a column; with two directions, another has its layers."""
         return min(self.grid.pipelines - int(self.grid.chains == 1), len(self.possible_vacancies(column)))
 
     def best_distributions(self, failures: int) -> list[RankedDistribution]:
@@ -180,10 +171,7 @@ class WindowBounds:
 
 
 def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
-    """Return the lower bounds by column for plans of a job with these options.
-
-    They are valid for whole and for cut micro-batches.
-    """
+    """Return the bounds by column for a job's plans, with whole or cut micro-batches."""
     # picklable: sent to other processes
     return WindowBounds(partial(bounding_problem, options, job), options.params.roles)
 
@@ -209,10 +197,7 @@ def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterat
 
 def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
                         params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
-    """Return sets of vacant roles that are worth planning, the most promising first.
-
-    Of sets that differ only by an exchange of equal pipelines, there is one.
-    """
+    """Return sets of vacant roles worth planning, best first, one of each equal pattern."""
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
     by_pattern: dict[Pattern, tuple[Worker, ...]] = {}
@@ -416,9 +401,6 @@ def _with_usual_rooms(job: Job, workers: Collection[Worker]) -> Job:
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
-    """Return a copy of the job in which failed workers are at usual speed.
-
-    The role of a slow worker is never left vacant.
-    """
+    """Return a copy of the job with failed workers at usual speed. Slow roles are never vacant."""
     alive = tuple((worker, factor) for worker, factor in job.time.slow if worker not in failed)
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))

@@ -56,10 +56,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Held layers of each worker that has not those of its stage at present."""
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises ValueError with one line that names the option, its value and what is expected.
-        """
+        """Check the values. Raises ValueError that names option, value and expectation."""
         for name, known in (("backward", (None, *get_args(BackwardMode))), ("method", get_args(Method)),
                             ("optimizer", (None, *get_args(OptimizerMode))), ("layers", LAYERS)):
             if getattr(self, name) not in known:
@@ -109,9 +106,6 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Clock() if self.steps is None else StepClock()
 
     def with_limit(self, seconds: float) -> "PlanOptions":
-        """Return a copy of the options that limits the search to this number of seconds.
-
-        With counted steps, it is as many steps as take that long on the search's clock.
-        """
+        """Return a copy limited to these seconds, or to as many counted steps."""
         return msgspec.structs.replace(self, time_limit=seconds) if self.steps is None else \
             msgspec.structs.replace(self, steps=max(0, round(seconds / STEP_SECONDS)))

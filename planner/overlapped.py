@@ -51,10 +51,7 @@ from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
 from slipstream.schedules.schedule import compute_period_ticks as window_ticks
 
 ROUNDING = 1e-5
-"""Relative tolerance when a bound is compared with a plan in finer ticks.
-
-Times are then rounded differently.
-"""
+"""Relative tolerance when a bound is compared with a plan in other, finer ticks."""
 FLOAT_ERROR = Fraction(1, 2**50)
 """Relative error of exact seconds divided by a tick, which may be a rounded float."""
 WEIGHT_KINDS = (OpKind.W, OpKind.B)
@@ -182,10 +179,7 @@ def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Sc
 
 
 def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> float:
-    """Return about the period that `add_overlapping_reductions` would reach, in seconds.
-
-    It is for callers that need hundreds of periods: fewer cuts are tried.
-    """
+    """Return about the seconds of `add_overlapping_reductions`, with fewer cuts tried."""
     job_layers = _JobLayers.of(job)
     schedule = _in_layer_ticks(schedule, job_layers)
     return schedule.seconds(_shortest_cut(schedule, job, job_layers, params.few[:2], params).period_ticks)

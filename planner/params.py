@@ -66,11 +66,7 @@ class LayoutChoice(NamedTuple):
 
 
 class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of list schedules.
-
-    A grid of dispatch rules is tried under several assignments of units to workers, then random
-    changes of the best rules.
-    """
+    """Parameters of list schedules: a grid of rules and assignments, then random changes."""
 
     share: Share = 0.3
     """Share of the time for list schedules, if other searches follow one layout."""
@@ -99,10 +95,7 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     changes_of_layouts: Changes = (
         ("fill_wait", 25), ("places", 12), ("gradient_places", 12), ("gradient_advance", 12), ("lookahead", 12),
         ("forward_lookahead", 9), ("advance", 6), ("in_flight", 6), ("ignore_transfers", 2), ("make_room", 1))
-    """Fields that a random change chooses from if a layout assigns the units, with weights.
-
-    A weight is how often the field made a plan of benchmarks.layers shorter.
-    """
+    """Fields that may change in rules for layouts, weighted by gains in benchmarks.layers."""
     changes_twice: Share = 0.3
     """Share of the random changes that change two fields of a dispatch rule."""
     load_shares: Annotated[tuple[float, ...], Meta(min_length=1)] = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -158,17 +151,11 @@ class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cold: Factor
     """Temperature at the end of the cycle, in mean durations of an op."""
     pull: Number
-    """Weight, in the cost, of the sum by which windows exceed the cycle's goal.
-
-    A large weight leads away from plateaus where many windows are the longest.
-    """
+    """Weight in the cost of windows' excess over the goal; if large, it leaves plateaus."""
     begin: Share = 0.0
     """Start of the part that this cycle may change, as a share of the plan."""
     end: Share = 1.0
-    """End of the part that this cycle may change, as a share of the plan.
-
-    Pipelines that fill or drain bear higher temperatures than the rest.
-    """
+    """End of the plan's part that changes, a share; filling and draining bear more heat."""
 
 
 class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -187,10 +174,7 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     fewest_steps: AtLeastOne = 2_000
     """Least number of steps of a cooling cycle."""
     aim: Share = 0.5
-    """Share of the way from the best period to the bound for a cycle's goal.
-
-    Only longer windows cost.
-    """
+    """Share of the way from best period to bound for the goal. Only longer windows cost."""
     steps_per_round: AtLeastOne = 10_000
     """Maximum number of steps between two reads of the clock, which take some 50 ms."""
     ops_per_round: AtLeastOne = 30_000_000
@@ -198,17 +182,11 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     trade: Share = 2 / 24
     """Share of the steps in which two units trade workers and places, where allowed."""
     move: Share = 1 / 24
-    """Share of the steps in which a unit moves to another worker.
-
-    All others exchange neighbouring runs of ops.
-    """
+    """Share of the steps in which a unit moves; all others exchange runs of ops."""
     steps_per_shift: AtLeastOne = 60
     """Steps for each pipeline of a subproblem of which one shifts a group's deadline."""
     ops_per_shift: AtLeastOne = 8
-    """Divisor of a subproblem's ops that gives the least steps between shifts of deadlines.
-
-    It matters for large subproblems: a shift recomputes the times of all ops.
-    """
+    """Divisor of the ops that gives the least steps between shifts, which retime all ops."""
     largest_run: AtLeastOne = 6
     """Largest number of neighbouring ops that exchange places with those next to them."""
     longest_jump: AtLeastOne = 16
@@ -218,15 +196,9 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     steps_per_path: AtLeastOne = 16
     """Maximum steps on one critical path, so that all critical paths are tried."""
     ops_per_step: AtLeastOne = 8
-    """Divisor of a subproblem's ops that gives the steps between recomputations of all starts.
-
-    So recomputing takes no longer than the steps themselves.
-    """
+    """Divisor of the ops that gives the steps between recomputations, which take as long."""
     chains: AtLeastOne = 2
-    """Number of annealing runs of a subproblem in parallel threads.
-
-    It is constant, so that no plan depends on the machine.
-    """
+    """Number of parallel annealing runs of a subproblem, the same on any machine."""
     spare_units: Count = 8
     """Number of units that a worker may run beyond the busiest worker's at the start."""
     begin_seconds: Number = 12e-6
@@ -241,10 +213,7 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Parameters of CP-SAT, which proves bounds and improves plans of small subproblems."""
 
     largest_proof: Count = 1500
-    """Number of ops up to which CP-SAT improves a subproblem and attempts a proof.
-
-    Each counts once for each worker that may run it.
-    """
+    """Number of ops, once for each possible worker, up to which CP-SAT tries a proof."""
     largest_layered: Count = 400
     """Number of single layers' ops up to which CP-SAT also plans a job whole.
 
@@ -277,10 +246,7 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_share_move: Share = 0.1
     """Share of list schedules' time for the problem in place, if layers may move."""
     first: Number = 2.0
-    """Factor on each layout's equal share of list schedules' time.
-
-    Many a later layout cannot be the best.
-    """
+    """Factor on layouts' equal shares of time: many a later one cannot be the best."""
     undivided: AtLeastOne = 8
     """Number of pipelines up to which a layout is made of all, not of groups."""
     most_helpers: Count = 16
@@ -302,26 +268,17 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     largest_fine: Count = 40_000
     """Product of micro-batches and parts of stages up to which slices are short."""
     separate_parts: AtLeastOne = 3
-    """Number of parts of a stage if few replicas are for shared micro-batches alone.
-
-    Thirds are the best most often.
-    """
+    """Parts of a stage if few replicas share micro-batches: thirds are mostly best."""
     finest_parts: AtLeastOne = 6
     """Larger number of parts of a stage, tried too if the job is small."""
     largest_finest: Count = 10_000
     """Product of micro-batches and parts of stages up to which `finest_parts` is tried."""
     least_share: Share = 0.25
-    """Least share of a stage that a worker runs if few replicas share a micro-batch.
-
-    Shorter slices wait longer than they take.
-    """
+    """Least share of a stage in a shared slice. Shorter ones wait longer than they take."""
     fewer_sets: Share = 0.01
     """Share of the period by which loads may grow for smaller sets of sharing replicas."""
     fine_rate: Number = 10_000.0
-    """Product of micro-batches and parts up to which short slices are tried, per second.
-
-    Seconds are those of list schedules.
-    """
+    """Product of micro-batches and parts for short slices, per second of list schedules."""
     small_share: Share = 0.25
     """Share of the later time for the problem in place, if CP-SAT can improve it."""
     restarts: Rounds = ((7, 0.25), (3, 0.35))
@@ -334,15 +291,9 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     restart_steps: Count = 10_000
     """Largest number of random changes of rules for a layout in a round of `restarts`."""
     largest_alone: Count = 5_000
-    """Number of ops up to which a list schedule is half interpreted, at least.
-
-    For larger layouts, random changes of rules run in two threads.
-    """
+    """Number of ops from which on random changes run in two threads, mostly compiled."""
     halvings: Rounds = ((7, 0.25), (2, 0.3))
-    """Rounds of annealing: (number of candidates, share of the time left for them together).
-
-    Then one candidate has the rest (successive halving, Karnin et al. 2013).
-    """
+    """Rounds (candidates, share of time) of annealing (successive halving, Karnin et al. 2013)."""
     again: Number = 3.0
     """Expected gain of a candidate's next annealing, as a multiple of its last one."""
 
@@ -361,19 +312,13 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     grace_share: Number = 0.2
     """Share of the time limit by which a plan may exceed it."""
     margin: Factor = 1.25
-    """Factor on the measured time of an op when blocks are joined.
-
-    Large jobs take longer for each op.
-    """
+    """Factor on an op's measured time when blocks are joined: large jobs take longer."""
     whole_margin: Factor = 1.75
     """Factor on the measured seconds per op in the choice between whole and blocks."""
     share: Share = 0.3
     """Share of the time for the first plans of all blocks; the rest improves them."""
     largest_moved: Count = 500_000
-    """Number of ops up to which a job whose layers may move is planned whole.
-
-    Layers cannot move in blocks.
-    """
+    """Number of ops up to which jobs whose layers may move are planned whole."""
     largest_baseline: Count = 200_000
     """Number of ops up to which a baseline re-routes among all pipelines, not in groups."""
     piecewise: Count = 30_000
@@ -398,10 +343,7 @@ class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     distributions: AtLeastOne = 4
     """Number of distributions of failures over columns that the dynamic programme stores."""
     compared: Share = 0.3
-    """Share of the time for all sets of vacant roles, then for the best few.
-
-    The best one has the rest.
-    """
+    """Share of the time for all vacant sets, and again for the best few."""
     finalists: AtLeastOne = 3
     """Number of sets of vacant roles that are planned a second time."""
     share: Share = 0.5
@@ -423,10 +365,7 @@ class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share: Share = 0.5
     """Share of reductions' time that occupies workers in the second of two searches."""
     first_share_fixed: Share = 0.5
-    """Share of the time for the search without reductions, if layers stay in place.
-
-    Its plan is often optimal.
-    """
+    """Share of the time for the first search, in place. Its plan is often optimal."""
     first_share_move: Share = 0.2
     """Share of the time for the search without reductions if layers may move."""
     largest: Count = 200_000
@@ -451,15 +390,9 @@ class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     joining_seconds: Factor = 1.0
     """Seconds of the pause for moved roles beyond the loading of their layers."""
     large: Count = 30_000
-    """Number of ops above which no micro-batch is cut in a plan.
-
-    The search for cuts takes longer than they save.
-    """
+    """Number of ops above which nothing is cut. The search takes longer than it saves."""
     largest: Count = 500_000
-    """Number of ops up to which a plan without cuts is found within seconds.
-
-    Above `large`, the first one found is used.
-    """
+    """Number of ops up to which plans without cuts take seconds, the first above `large`."""
 
 
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):

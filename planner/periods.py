@@ -46,16 +46,10 @@ Solver = Callable[[Problem], Incumbent]
 
 
 class Periods:
-    """Calculator of the periods of one job without slow workers, for any failures.
-
-    Each subproblem is planned once.
-    """
+    """Calculator of one job's periods for any failures; each subproblem is planned once."""
 
     def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = ignore_progress) -> None:
-        """Compile the planner if necessary, and build the job's problem.
-
-        Raises NoPlanError if no schedule can run the job.
-        """
+        """Compile the planner and build the problem. Raises NoPlanError if nothing can run."""
         ensure_compiled(progress)
         self._given, self._overlaps = job, has_overlapping_reductions(job)
         self._job, self._options = without_reductions(job) if self._overlaps else job, options
@@ -107,8 +101,7 @@ class Periods:
         return self._shortest_period(down, options, _plan_round_robin)[0]
 
     def one_f_one_b_period(self, microbatches: int) -> float:
-        """Return the seconds of 1F1B (fused, synchronous) on a pipeline with so many
-        micro-batches."""
+        """Return the seconds of 1F1B (fused, synchronous) on a pipeline of `microbatches`."""
         job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
         problem = PlanOptions(method="1f1b").make_problem(job)
         return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
@@ -167,10 +160,7 @@ class Periods:
 
 
 def work_bound_seconds(job: Job, failed: Sequence[Worker]) -> float:
-    """Return a lower bound on the period, in seconds, whichever layers live workers hold.
-
-    They share all work evenly.
-    """
+    """Return a bound in seconds by evenly shared work, whichever layers workers hold."""
     return float(work_bound(build_layered_problem(job, failed, down=True)) * choose_tick(job, layer_costs(job)))
 
 

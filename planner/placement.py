@@ -78,10 +78,7 @@ class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Periods in seconds with 1, 2 ... roles vacant."""
 
     def mean_period(self, weights: Sequence[float]) -> float:
-        """Return the period, in seconds, of the mean throughput over 0, 1, 2 ... failures.
-
-        `weights` has the probability of each number of failures.
-        """
+        """Return the seconds of the mean throughput over failures, by their probabilities."""
         periods = (self.period, *self.with_failures)
         used = weights[:len(periods)]
         return sum(used) / sum(weight / period for weight, period in zip(used, periods, strict=True))
@@ -102,10 +99,7 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
     with_failures: tuple[float, ...]
     """Periods in seconds with 1, 2 ... roles vacant; empty if the search did not count failures."""
     mean_period: float
-    """Period, in seconds, of the mean throughput over numbers of failures.
-
-    Without failures, it is that of the plan.
-    """
+    """Seconds of the mean throughput over numbers of failures, or without any."""
     looked_at: int
     """Number of placements and divisions for which a plan was found."""
 
@@ -123,10 +117,7 @@ def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: 
 
 
 def failure_weights(workers: int, failures: int, down: float) -> list[float]:
-    """Return the probabilities that 0, 1 ... `failures` of all workers are down at once.
-
-    Each is down independently for a share `down` of the time.
-    """
+    """Return the probabilities of 0 to `failures` down, each for a share `down` of time."""
     return [math.exp(math.lgamma(workers + 1) - math.lgamma(count + 1) - math.lgamma(workers - count + 1)
                      + count * math.log(down) + (workers - count) * math.log1p(-down))
             for count in range(min(failures, workers) + 1)]

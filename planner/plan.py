@@ -53,17 +53,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     schedule: Schedule
     fault_free: FaultFree | None = None
-    """Period and bound by the same method with no worker down.
-
-    None if not requested, or if there was no time for it.
-    """
+    """Period and bound with no worker down; None if not requested or without time."""
     solve_seconds: float = 0.0
     """Seconds spent on the plan, on the clock of its search."""
     evidence: str | None = None
-    """Words that explain a period above the bound; None if optimal.
-
-    They say which of the two is likely to blame, and why.
-    """
+    """Words that explain a period above the bound; None if optimal."""
     interrupted: bool = False
     """True if Ctrl-C stopped the search; the schedule is the best one found until then."""
     fixed_period: float | None = None

@@ -1,7 +1,4 @@
-"""Find the fault-free period of a job, with which plans for its failures are compared.
-
-Commands store what a search has found under a key of all that it depends on (`reference_key`).
-"""
+"""Find the fault-free period of a job, stored under all it depends on (`reference_key`)."""
 
 import hashlib
 from collections.abc import Callable
@@ -34,10 +31,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     period: float
     """Period, in seconds, of the best plan found."""
     bound: float
-    """Proven lower bound on the period, in seconds.
-
-    For 1F1B and ReCycle, which make one plan each, the period.
-    """
+    """Proven bound on the period, in seconds; for 1F1B and ReCycle, the period itself."""
 
     @property
     def is_close(self) -> bool:
@@ -51,10 +45,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def capped_at(self, period: float) -> "FaultFree":
-        """Return a copy with period and bound at most `period`, with fewer workers alive.
-
-        All workers together could do as well.
-        """
+        """Return a copy with both at most `period`, as fewer workers have done."""
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 

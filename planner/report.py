@@ -46,19 +46,13 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     """Number of layers copied, counted once for each worker that receives them."""
     bytes: float | None
-    """Bytes of all layers copied; None if the job gives no weights.
-
-    They include gradients and undo copies, which need not be sent.
-    """
+    """Bytes of all layers copied, with gradients and undo copies; None without weights."""
     seconds: float | None
     """Seconds until the busiest worker has its layers; None if bytes are not known."""
 
 
 def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
-    """Return the copying of layers that a schedule needs.
-
-    Each rank of a worker sends or receives `bandwidth` bytes per second.
-    """
+    """Return what layers a schedule copies, at `bandwidth` bytes a second and rank."""
     received = layers_received(schedule)
     count = sum(map(len, received.values()))
     if not count:
@@ -257,10 +251,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
 
 
 def placement_report(found: FoundPlacement) -> dict[str, object]:
-    """Return what `--placement any` adds to `slipstream plan --json`, by key.
-
-    Durations are in seconds.
-    """
+    """Return what `--placement any` adds to `plan --json`, by key, in seconds."""
     return {
         "placement": found.arrangement.placement_table,
         "own_placement_period": found.own_period,

@@ -29,28 +29,18 @@ from slipstream.schedules.schedule import (
 FORMAT = "slipstream.schedule"
 VERSION = 2
 OLDER_VERSIONS = (1,)
-"""Older versions of schedule files that can be read. Version 1 has neither slices nor held layers.
-"""
+"""Older versions that can be read; version 1 has neither slices nor held layers."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
-"""Largest number of ops of all workers in a schedule file.
-
-A program is stored once, so a small file could represent far more.
-"""
+"""Largest number of ops of all workers in a file; programs are stored once."""
 MAX_NAME = 200
 MAX_LAYERS = 2**17
 MAX_SLICE_LAYERS = 2**22
-"""Maximum total number of layers in all slices.
-
-It is also the maximum total number of held ranges in all seats.
-"""
+"""Maximum total of layers in all slices, and of held ranges in all seats."""
 
 
 class ScheduleError(DocumentError):
-    """Error of a schedule file that cannot be read, or of too large a schedule.
-
-    The message is one line.
-    """
+    """Error, in one line, of a schedule that cannot be read or is too large."""
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,10 +86,7 @@ def encode(schedule: Schedule) -> bytes:
 
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
-    """Decode a schedule from the bytes of a file, named `source` in errors.
-
-    Raises ScheduleError with a one-line message.
-    """
+    """Decode a schedule from a file's bytes. Raises ScheduleError that names `source`."""
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
@@ -118,10 +105,7 @@ def read(path: Path) -> Schedule:
 
 
 def write(schedule: Schedule, path: Path) -> None:
-    """Write a schedule file atomically.
-
-    Raises OSError, or ScheduleError if the schedule is too large.
-    """
+    """Write a schedule atomically. Raises OSError, or ScheduleError if it is too large."""
     write_atomically(path, encode(schedule))
 
 

@@ -34,10 +34,7 @@ class Crossing(NamedTuple):
     source: Worker
     target: Worker
     made: int
-    """Position, in the source's program, of the op that makes the tensor.
-
-    The field `taken` is the position, in the target's program, of the op that takes it.
-    """
+    """Position of the making op in the source's program; `taken` is the taking op's."""
     taken: int
 
 

@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Gradient all-reduce of a range of layers, a node of the graph of ops.
+    """Gradient all-reduce of a range of layers, a node of the graph.
 
     All live workers that hold the layers take part.
     """
@@ -217,9 +217,6 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
     Ties are broken by planned time; `programs` has the ops of each worker. Raises ValueError if
     they wait for each other in a circle.
-
-    Ties are broken by planned time; `programs` has the ops of each worker. Raises ValueError if
-    they wait for each other in a circle.
     """
     nodes = list(
         dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops)
@@ -248,10 +245,7 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raise ValueError if ops and all-reduces wait for each other in a circle.
-
-    The message describes the circle. This check is cheaper than `topological_order`.
-    """
+    """Raise ValueError, which describes the circle, if ops and all-reduces wait in one."""
     sorter: TopologicalSorter[Node] = TopologicalSorter()
     for before, after in dependency_edges(schedule, programs):
         sorter.add(after, before)
@@ -297,10 +291,7 @@ def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
 
 
 def component_roots(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """Return, for each number below `count`, the smallest number of its connected component.
-
-    The edges are `pairs`. Uses union-find with path halving.
-    """
+    """Return the smallest number of each one's component by `pairs` (union-find, path halving)."""
     above = list(range(count))
 
     def find_root(number: int) -> int:

@@ -29,16 +29,10 @@ class Rule(NamedTuple):
     awaited: OpKind
     step: Literal[-1, 0, 1]
     tensor: Tensor | None
-    """Tensor that the op takes from the awaited op; between two workers it takes `times.transfer`.
-
-    None if it takes none.
-    """
+    """Tensor taken from the awaited op; between workers it takes `times.transfer`. Or None."""
 
     def positions_in_route(self, depth: int) -> range:
-        """Return the positions in a route at which this rule makes an op wait.
-
-        The route has `depth` slices.
-        """
+        """Return the positions in a route of `depth` slices at which this rule counts."""
         first, last = {"first": (0, 0), "last": (depth - 1, depth - 1), "any": (0, depth - 1)}[
             self.position
         ]
@@ -56,9 +50,7 @@ RULES = (
 
 
 def op_key(op: Op) -> OpKey:
-    """Return the identity of a compute op: (kind, slice, pipeline, microbatch), whichever worker
-    runs it.
-    """
+    """Return a compute op's key (kind, slice, pipeline, microbatch), on any worker."""
     assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
     return (op.kind, op.slice, op.pipeline, op.microbatch)
 
@@ -78,10 +70,7 @@ def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 
 def producer_keys(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
-    """Iterate over the keys of the ops that must end before this op may start.
-
-    `path` has the slices of its route, in order.
-    """
+    """Iterate over the keys of ops that an op on `path` must wait for."""
     return (producer for producer, _ in producers_with_rules(key, path))
 
 

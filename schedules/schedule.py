@@ -158,8 +158,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def scope(self) -> Scope:
-        """Scope of the lower bound: what the schedules that it covers may change. If the file gives no scope, it is the
-        narrowest one that includes this schedule."""
+        """Scope of the lower bound; by default the narrowest that includes this schedule."""
         if self.bound_scope is not msgspec.UNSET:
             return self.bound_scope
         if any(seat.holds is not None for seat in self.seats):
@@ -196,8 +195,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Seats whose worker plays a role other than its own. For a role of another column, the worker must load
-        layers."""
+        """Seats in another role; for one of another column, the worker loads layers."""
         return tuple(seat for seat in self.seats if seat.worker != seat.role)
 
     @cached_property
@@ -221,8 +219,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return list(first.values())
 
     def compute_for_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
-        """Return the result of `value` for each live worker, by worker. The result must depend only on the worker's
-        ops: `value` is called once per class of equivalent workers."""
+        """Return `value` of each live worker, computed once per class, from its ops alone."""
         values = [value(seat.worker) for seat in self.representative_seats]
         return {worker: values[number] for worker, number in self.equivalence_class_of.items()}
 
@@ -323,8 +320,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return seat.holds is not None and seat.holds != self.held_layers_of_column(seat.role.column)
 
     def route_of(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """Return the numbers of the slices that a micro-batch passes, in order. Empty if no worker runs the
-        micro-batch."""
+        """Return the slices that a micro-batch passes, in order; empty if nobody runs it."""
         return self.common_route or self.routes.get((pipeline, microbatch), ())
 
     @cached_property

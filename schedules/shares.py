@@ -29,10 +29,7 @@ from slipstream.schedules.program import (
 from slipstream.schedules.schedule import BackwardMode, Grid, OptimizerMode, Schedule, Seat, Worker
 
 SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
-"""Form in which `Sums` is stored.
-
-A column stands for all of its live workers. So a failure changes nothing.
-"""
+"""Form in which `Sums` is stored: columns mean all live workers, whoever fails."""
 DIGEST_CHARACTERS = 32
 
 
@@ -46,20 +43,14 @@ class ProgramFrame(msgspec.Struct, frozen=True):
 
 
 class WorkerShare(NamedTuple):
-    """Part of a divided schedule that one worker needs.
-
-    It is the worker's seat, and the digests of all else: keys of `DividedSchedule.contents`.
-    """
+    """Part of a divided schedule that one worker needs: its seat, and digests of contents."""
 
     seat: Seat
     """Seat of the worker (role, held layers), in which its program is number 0."""
     pipelines: tuple[int, ...]
     """Numbers of the pipelines that the worker's program names by index."""
     frame: str
-    """Digest of what all workers know: the schedule without seats and programs.
-
-    The fields `work` and `sums` are the digests of the worker's program and of its gradient sums.
-    """
+    """Digest of what all know; `work` and `sums` are those of program and gradient sums."""
     work: str
     sums: str
 
@@ -74,10 +65,7 @@ class WorkerShare(NamedTuple):
 
 
 class DividedSchedule(msgspec.Struct, frozen=True):
-    """Schedule, divided into the share that each worker needs.
-
-    What several shares have in common is stored once.
-    """
+    """Schedule, divided into workers' shares; what several have in common is stored once."""
 
     failed: tuple[Worker, ...]
     shares: dict[Worker, WorkerShare]
@@ -86,10 +74,7 @@ class DividedSchedule(msgspec.Struct, frozen=True):
 
 
 EquivalentSchedule = tuple[DividedSchedule, Mapping[int, int]]
-"""Divided schedule with other pipeline numbers and all workers in their own roles.
-
-It also has the new number of each pipeline.
-"""
+"""Divided schedule of other pipeline numbers without moved roles, with the new numbers."""
 
 
 def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None, *,

@@ -1,7 +1,4 @@
-"""Find pipelines, and groups of them, that behave identically.
-
-They are checked once and shown once.
-"""
+"""Find pipelines, and groups of them, that behave identically, to do each once."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,10 +8,7 @@ from slipstream.schedules.memory import activation_room
 from slipstream.schedules.schedule import LayerRange, Program, Schedule, with_pipeline_numbers
 
 Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
-"""Properties of the worker that plays a role.
-
-(speed per mille or None, memory for activations, held layers if listed)
-"""
+"""Properties of a role's worker: (per mille or None, activation memory, listed layers)."""
 RoleProgram = tuple[int, int, Player]
 """Role of a pipeline and what it runs: (column, program number, properties of its worker)."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]

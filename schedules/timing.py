@@ -34,19 +34,13 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """Random and constant factors on the durations of compute ops in a replay."""
 
     spread: float = 0.0
-    """Standard deviation of the logarithm of the random factor on each compute op's duration.
-
-    The mean factor is 1.
-    """
+    """Standard deviation of the logarithm of compute ops' random factor, of mean 1."""
     slow: Mapping[Worker, float] = {}
     """Factors by which all compute ops of some workers take longer, by worker."""
 
 
 class ReplayStep(NamedTuple):
-    """Step of a replay, an op or a whole all-reduce.
-
-    It has the workers that it occupies and the steps that it waits for.
-    """
+    """Step of a replay: an op or whole all-reduce, its workers and awaited steps."""
 
     op: Op
     """Op of this step; of an all-reduce, its longest A."""
@@ -57,10 +51,7 @@ class ReplayStep(NamedTuple):
     links; O occupies the worker and its link.
     """
     sources: tuple[tuple[int, int], ...]
-    """Steps of other workers that this step waits for.
-
-    Each is a pair (index of the step, ticks that its tensor needs to arrive).
-    """
+    """Awaited steps of other workers: pairs (index, ticks until the tensor arrives)."""
 
     @property
     def planned_ticks(self) -> int:
@@ -69,10 +60,7 @@ class ReplayStep(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """True if noise and a worker's speed change the step's duration.
-
-        So it is for all ops but A and O.
-        """
+        """True if noise and speed change the duration: not that of A or O."""
         return self.op.kind in COMPUTE_KINDS
 
 

@@ -160,10 +160,7 @@ def _initially_shown(result: Comparison) -> set[str]:
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return one line with the throughput of the first policy and its ratios to others.
-
-    Reference lines are left out.
-    """
+    """Return a line with the first policy's throughput and ratios to other systems'."""
     real = {
         name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference
     }
@@ -181,10 +178,7 @@ def summarize_comparison(result: Comparison) -> str:
 
 
 def describe_trace(trace: AvailabilityTrace) -> str:
-    """Return one line of text about an availability trace.
-
-    It has its length, its losses, and its mean number of live workers.
-    """
+    """Return a line on an availability trace: length, losses, mean live workers."""
     more = [
         text
         for count, text in (
@@ -216,10 +210,7 @@ def policy_colour(policy: str) -> str:
 
 
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
-    """Return the hours of live workers per 1,000 samples trained in `run`.
-
-    None if no sample was trained.
-    """
+    """Return the hours of live workers per 1,000 samples of `run`; None without samples."""
     return result.trace.mean_live_machines / run.throughput / 3.6 if run.throughput else None
 
 

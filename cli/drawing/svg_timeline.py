@@ -35,15 +35,9 @@ BOTTOM = 34
 WIDTH = 1000
 """Usual length of the time axis, in pixels."""
 MAX_WIDTH = 3000
-"""Maximum length of the time axis, in pixels.
-
-Only labels of re-routed ops make it longer than usual.
-"""
+"""Maximum pixels of the time axis, which only re-routed ops' labels lengthen."""
 LABEL_ROOM = 5
-"""Number of characters for which the shortest re-routed op has room.
-
-Holds if `MAX_WIDTH` allows it.
-"""
+"""Characters for which the shortest re-routed op has room, within `MAX_WIDTH`."""
 MAX_OPS = 200_000
 MAX_MARKS = 12
 """Maximum number of labels of the time axis."""
@@ -69,10 +63,7 @@ HATCH = (
 
 
 def draw_schedule(schedule: Schedule) -> bytes:
-    """Return an SVG picture of all workers of a schedule.
-
-    Raises ValueError if there are more than `MAX_OPS` ops.
-    """
+    """Return an SVG picture of all workers. Raises ValueError for more than `MAX_OPS` ops."""
     count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if count > MAX_OPS:
         raise ValueError(f"{count} ops are too many for a picture (at most {MAX_OPS})")

@@ -25,18 +25,12 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.symmetry import find_equal_pipelines
 
 FULL_ROWS = 32
-"""Largest number of workers for which each has a row in a measured iteration.
-
-There all times differ.
-"""
+"""Largest number of workers with a row each in a measured iteration, all unlike."""
 MAX_ROWS = 64
 """Maximum number of lines for workers if the height of the screen is unknown."""
 MIN_ROWS = 4
 OTHER_LINES = 3
-"""Number of lines of a drawing that are not rows of workers.
-
-Axis, legend, and the count of what is not drawn.
-"""
+"""Lines of a drawing besides workers: axis, legend, and what is not drawn."""
 MIN_COLUMNS = 24
 LABEL_COLUMNS = 10
 """Minimum distance of labels on the time axis, in characters."""
@@ -65,10 +59,7 @@ def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> 
 
 
 def draw_measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
-    """Return a drawing, in `width` characters, of an iteration as it was measured.
-
-    The workers are those of this schedule.
-    """
+    """Return a drawing, `width` characters wide, of a measured iteration's workers."""
     grid = schedule.grid
     equal: list[tuple[int, ...]] = [(pipeline,) for pipeline in range(grid.pipelines)]
     if grid.pipelines * grid.columns > FULL_ROWS:

@@ -9,8 +9,7 @@ class ExportError(ValueError):
 
 
 class Exporter(NamedTuple):
-    """Format that `slipstream export` writes, with the modules that write it. Those that import torch are imported only
-    when they are used."""
+    """Format that `slipstream export` writes, with its modules, imported only at use."""
 
     meaning: str
     """What is written, for the help of `--to`."""

@@ -25,8 +25,7 @@ from slipstream.schedules.whole_stages import with_whole_stages
 
 
 class MegatronSettings(NamedTuple):
-    """What Megatron-LM is told of a placement, with the names of its arguments. JSON has the same
-    keys."""
+    """What Megatron-LM is told of a placement, by names of its arguments, as in JSON."""
 
     num_layers: int
     mtp_num_layers: int

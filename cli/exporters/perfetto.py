@@ -16,10 +16,7 @@ from slipstream.schedules.precedence import op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 LINK_THREADS = 10**6
-"""Number added to a worker's thread id for the thread of its links.
-
-It shows reductions that overlap with compute.
-"""
+"""Number added to a worker's thread for its links, where reductions overlap."""
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]

@@ -11,8 +11,7 @@ from slipstream.schedules.whole_stages import NotWholeError
 
 
 def write_rows(schedule: Schedule) -> str:
-    """Return the CSV of the rows of all pipelines. Raises ExportError if workers do not run whole
-    stages in place."""
+    """Return the CSV of all pipelines. Raises ExportError unless stages are whole, in place."""
     try:
         rows = build_rows(schedule)
     except NotWholeError as error:

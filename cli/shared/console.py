@@ -160,10 +160,7 @@ QUIET_SECONDS = 10.0
 
 
 class LogProgress:
-    """Printer of progress on stderr: a line for each tenth of the work.
-
-    At times it says what is done. It prints nothing in a terminal, which shows a bar instead.
-    """
+    """Printer of progress on stderr, of each tenth and at times, unless in a terminal."""
 
     def __init__(self, subject: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._subject, self._unit, self._clock = subject, unit, clock
@@ -189,10 +186,7 @@ class LogProgress:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay KeyboardInterrupt until the end of the context.
-
-    Some modules swallow it while they are imported, and are then incomplete.
-    """
+    """Delay KeyboardInterrupt, which some modules swallow during import, to the end."""
     with defer_interrupts() as interrupted:
         yield
     if interrupted.is_set():
@@ -201,8 +195,7 @@ def delay_interrupts() -> Iterator[None]:
 
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed within the context. A second Ctrl-C raises
-    it at once."""
+    """Yield a function that raises KeyboardInterrupt after Ctrl-C; a second raises at once."""
     with defer_interrupts() as interrupted:
         def check_interrupt() -> None:
             if interrupted.is_set():

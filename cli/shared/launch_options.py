@@ -79,10 +79,7 @@ def read_secret_or_refuse(here: LaunchInfo) -> Secret | None:
 REHEARSED = ("--kill", "--return", "--slow")
 """Options of rehearsals, in the order of the arguments of `read_rehearsals`."""
 KILL_BEFORE_OP = 2
-"""Index of the op of a program before which --kill kills its worker.
-
-It is in the middle of the iteration.
-"""
+"""Index of the op, in mid-iteration, before which --kill kills its worker."""
 MAX_SLOW_FACTOR = 1000
 """Largest factor by which --slow may lengthen a worker's ops."""
 _FACTOR = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?", re.ASCII)
@@ -175,10 +172,7 @@ class Rehearsals:
 
 def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | None,
                     slow: list[str] | None) -> Rehearsals:
-    """Return the events on purpose that --kill, --return and --slow ask for.
-
-    Exits 2 if a text is malformed.
-    """
+    """Return what --kill, --return and --slow ask for. Exits 2 if a text is malformed."""
     return Rehearsals(tuple(_read_all("--kill", kill or (), job)), tuple(_read_all("--return", bring_back or (), job)),
                       tuple(chain(*(_parse_slowdowns(text, job) for text in slow or ()))))
 

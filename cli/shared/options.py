@@ -109,8 +109,7 @@ LONGEST_USUAL_SECONDS = 10.0
 
 
 def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
-    """Return the workers that an option gives as D.S, sorted and without duplicates. Exits 2 if a text is malformed;
-    the message names the option."""
+    """Return an option's workers D.S, sorted, once. Exits 2, naming it, if malformed."""
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
@@ -119,10 +118,7 @@ def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
 
 
 def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
-    """Return the workers of --failed and of --failed-node, sorted, each once.
-
-    Exits 2 if the job does not have one of them.
-    """
+    """Return --failed's and --failed-node's workers, sorted. Exits 2 if not in the job."""
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
         named = parse_workers("--failed", workers or [])
@@ -183,10 +179,7 @@ def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job
 
 
 def require_trainable_tables(path: Path, job: Job) -> None:
-    """Exit 2 if the runtime would reject the job's `[model]` or `[training]`.
-
-    Planners hardly read them.
-    """
+    """Exit 2 if the runtime would reject `[model]` or `[training]`, unread by planners."""
     from slipstream.runtime.config import ConfigError, parse_run_config
 
     try:

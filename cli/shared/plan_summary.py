@@ -88,10 +88,7 @@ def rank_lines(job: Job) -> list[str]:
 
 
 def placement_lines(found: FoundPlacement | None) -> list[str]:
-    """Return lines on a found placement, its periods and the job's own.
-
-    There are none without a search.
-    """
+    """Return lines on a found placement, if any, its periods and the job's own."""
     if found is None:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
@@ -106,8 +103,7 @@ def placement_lines(found: FoundPlacement | None) -> list[str]:
 
 
 def recomputation_lines(again: Recomputation | None) -> list[str]:
-    """Return a line on the planner's choice `again` of stages that recompute their activations. Empty if it made no
-    choice (None)."""
+    """Return a line on the planner's choice of recomputed stages; empty without one."""
     if again is None:
         return []
     if not again.stages:

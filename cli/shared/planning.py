@@ -81,10 +81,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
 
 @contextmanager
 def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
-    """Yield the executor of this name; None for local processes.
-
-    Exits 2 if it is unavailable.
-    """
+    """Yield the executor of this name, None for local. Exits 2 if it is unavailable."""
     with ExitStack() as stack:
         try:
             executor = stack.enter_context(open_executor(name))
@@ -139,10 +136,7 @@ def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputat
 
 @contextmanager
 def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
-    """Yield a function that shows the planner's messages on stderr, with seconds.
-
-    The clause `ctrl_c` is shown with them, and says what Ctrl-C does.
-    """
+    """Yield a function that shows messages, seconds and the clause `ctrl_c` on stderr."""
     start_time = time.monotonic()
     with err.status("planning") as status:
         def report(message: str) -> None:

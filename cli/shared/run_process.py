@@ -147,10 +147,7 @@ def _format_count(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProgressDisplay:
-    """Progress bar on stderr, with a line for each iteration and change of workers.
-
-    A thread prints everything, so that callers do not wait for the terminal.
-    """
+    """Progress bar on stderr, printed by a thread, with lines for iterations and changes."""
 
     bar: Progress
     task: TaskID
@@ -333,10 +330,7 @@ def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def exit_on_signals() -> None:
-    """Make schedulers' signals end this process with 128 plus the signal's number.
-
-    That is so until a run takes over their handling.
-    """
+    """Make schedulers' signals exit with 128 + number, until a run handles them."""
     for number in SCHEDULER_SIGNALS:
         signal.signal(number, lambda received, _: os._exit(128 + received))
 

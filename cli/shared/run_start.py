@@ -111,10 +111,7 @@ def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = Fa
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in a folder, or the newest of several, or None.
-
-    Raises CheckpointError.
-    """
+    """Return a folder's checkpoint, the newest of several, or None. Raises CheckpointError."""
     if may_exist(folder / MANIFEST):
         return open_checkpoint(folder)
     return open_latest(folder / "checkpoints") or open_latest(folder)
@@ -229,10 +226,7 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
 
 
 def require_usable(request: TrainRequest, resume: Checkpoint | None, config: RunConfig) -> None:
-    """Check that the run can use its folder and checkpoint, before it is planned.
-
-    Raises the errors that `run` would raise.
-    """
+    """Check the run's folder and checkpoint before planning. Raises the errors of `run`."""
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
     if request.folder.is_dir():
@@ -258,10 +252,7 @@ def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> 
 
 
 def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
-    """Return whether the run to join has done all iterations, by this node's files.
-
-    If so, node 0 has left, and there is nothing to join.
-    """
+    """Return whether the run to join has done all iterations, by this node's files."""
     with suppress(CheckpointError, OSError):
         checkpoint = None if request.resume is None or read_takeover_record(request.folder) is not None else \
             find_checkpoint(request.resume)
@@ -270,10 +261,7 @@ def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
 
 
 def is_run_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
-    """Return whether a folder's run has done all iterations and written its parameters.
-
-    It must have `resume` as its newest checkpoint. Raises CheckpointError.
-    """
+    """Return whether a run is done and written, with `resume` newest. Raises CheckpointError."""
     newest = open_latest(folder / CHECKPOINTS)
     return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
             and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))

@@ -42,10 +42,7 @@ from slipstream.schedules.tables.relabel import count_layers_to_load
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
-    """Return the share of the period in which each live worker runs ops.
-
-    Reductions that overlap with compute do not count.
-    """
+    """Return the share of the period in which each live worker runs ops on compute."""
     return schedule.compute_for_each(lambda worker: sum(
         op.end_ticks - op.start_ticks for op in schedule.ops_on_compute(worker)) / (schedule.period_ticks or 1))
 
@@ -131,10 +128,7 @@ EventGroup = Literal["failure", "order", "join", "slow", "layers", "checkpoint",
 
 
 def event_group(event: AnyEvent) -> EventGroup | None:
-    """Return the group of an event, which decides its mark on the page.
-
-    Returns None for events without a mark: those that repeat another event or are one of many.
-    """
+    """Return an event's group, which decides its mark on the page; None without a mark."""
     match event:
         case Failed() | NodeLost() | WentBack() | CoordinatorRestarted():
             return "failure"

@@ -46,24 +46,15 @@ from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Workload = dict[int, int]
-"""Work of one worker in an iteration: the number of micro-batches for each layer.
-
-Layers are consecutive and ascending.
-"""
+"""Work of one worker in an iteration: micro-batches by layer, consecutive and ascending."""
 
 
 class Replica(NamedTuple):
-    """Row of live workers that together run all layers of whole micro-batches.
-
-    They are sorted by the layers that they run.
-    """
+    """Row of live workers that run all layers of whole micro-batches, sorted by these layers."""
 
     workers: tuple[Worker, ...]
     is_recut: bool
-    """True if the layers are divided anew over the workers.
-
-    Otherwise these keep the stages that they hold.
-    """
+    """True if the layers are divided anew over the workers; else they keep their stages."""
 
 
 def make_idle_function(
@@ -196,10 +187,7 @@ def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, be
 
 
 Task = tuple[int, int]
-"""One layer of one shared micro-batch, which no replica runs as a whole.
-
-(number among the shared ones, layer)
-"""
+"""One layer of one shared micro-batch: (number among the shared ones, layer)."""
 
 
 class Slice(NamedTuple):
@@ -218,28 +206,19 @@ class Slice(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of the work of an iteration over replicas.
-
-    A micro-batch is run by one replica as a whole, or shared by several.
-    """
+    """Division of an iteration's work over replicas; each runs or shares micro-batches."""
 
     whole: tuple[int, ...]
     """Number of micro-batches that each replica runs as a whole."""
     workloads: tuple[tuple[Workload, ...], ...]
-    """Number of micro-batches per layer of each worker of each re-cut replica.
-
-    () for replicas that keep their stages.
-    """
+    """Micro-batches per layer of each worker of each re-cut replica; () for others."""
     slices: tuple[Slice, ...]
     items: int
     """Number of shared micro-batches, which no replica runs as a whole."""
 
 
 class Divider:
-    """Divider of a problem's work over given replicas.
-
-    The busiest worker has the least load.
-    """
+    """Divider of a problem's work over replicas, by the least load of the busiest worker."""
 
     def __init__(
         self,
@@ -602,19 +581,13 @@ def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> l
 
 
 GOLDEN_FRACTION = 0.6180339887498949
-"""Golden ratio minus 1.
-
-The fractional parts of its first n multiples lie evenly in [0, 1) for any n.
-"""
+"""Golden ratio minus 1, whose first n multiples have even fractional parts for any n."""
 
 
 def build_layout(
     problem: Problem, replicas: Sequence[Replica], division: Division, kind: str
 ) -> Layout:
-    """Return the layout of a division, with the route of each micro-batch.
-
-    The text `kind` (`Layout.kind`) says how the layout was made.
-    """
+    """Return the layout of a division, of this `Layout.kind`, with each micro-batch's route."""
     whole, items = _name_microbatches(problem, replicas, division)
     where: dict[MicroBatch, dict[int, Worker]] = {
         batch: {} for names in (*whole, items) for batch in names
@@ -723,10 +696,7 @@ def _choose_cuts(
 
 
 def build_route(layers: dict[int, Worker]) -> Route:
-    """Return the route of a micro-batch from the worker of each layer.
-
-    Consecutive layers on one worker become one slice.
-    """
+    """Return the route of a micro-batch from each layer's worker, consecutive layers joined."""
     slices: list[RouteSlice] = []
     for layer in sorted(layers):
         worker = layers[layer]

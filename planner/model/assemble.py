@@ -1,7 +1,4 @@
-"""Build a schedule from solved pieces.
-
-They are put on one clock, then all-reduces and optimizer steps are added.
-"""
+"""Build a schedule from solved pieces on one clock, with all-reduces and optimizer steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,10 +66,7 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
 def compute_period(
     problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None
 ) -> int:
-    """Return the period, in ticks, of the schedule that `build_schedule` would make.
-
-    It is made of the solutions of all subproblems; for `deadlines` see `align_pieces`.
-    """
+    """Return the ticks of what `build_schedule` would make; for `deadlines` see `align_pieces`."""
     aligned = align_pieces(problem, solutions, deadlines)
     return _aligned_period(aligned, compute_group_ends(*aligned))
 
@@ -150,10 +144,7 @@ def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints)
 
 
 def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
-    """Return a copy of the schedule with another bound, in its own ticks.
-
-    The bound is converted from ticks of `tick_seconds`, and rounded down.
-    """
+    """Return a copy of the schedule with a bound from ticks of `tick_seconds`, rounded down."""
     return schedule.with_bound(
         math.floor(bound.ticks * limited_ratio(tick_seconds, schedule.tick_seconds)), bound.scope
     )

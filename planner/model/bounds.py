@@ -53,10 +53,7 @@ def strongest_bound(problem: Problem) -> Bound:
 
 
 def exact_bound(problem: Problem) -> NamedBound:
-    """Return the best proven lower bound with layers in place.
-
-    It is a fraction of ticks, and words for what it counts.
-    """
+    """Return the best bound in place: a fraction of ticks, and what it counts."""
     return max(_bounds_in_place(problem), key=lambda bound: bound[0])
 
 
@@ -139,10 +136,7 @@ def _earliest_forward(problem: Problem, stage: int) -> int:
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """Return the least ticks in which columns' live workers do the columns' work.
-
-    Lemma 1, and lemma 20; the shortest reductions and optimizer step of these workers are added.
-    """
+    """Return the least ticks of columns' work and closing ops on their workers: lemmas 1 and 20."""
     units = [(_least_work(problem, stage), count_microbatches_at(problem, stage))
              for column in columns for stage in problem.grid.stages_of_column(column)]
     slowness = [problem.workers[Worker(pipeline, column)].per_mille for column in columns

@@ -122,10 +122,7 @@ def most_ticks(ops: Iterable[tuple[int, int, int]], room: int) -> Fraction:
 
 
 def chunk_bounds(problem: Problem) -> Iterator[tuple[Fraction, str]]:
-    """Yield bounds of lemmas 18 and 19, each with words that say what it counts.
-
-    There are none where their assumptions are not met.
-    """
+    """Yield bounds of lemmas 18 and 19, where assumptions hold, each with what it counts."""
     if not has_whole_stages(problem) or problem.grid.chains > 1:
         return
     for column in range(problem.grid.columns):

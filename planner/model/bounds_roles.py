@@ -21,23 +21,14 @@ from slipstream.schedules.memory import weights_of
 from slipstream.schedules.schedule import Scope, Worker
 
 MAX_WINDOWS = 2000
-"""Maximum number of bounds of a column that are computed.
-
-Beyond it, unlike workers count as the best.
-"""
+"""Maximum number of bounds of a column; beyond, unlike workers count as the best."""
 
 RoomOf = Callable[[Worker, int], int]
-"""Function of a worker and a column that returns its memory there.
-
-Memory units for weights and activations together.
-"""
+"""Function of a worker and a column: its memory units there, for weights and activations."""
 
 
 Distribution = tuple[tuple[int, int], ...]
-"""Number of vacant roles of each column, and of unlike workers.
-
-Unlike workers play others of its roles.
-"""
+"""Numbers of vacant roles and of unlike workers in other roles, by column."""
 
 
 class _Unlike(NamedTuple):

@@ -19,10 +19,7 @@ from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
 DeadColumns = Mapping[int, Columns]
-"""Columns of a pipeline whose worker is down, by the pipeline's number.
-
-Only pipelines with such columns are there.
-"""
+"""Columns whose worker is down, by the number of each pipeline that has some."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,19 +41,13 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     def original_microbatch(
         self, copy: Sequence[int], pipeline: int, microbatch: int
     ) -> MicroBatch:
-        """Return the micro-batch of the whole problem that this one represents in a copy.
-
-        It is micro-batch `microbatch` of `pipeline` in this subproblem.
-        """
+        """Return the whole problem's micro-batch for this one of the subproblem, in a copy."""
         batch = MicroBatch(copy[pipeline], microbatch)
         return self.names[batch] if self.names else batch
 
 
 def make_whole_piece(problem: Problem) -> Piece:
-    """Return the problem, undivided, as its only subproblem.
-
-    The one copy, the set of pipelines that run by the subproblem's solution, is all pipelines.
-    """
+    """Return the problem, undivided, as its only subproblem, with one copy."""
     return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
 
 

@@ -100,10 +100,7 @@ def to_per_mille(factor: float) -> int:
 
 
 def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) -> Times:
-    """Return the times of the stages in ticks of `tick` seconds, rounded up.
-
-    With `down`, they are rounded down.
-    """
+    """Return the stages' times in ticks of `tick` seconds, rounded up, or down if `down`."""
     rounded: Rounded = math.floor if down else math.ceil
 
     def to_ticks(values: Iterable[float]) -> tuple[int, ...]:
@@ -254,10 +251,7 @@ def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | No
 
 
 def with_layout(problem: Problem, layout: Layout) -> Problem:
-    """Return a copy of the problem with a layout's held layers and routes.
-
-    Only the order of ops is to be found.
-    """
+    """Return a copy of the problem with a layout's held layers and routes."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
     groups = make_reduce_groups(grid, layout.holds.values())
     number = _number_slices(grid, layout, (layers for layers, _ in groups.reductions))
@@ -296,10 +290,7 @@ def build_grid(job: Job) -> Grid:
 
 
 def count_equal_layers(grid: Grid, costs: LayerTicks | ExactLayerCosts) -> tuple[int, ...]:
-    """Return the number of layers of each stage of equal layers; 0 for others.
-
-    They are equal in times and memory.
-    """
+    """Return each stage's number of layers; 0 if they differ in times or memory."""
     parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
                costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]
     return tuple(end - first if len(part) == 1 else 0

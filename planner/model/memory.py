@@ -9,18 +9,12 @@ from slipstream.schedules.schedule import Worker
 
 
 def activation_memory(problem: Problem, slice_: int) -> int:
-    """Return a micro-batch's memory units from F's start to the gradient's end.
-
-    The gradient's op is I or B; 0 if memory is unlimited.
-    """
+    """Return a micro-batch's memory units from F's start to I's or B's end; 0: unlimited."""
     return problem.memory.activation[slice_] if problem.memory else 0
 
 
 def stash_memory(problem: Problem, slice_: int) -> int:
-    """Return a micro-batch's memory units from I's end to W's end.
-
-    It is 0 if the backward is fused or memory is unlimited.
-    """
+    """Return a micro-batch's memory units from I's end to W's; 0 if fused or unlimited."""
     return problem.memory.weight_stash[slice_] if problem.memory and problem.backward == "split" else 0
 
 

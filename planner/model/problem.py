@@ -44,10 +44,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class LayerSums(NamedTuple):
-    """Prefix sums over the L layers: value i is that of layers before i.
-
-    Each tuple has L + 1 values.
-    """
+    """Prefix sums over the L layers. Value i of L + 1 values is the sum of those before i."""
 
     forward: tuple[int, ...]
     backward_input: tuple[int, ...]
@@ -167,10 +164,7 @@ class NoPlanError(NoScheduleError):
 
 
 class NoRoomError(NoPlanError):
-    """Raised when no worker has room for one micro-batch at a whole stage.
-
-    Parts of the stage may still fit.
-    """
+    """Raised when no worker has room for a micro-batch at a whole stage. Parts may fit."""
 
     def __init__(self, lack: str, outcome: str = ": no schedule can run it") -> None:
         super().__init__(lack, outcome)
@@ -235,7 +229,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sharing: bool = False
     """True if any live holder of a slice may run all micro-batches of it.
 
-    False: only those of failed workers.
+    False: only those of failed workers change workers.
     """
     shedding: bool = False
     """True if, without `sharing`, peers of a lost worker may hand on micro-batches."""
@@ -396,10 +390,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Worker(pipeline, self.column_of[stage])
 
     def op_ticks(self, kind: OpKind, slice_: int, worker: Worker) -> int:
-        """Return the ticks of an op of a slice on a worker.
-
-        Its `kind` is F, I, W, B or A.
-        """
+        """Return the ticks of op `kind` (not O) of a slice on a worker."""
         if kind is OpKind.A or not self.has_slow_workers:
             return self.usual_ticks(kind, slice_)
         if kind is OpKind.B:
@@ -408,10 +399,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return slowed // 1000 if self.rounds_down else -(-slowed // 1000)
 
     def usual_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks of an op of a slice at the usual speed.
-
-        Its `kind` is F, I, W, B or A.
-        """
+        """Return the ticks of op `kind` (not O) of a slice at the usual speed."""
         return self._ticks_by_op[kind, slice_]
 
     @cached_property
@@ -428,7 +416,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(other for other in range(len(self.grid.stages)) if layers[other] == layers[stage])
 
     def fastest_ticks(self, kind: OpKind, stage: int) -> int:
-        """Return the ticks of an op of a stage or a copy, on the fastest holder."""
+        """Return an op's ticks at a stage or its copies, on the fastest holder."""
         holders = self.holders_by_slice[stage]
         return min(self.op_ticks(kind, copy, worker) for copy in self.copies_of(stage)
                    for worker in (holders if self.has_slow_workers else holders[:1]))
@@ -451,7 +439,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(count != 1 for count in self.parts)
 
     def count_parts(self, stage: int) -> int:
-        """Return the number of slices into which a stage may be cut for a micro-batch.
+        """Return the number of slices that a stage may be cut into for a micro-batch.
 
         It is the number of its layers if they are equal, otherwise 0; 1 if no stage may be cut.
         """
@@ -529,10 +517,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def times_each_reduction(self) -> bool:
-        """True if reductions have times of their own: shared, or in bubbles.
-
-        Otherwise the reductions of a group follow its last compute op.
-        """
+        """True if reductions have own times, shared or in bubbles; else they follow all compute."""
         return self.groups.has_shared_reductions or self.reduces_in_bubbles
 
     def ticks_of_reductions(self, group: int) -> int:
@@ -556,10 +541,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                    for stage in self.grid.stages_of_column(column)) + self.times.optimizer[column]
 
     def iterate_units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
-        """Yield the units of these pipelines (default: all).
-
-        They are sorted by pipeline and micro-batch, then in order of the route.
-        """
+        """Yield the units of pipelines (default: all), by pipeline, micro-batch and route."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
                 for visit in self.routes[MicroBatch(pipeline, microbatch)]:
@@ -601,10 +583,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
 
     def moved_memory(self, holds: Mapping[Worker, Held]) -> int:
-        """Return the memory units of the layers in `holds` that are not held here.
-
-        If the job gives no weights, return the number of these layers.
-        """
+        """Return the memory units, or number without weights, of layers in `holds` not held
+        here."""
         weights = self.costs.weights if any(self.costs.weights) else (1,) * self.grid.layer_count
         return sum(weights[layer] for worker, ranges in holds.items() if ranges != self.workers[worker].holds
                    for layer in layers_in(ranges).difference(self.list_held_layers(worker)))
@@ -633,10 +613,7 @@ class HeldRange(NamedTuple):
 
 
 def iterate_held_ranges(problem: Problem) -> Iterator[HeldRange]:
-    """Divide the layers at the ends of stages and held ranges; yield ranges with holders.
-
-    Raises LookupError if no live worker holds a layer.
-    """
+    """Yield ranges of layers with their holders. Raises LookupError if one has none alive."""
     cuts = {end for path in problem.path_by_chain for layers, _ in path for end in layers}
     cuts |= {end for properties in problem.workers.values() for layers in properties.holds for end in layers}
     for first, end in pairwise(sorted(cuts)):

@@ -31,10 +31,7 @@ def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Soluti
 
 
 def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
-    """Return the tick at which each group ends its last reduction.
-
-    Reductions begin at `begin`; NEVER for a group without reductions.
-    """
+    """Return when each group's last reduction ends if they begin at `begin`; NEVER without."""
     between, last = arrays.reductions.between, begin + arrays.reductions.ticks
     latest: Ints = np.where(between >= 0, np.append(last, NEVER)[between], NEVER).max(axis=1)
     return latest
@@ -109,10 +106,7 @@ MAX_PERMUTED = 4
 
 
 class BubblePlaces(NamedTuple):
-    """Places of reductions that may lie in bubbles.
-
-    The bubbles are before the last compute op of their workers.
-    """
+    """Places of reductions in bubbles before their workers' last compute op."""
 
     begin: Ints
     """Start tick of each reduction."""

@@ -72,10 +72,7 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingP
 
 
 def twin_chain(chain: Chain, seed: int) -> Chain:
-    """Return a copy of a chain with its own arrays and random numbers.
-
-    It continues from the same state.
-    """
+    """Return a copy of a chain's state with its own arrays and random numbers."""
     own = {field: _copy_arrays(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
     own["statistics"][:] = 0
     return chain._replace(**own)._replace(random=_make_random_state(seed))
@@ -199,10 +196,7 @@ class AnnealingChain:
         """Number of annealing steps between two looks at the clock."""
         self._cycle_steps, self._step = count_first_cycle_steps(ops, pipelines, params), 0
         self.steps = self.cycles = 0
-        """Number of annealing steps done; each tries an order of the ops.
-
-        The attribute `cycles` is the number of completed cooling cycles.
-        """
+        """Number of annealing steps done, and `cycles`, that of completed cooling cycles."""
         self._shifts = 0
         self._set_deadlines(solution)
         _copy_state(self._chain.state, self._chain.best)
@@ -273,18 +267,12 @@ class AnnealingChain:
 
     @property
     def operator_counts(self) -> dict[str, tuple[int, int, int]]:
-        """Counts of annealing steps by the name of their kind.
-
-        Each is (steps tried, steps accepted, steps that made the best plan shorter).
-        """
+        """Counts of steps by kind: (tried, accepted, made the best plan shorter)."""
         return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATOR_NAMES.items()}
 
     @property
     def best_deadlines(self) -> list[int]:
-        """Ticks by which groups end compute in the best plan, or at which reductions begin.
-
-        See `get_deadlines`; 0 for groups that have no worker in this subproblem.
-        """
+        """Deadlines in the best plan (`get_deadlines`); 0 for groups without a worker here."""
         if self._problem.anneals_reductions:
             taking_part = np.isin(self._arrays.reductions.sharers[:, 0], self._arrays.group)
             begins: list[int] = (taking_part * self._chain.best.begin).tolist()
@@ -356,10 +344,7 @@ class AnnealingChain:
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
     def shorten_cycle(self, rounds: float) -> None:
-        """Let the present cooling cycle end within `rounds` more rounds of steps.
-
-        If the search ended while it is hot, it would have found little.
-        """
+        """End the cooling cycle within `rounds` more rounds: while hot, it finds little."""
         end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)

@@ -167,10 +167,7 @@ class Constraints:
                 self._model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
     def make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
-        """Return pairs (interval, memory units that a unit takes on a host during it).
-
-        The intervals are present if the host is chosen.
-        """
+        """Return pairs (interval, memory units of a unit), present if its host is chosen."""
         problem, variables = self._problem, self._variables
         times = [(variables.start if kind in CHANGING_AT_START else variables.end)[kind, *unit]
                  for kind in problem.op_kinds]
@@ -292,8 +289,11 @@ class Constraints:
 
 
 MAX_MODEL_MEMORY = 2**20
-"""Largest room of a worker, in the model's units of memory. The solver multiplies memory by ticks, which overflows if
-both are fine, and then ends the process or denies that any plan exists."""
+"""Largest room of a worker, in the model's units of memory.
+
+The solver multiplies memory by ticks, which overflows if both are fine, and then ends the process
+or denies that any plan exists.
+"""
 
 
 class CoarseMemory(NamedTuple):
@@ -368,10 +368,7 @@ def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
 
 
 def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
-    """Return groups of interchangeable workers, each with a stage that all micro-batches pass.
-
-    The workers are of one column, and so is the stage.
-    """
+    """Return interchangeable workers of a column, with a stage that all micro-batches pass."""
     if not problem.sharing or problem.grid.chains > 1:
         return []
     groups = []
@@ -483,10 +480,7 @@ def ample_period(problem: Problem) -> int:
 
 
 def is_within_room(solution: Solution) -> bool:
-    """Return whether all workers keep within their memory.
-
-    A model with coarsened memory does not ensure it.
-    """
+    """Return whether workers keep within memory, which a coarsened model does not ensure."""
     arrays, problem = solution.arrays, solution.arrays.problem
     if problem.memory is None:
         return True

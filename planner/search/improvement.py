@@ -55,10 +55,7 @@ def _search_each_piece(known: Incumbent, budget: Budget, params: ListParams, ste
 
 def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                          cycles: int | None = None) -> Incumbent:
-    """Anneal the subproblems that determine a candidate's period; return it, no worse.
-
-    It takes `cycles` cooling cycles (None: to the budget's end).
-    """
+    """Anneal for `cycles` (None: to the budget's end); return the candidate, no worse."""
     begin = params.begin_seconds * known.operation_count
     if budget.end_reason(known.period, known.bound.ticks, begin):
         return known
@@ -79,10 +76,7 @@ def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingPara
 
 
 def find_provable_pieces(known: Incumbent, params: CpSatParams) -> list[int]:
-    """Return the indices of the subproblems that are small enough for CP-SAT.
-
-    Its model requires layers in place.
-    """
+    """Return the indices of subproblems, in place, that are small enough for CP-SAT."""
     return [index for index, piece in enumerate(known.pieces)
             if is_provable_by_search(piece.problem) and piece.problem.host_operation_count <= params.largest_proof]
 

@@ -17,10 +17,7 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Candidate of a search: a problem, the best solutions of its subproblems, a bound.
-
-    Periods are in ticks. The best candidate also records how the search went.
-    """
+    """Candidate of a search: a problem, solutions, a bound, in ticks, and the search's course."""
 
     problem: Problem
     pieces: tuple[Piece, ...]
@@ -31,13 +28,9 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     periods: tuple[int, ...] = ()
     """Period, in ticks, of each subproblem's best solution."""
     period: int = 0
-    """Period of the whole problem in ticks. With all solutions on one clock, it may be longer than each of
-    `periods`."""
+    """Ticks of the whole, which may exceed each of `periods` on one clock."""
     deadlines: Sequence[int] | None = None
-    """Ticks by which each group must end its compute ops, in all subproblems.
-
-    None unless annealing has put all solutions on one clock.
-    """
+    """Ticks by which groups end compute; None unless annealing put all on one clock."""
     moved: int = 0
     """Memory units of the layers that workers receive; without weights, their number."""
     orders: int = 0
@@ -101,20 +94,14 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                                        deadlines=deadlines)
 
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
-        """Return a copy with another solution of a subproblem, unless the whole gets longer.
-
-        The period of `solution` is `period` ticks.
-        """
+        """Return a copy with another solution, of `period` ticks, unless the whole gets longer."""
         solutions, periods = list(self.solutions), list(self.periods)
         solutions[index], periods[index] = solution, period
         candidate = self.with_solutions(solutions, periods)
         return candidate if candidate.period <= self.period else self
 
     def make_schedule(self, method: str = "") -> Schedule:
-        """Build the candidate's schedule, with its bound and the name of the method.
-
-        It is `method` or, if that is empty, the techniques in `ran`.
-        """
+        """Build the schedule, with its bound and `method` or, if empty, the techniques in `ran`."""
         return assemble.build_schedule(self.problem, list(zip(self.pieces, self.solutions, strict=True)),
                                        method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 

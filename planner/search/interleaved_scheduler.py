@@ -85,7 +85,7 @@ class InterleavedScheduler:
         self._last: tuple[Ints, Ints] | None = None
 
     def evaluate_rule(self, rule: InterleavedRule) -> int:
-        """Return the period, in ticks, of the order that the rule makes; `last_solution` returns it.
+        """Return the period, in ticks, of a rule's order; `last_solution` returns it.
 
         Raises StuckError if the rule's sequences of F and I wait for each other, or for memory.
         """

@@ -191,10 +191,7 @@ STEPS_PER_PLACE = 64
 The turn is the order in which micro-batches go if nothing else decides.
 """
 MAX_CACHED_PRIORITIES = 32
-"""Largest number of arrays of priorities, one per unit, that a list scheduler keeps.
-
-Neighbouring rules share them, but there are thousands of random steps.
-"""
+"""Largest number of arrays of priorities that a scheduler keeps for neighbouring rules."""
 Floats = NDArray[np.float64]
 
 
@@ -269,10 +266,7 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
-    """Return in-flight limits by slice: those of 1F1B times `slope`, plus `extra`.
-
-    They are high at early stages, whose gradients come back late.
-    """
+    """Return 1F1B's limits by slice, high at first, times `slope` plus `extra`."""
     grid, first = problem.grid, [low for low, _ in problem.layers_by_slice[:problem.grid.depth]]
     begun_before = [*(grid.original_stage(stage) for stage in range(len(grid.stages))),
                     *(bisect_right(first, low) - 1 for low, _ in problem.slices)]
@@ -346,10 +340,7 @@ class ListScheduler:
         return _compute_extra_route_time(self.arrays)
 
     def evaluate_rule(self, rule: DispatchRule) -> int:
-        """Return the period, in ticks, of a rule's list schedule.
-
-        Afterwards, `last_solution` returns it.
-        """
+        """Return the ticks of a rule's list schedule, which becomes `last_solution`."""
         order = self.order_ops(rule)
         period, start = time_order(self.arrays, order)
         self._last_order_and_starts = order, start
@@ -422,10 +413,7 @@ class ReservedMemory(NamedTuple):
     at_start: tuple[int, ...]
     """Memory units taken when an F starts, by slice. If the stash needs more, the I waits until enough W have run."""
     needed: tuple[int, ...]
-    """Memory units, by slice, that must be free when an F starts.
-
-    They are for itself, and to continue at its worker's later stages.
-    """
+    """Memory units, by slice, that F needs free, also for its worker's later stages."""
     chains_in_turn: bool
     """True if a direction's micro-batches must finish before the other's begin."""
 

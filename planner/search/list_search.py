@@ -50,8 +50,7 @@ Rule = DispatchRule | RoundRule | InterleavedRule
 
 
 class Scheduler(Protocol):
-    """Builder of the schedules of one problem and assignment: a `ListScheduler`, `RoundScheduler` or
-    `InterleavedScheduler`."""
+    """Builder of an assignment's schedules: by lists, in rounds, or interleaved."""
 
     arrays: ProblemArrays
 
@@ -95,10 +94,7 @@ def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[in
 
 
 def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
-    """Iterate over the grid of dispatch rules, the most often successful first.
-
-    Each is the best for some problem.
-    """
+    """Iterate over rules that are each best for some problem, the most often best first."""
     rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
     orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
     turns: tuple[ReroutedTurn, ...] = ("in turn", "first") if problem.failed else ("in turn",)
@@ -192,10 +188,7 @@ TRIED_RULES, TRIED_ROUNDS, TRIED_INTERLEAVED, TRIED_STEPS, TRIED_ASSIGNMENTS = (
 FIRST_RULES, FIRST_ROUNDS = 3, 4
 """Numbers of shortlisted rules, and of rules for rounds, that are tried first."""
 TIGHTNESS = 1e-4
-"""Share by which a plan without reserves must be shorter to be preferred.
-
-Annealing has less room in it.
-"""
+"""Share by which plans without reserves, hard to anneal, must be shorter."""
 PeriodCallback = Callable[[int], None]
 
 

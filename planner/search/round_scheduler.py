@@ -61,10 +61,7 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
     pass_on: bool = True
     """True if the same holds for the worker's next stage, once this one is done."""
     reserve: bool = True
-    """True if an F starts only with room at the worker's later stages.
-
-    The order then never gets stuck.
-    """
+    """True if F starts only with room at later stages. The order is then never stuck."""
     capacity: float = 1.0
     """Share of the memory that is used: what fits in less memory is sometimes shorter."""
 

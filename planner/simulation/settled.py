@@ -32,19 +32,16 @@ SETTLE_SECONDS = 0.5
 SECONDS_PER_OP = 2e-4
 """Time for each compute op of a plan, likewise. The list schedules of small jobs need no more."""
 TRIAL_SHARE = 0.25
-"""Share of a plan's time for the trial of each choice of dead workers.
+"""Share of a plan's time for trying each choice of dead workers.
 
-There are two choices; the better one then gets the rest. The better one then gets the rest.
+There are two choices; the better one then gets the rest.
 """
 MIN_GROUP_PIPELINES = 8
 """Minimum number of pipelines of a group. A job of at least two groups is planned in groups."""
 
 
 class RebalancedPlan(NamedTuple):
-    """Period of a plan with layers moved, and the most layers that a worker receives.
-
-    They are in multiples of a stage's.
-    """
+    """Period of a plan with layers moved, and a worker's most received, in stages."""
 
     period: float
     """Period in seconds."""
@@ -57,10 +54,7 @@ class RebalancedPlan(NamedTuple):
 
 
 class SlowWorkerCount(NamedTuple):
-    """Number of slow live workers, and the slowdown factor of the slowest.
-
-    It is assumed for all.
-    """
+    """Number of slow live workers, and the factor of the slowest, assumed for all."""
 
     workers: int
     factor: float
@@ -238,10 +232,7 @@ def stack_failures(failures: int, pipelines: int, stages: int) -> list[Worker]: 
 
 
 def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Return this many failed workers, spread evenly over pipelines.
-
-    In each they are one stage before those of the previous pipeline.
-    """
+    """Return failed workers spread evenly over pipelines, one stage earlier in each next."""
     return [
         Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
         for index in range(failures)

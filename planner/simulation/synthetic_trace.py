@@ -27,9 +27,9 @@ MAX_FAILURES = 5e6
 
 
 def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
-    """Return a trace of `days` days for `places` GPUs, with failures drawn from a model.
+    """Return a trace of `days` days for `places` GPUs, all alive at first.
 
-    All are alive at the beginning. Raises ValueError for more than `MAX_FAILURES` failures.
+    Raises ValueError for more than `MAX_FAILURES` failures.
     """
     _require_drawable(days * 24 / model.mean_hours_to_failure(places))
     random = np.random.default_rng(seed)

@@ -30,10 +30,7 @@ SearchMethod = Literal["cp-sat", "greedy"]
 """Methods of `slipstream plan` by which schedules are searched."""
 
 PLAN_SECONDS = 0.2
-"""Maximum time for one plan, in seconds of a fixed number of search steps each.
-
-Most plans need a hundredth of it.
-"""
+"""Maximum seconds, in counted steps, of a plan; most need a hundredth."""
 
 
 class Throughputs:
@@ -97,10 +94,7 @@ class Throughputs:
         """True if whole pipelines run this planner's schedules, and not 1F1B."""
 
     def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the cached value of a policy's `key`, any hashable value.
-
-        `find` computes it the first time.
-        """
+        """Return the cached value of a policy's hashable `key`, by `find` the first time."""
         return _find_once(self._rates, key, find)
 
     def _plan_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
@@ -120,10 +114,7 @@ class Throughputs:
     # --- This planner -----------------------------------------------------------------------------
 
     def planned_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of Slipstream's schedule with layers in place.
-
-        `down` workers are dead, one number per stage.
-        """
+        """Return the samples per second of Slipstream in place, `down` workers dead by stage."""
         return self._plan_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
     def in_place_rate(self, down: DownByStage) -> float:
@@ -169,10 +160,7 @@ class Throughputs:
 
     @property
     def whole_rate(self) -> float:
-        """Samples per second of Slipstream's best schedule with all workers alive.
-
-        Layers are in place or moved, whichever is faster.
-        """
+        """Samples per second with all workers alive, layers in place or moved, the faster."""
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
@@ -312,10 +300,7 @@ class Throughputs:
     # --- Whole pipelines --------------------------------------------------------------------------
 
     def one_f_one_b_rate(self, pipelines: int) -> float:
-        """Return the samples per second of 1F1B (fused, synchronous) on some pipelines.
-
-        They share the global batch evenly.
-        """
+        """Return the samples per second of 1F1B (fused, synchronous) on so many pipelines."""
         if pipelines < 1:
             return 0.0
         return self._plan_once(
@@ -377,19 +362,13 @@ class Throughputs:
 
     @cached_property
     def fault_free_rate(self) -> float:
-        """Samples per second with all workers alive, of Slipstream's schedule or 1F1B.
-
-        Layers are in place; whichever is faster.
-        """
+        """Samples per second, in place, all alive, of Slipstream or 1F1B, the faster."""
         return max(
             self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines)
         )
 
     def work_conserving_rate(self, live: float) -> float:
-        """Return an upper bound on the samples per second of `live` workers.
-
-        Training is synchronous; a worker at half speed counts half.
-        """
+        """Return a bound on synchronous samples per second; half speed counts half in `live`."""
         return self.samples / self.loads.work_conserving_seconds(live)
 
 

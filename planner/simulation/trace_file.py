@@ -50,10 +50,7 @@ MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
 """Maximum slowdown factor of a machine. A slower one is as good as down."""
 MAX_STEP_RATIO = 20
-"""Largest step between samples at which none counts as missing.
-
-It is a multiple of the median step.
-"""
+"""Largest multiple of the median step between samples at which none is missing."""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
 _EVENT = re.compile(r"(\d{1,18})\s*,\s*(add|remove|slow|gpus)\s*,\s*(\S.*)")
@@ -96,10 +93,7 @@ def read_availability_trace(
 
 def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
                              gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace of any text form from the text of a file; see `read_availability_trace`.
-
-    Raises ValueError (mostly a TraceFileError), whose message names the line.
-    """
+    """Read a trace from text. Raises ValueError (mostly TraceFileError) with the line."""
     lines = [
         (number, line)
         for number, raw in enumerate(text.splitlines(), 1)
@@ -216,10 +210,7 @@ def _describe_missing_samples(times: Sequence[float]) -> list[str]:
 
 
 class TraceEvent(NamedTuple):
-    """Line of a trace file in the form with events.
-
-    At a time, a machine is added, removed, slow, or has fewer GPUs.
-    """
+    """Line of a trace of events: a machine is added, removed, slow, or lacks GPUs."""
 
     seconds: float
     what: str

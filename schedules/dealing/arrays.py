@@ -12,10 +12,7 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.timing import ReplayStep, replay_steps
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
-"""Kinds of op by whose costs an op's ticks are scaled.
-
-A sample has a cost for each of them at each slice.
-"""
+"""Kinds of op whose costs scale ticks; samples have each at every slice."""
 
 
 def arrays_of(schedule: Schedule) -> Arrays:
@@ -130,10 +127,7 @@ def _cost_columns(
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """Return the fraction of each slice's layers that lies in each stage, [slices, stages].
-
-    A slice that is a stage has a single 1.
-    """
+    """Return the part of each slice's layers in each stage, [slices, stages]."""
     grid = schedule.grid
     shares = np.zeros((len(schedule.layers_by_slice), grid.depth))
     for slice_, (first, end) in enumerate(schedule.layers_by_slice):

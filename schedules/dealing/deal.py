@@ -1,7 +1,4 @@
-"""Choose the sample of each micro-batch.
-
-The choice is a pure function of schedule, costs of samples, seed and number of swaps.
-"""
+"""Choose samples for micro-batches: a pure function of schedule, costs, seed and swaps."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -39,17 +36,11 @@ direction.
 
 
 class CostError(ValueError):
-    """Error for invalid costs of samples, or invalid lengths that they follow from.
-
-    The message is one line.
-    """
+    """One-line error for invalid costs of samples, or lengths that give them."""
 
 
 class Dealt(NamedTuple):
-    """Assignment of an iteration's samples to micro-batches, and what it gains.
-
-    Lengths of the iteration are in ticks.
-    """
+    """Assignment of an iteration's samples to micro-batches, with lengths in ticks."""
 
     sample: Ints
     """Number of the sample that each micro-batch gets, [micro-batches].
@@ -58,10 +49,7 @@ class Dealt(NamedTuple):
     number.
     """
     before_ticks: float
-    """Length of the iteration, in ticks, without dealing.
-
-    Each micro-batch then has the sample of its own number.
-    """
+    """Length of the iteration, in ticks, without dealing."""
     after_ticks: float
 
 
@@ -93,10 +81,7 @@ def require_costs(costs: object, samples: int, stages: int) -> Costs:
 
 
 class Dealer:
-    """Assigner of each iteration's samples to the micro-batches of one schedule.
-
-    Raises ValueError if the schedule's ops wait for each other in a circle.
-    """
+    """Assigner of samples to a schedule's micro-batches. Raises ValueError for a circle of ops."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._arrays = arrays_of(schedule)
@@ -117,10 +102,7 @@ class Dealer:
         )
 
     def affordable_swaps(self, wanted: int) -> int:
-        """Return how many swaps of two samples `deal` tries for a caller who wants `wanted`.
-
-        Fewer if that would take too long.
-        """
+        """Return how many of `wanted` swaps of two samples `deal` has time for."""
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:

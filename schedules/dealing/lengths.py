@@ -102,7 +102,7 @@ def fit_coefficients(
 
 
 def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
-    """Return the three x >= 0 that best fit `rows @ x`, and the squared error."""
+    """Return three x >= 0 that best fit `rows @ x`, and the squared error."""
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(3), float((targets**2).sum())

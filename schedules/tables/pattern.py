@@ -20,10 +20,7 @@ Columns = tuple[int, ...]
 BrokenPipeline = tuple[int, Columns]
 """Pipeline with failures, as (class of interchangeable pipelines, columns that it has lost)."""
 Pattern = tuple[BrokenPipeline, ...]
-"""Failures up to the order of interchangeable pipelines, sorted.
-
-(class, lost columns) of each pipeline with failures.
-"""
+"""Failures of interchangeable pipelines, sorted: (class, lost columns) of each."""
 
 
 def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
@@ -43,10 +40,7 @@ def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[i
 
 
 def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
-    """Return the columns of failed workers of each pipeline, by its number.
-
-    Columns ascend; a pipeline without failures is left out.
-    """
+    """Return the failed columns, ascending, of each pipeline with failures."""
     lost: dict[int, list[int]] = defaultdict(list)
     for pipeline, column in sorted(failed):
         lost[pipeline].append(column)

@@ -52,10 +52,7 @@ def count_layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
 
 
 def missing_layers(schedule: Schedule, seat: Seat) -> frozenset[int]:
-    """Return the layers that a seat's worker must load.
-
-    It holds them in the schedule but not in its own column.
-    """
+    """Return the layers of a seat in the schedule that its worker's column lacks."""
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
     return layers_in(schedule.held_layers_of_seat(seat)) - layers_in(
@@ -182,10 +179,7 @@ ANY_PIPELINE = -1
 
 
 def preload_solver() -> None:
-    """Import what `relabel_schedule` needs.
-
-    This takes a tenth of a second, which neither a plan nor a recovery should spend.
-    """
+    """Import what `relabel_schedule` needs, a tenth of a second, before it is urgent."""
     import networkx  # noqa: F401
 
 

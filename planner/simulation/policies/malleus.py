@@ -36,17 +36,11 @@ _ASSUMPTIONS = (
 )
 
 Pipelines = Mapping[tuple[float, ...], int]
-"""Number of pipelines for each ascending list of slowdown factors.
-
-One factor for each machine of a pipeline.
-"""
+"""Number of pipelines by the ascending slowdown factors of their machines."""
 
 
 class Malleus(Policy):
-    """Policy that divides the layers of every pipeline again over its live workers.
-
-    The micro-batches are divided over the pipelines.
-    """
+    """Policy that divides layers again within pipelines, and micro-batches over them."""
 
     name = "malleus"
     title = "Malleus: layers and micro-batches by the speed of each worker"
@@ -80,10 +74,7 @@ class Malleus(Policy):
         return self._rate_for_pipelines(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Distribute the machines in `live` over the pipelines, and return the phases.
-
-        They are spread evenly. The phases begin with the trace.
-        """
+        """Distribute the machines in `live` evenly over pipelines; return the phases."""
         self._place_machines(live)
         return self.resume_training(self._current_rate())
 

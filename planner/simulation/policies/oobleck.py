@@ -10,10 +10,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Oobleck(Policy):
-    """Policy in which, at a failure, pipelines shrink, take nodes from others or merge.
-
-    The micro-batches are then divided over the pipelines again.
-    """
+    """Policy in which pipelines shrink, take nodes from others or merge at a failure."""
 
     name = "oobleck"
     title = "Oobleck: pipelines of several lengths"
@@ -36,10 +33,7 @@ class Oobleck(Policy):
         """Smallest number of nodes (machines) of a pipeline: half of its stages, rounded up."""
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures.
-
-        The better result of spreading them over all pipelines and of removing whole pipelines.
-        """
+        """Return the samples per second with failures in all pipelines or in few, the better."""
         pipelines, stages = self.scenario.pipelines, self.scenario.stages
         if not failures:
             return self.fault_free_rate
@@ -120,10 +114,7 @@ class Oobleck(Policy):
         return self.rate(list(map(len, self._pipelines.groups)))
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """Return the samples per second of pipelines with these numbers of nodes.
-
-        One number for each pipeline.
-        """
+        """Return the samples per second of pipelines, each with its number of nodes."""
         lengths = tuple(sorted(size for size in sizes if size))
         return self.throughputs.compute_once(
             (self.name, lengths), lambda: self._compute_rate(lengths)
@@ -143,10 +134,7 @@ class Oobleck(Policy):
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the nodes of each pipeline if failures are spread evenly.
-
-    Pipelines have `stages` nodes at first.
-    """
+    """Return the nodes, of `stages` at first, of each pipeline if failures are spread."""
     return [
         stages - failures // pipelines - (index < failures % pipelines)
         for index in range(pipelines)

@@ -52,10 +52,7 @@ class _Reference(Policy):
 
 
 class FaultScaled(_Reference):
-    """Reference line of 1F1B's throughput, times the share of workers alive.
-
-    The throughput is that without failures.
-    """
+    """Reference line of 1F1B's throughput without failures, times the share alive."""
 
     name = "fault-scaled"
     title = "reference: plain 1F1B times the share of workers alive"
@@ -71,10 +68,7 @@ class FaultScaled(_Reference):
 
 
 class WorkConserving(_Reference):
-    """Reference line of an upper bound for synchronous training.
-
-    All live workers are busy all the time.
-    """
+    """Reference line of an upper bound: all live workers are busy all the time."""
 
     name = "work-conserving"
     title = "reference: no live worker ever idle, no change costs anything"

@@ -1,7 +1,4 @@
-"""Policies that re-route micro-batches to peers.
-
-Every live worker holds a stage, and all of them train.
-"""
+"""Policies that re-route micro-batches to peers; all live workers hold a stage."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,15 +9,10 @@ from slipstream.planner.simulation.policy import Cause, Phase, RatedByStage, Sce
 
 
 class StageAssignment:
-    """Table of the stage that each machine runs, and of what each stage lacks.
-
-    Machines are counted.
-    """
+    """Table of the stage of each machine, and of how many machines each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Create a table without machines; `lacking` has the number of machines that each stage
-        needs.
-        """
+        """Create a table without machines; each stage needs as many as `lacking` says."""
         self.stage_of: dict[int, int] = {}
         """Stage that each machine runs; machines without one are not in it."""
         self._lacking = list(lacking)
@@ -215,10 +207,7 @@ class Rerouting(RatedByStage):
 
 
 class ReCycle(Rerouting):
-    """ReCycle's policy, 1F1B with round-robin re-routing after a failure.
-
-    The backward is then split into I and W, and the optimizer staggered.
-    """
+    """ReCycle's policy: 1F1B; after a failure round-robin re-routing, split and staggered."""
 
     name = "recycle"
     title = "ReCycle as published"

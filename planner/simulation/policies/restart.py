@@ -7,10 +7,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Restart(Policy):
-    """Policy that restarts from the last checkpoint on whole pipelines.
-
-    There are as many as there are machines for.
-    """
+    """Policy that restarts from the last checkpoint on as many whole pipelines as fit."""
 
     name = "checkpoint-restart"
     title = "checkpoint and restart on whole pipelines"
@@ -41,10 +38,7 @@ class Restart(Policy):
         )
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form whole pipelines of the machines in `live`, and return the phases.
-
-        There are as many pipelines as possible. The phases begin with the trace.
-        """
+        """Form whole pipelines of the machines in `live`; return the phases from the start."""
         self._idle_machines = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()

@@ -32,17 +32,11 @@ SETTLED_ASSUMPTIONS = (
 
 
 SPEED_STEP = 0.25
-"""Step of the slowdown factors that are planned for.
-
-Factors are rounded up to multiples of it, so that few plans are needed.
-"""
+"""Step to which planned slowdown factors are rounded up, so that plans are few."""
 
 
 class LeaveOutChoice(NamedTuple):
-    """Slow live machines to leave idle, and the resulting samples per second.
-
-    The others then need not wait for them.
-    """
+    """Slow machines to leave idle, not waited for, and the resulting samples per second."""
 
     rate: float
     left_out: frozenset[int]
@@ -69,9 +63,7 @@ class Slipstream(Rerouting):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
-        """Slow machines that the present schedule leaves idle, including those that still load a
-        stage.
-        """
+        """Slow machines that the present schedule leaves idle, also while they load."""
         self._settled_at = 0.0
         """Time in seconds of the trace at which the plan with layers moved begins."""
         self._planned_rate = 0.0
@@ -105,10 +97,7 @@ class Slipstream(Rerouting):
         )
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures.
-
-        Layers are in place or moved, whichever is faster.
-        """
+        """Return the samples per second with layers in place or moved, the faster."""
         at_once = super().steady_rate(failures)
         return (
             max(at_once, self.throughputs.rebalanced_answer(failures)[0])
@@ -297,10 +286,7 @@ class Slipstream(Rerouting):
 
 
 class SlipstreamFixed(Slipstream):
-    """Slipstream in which live workers keep their stages and layers.
-
-    A newcomer may be given any stage.
-    """
+    """Slipstream in which live workers keep stages and layers; newcomers get any stage."""
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"
