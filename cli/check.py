@@ -18,7 +18,8 @@ from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
-"""Largest number of violated rules per file for which the ops around are drawn. Further violations are only listed."""
+"""Largest number of violated rules per file for which the ops around are drawn. Further violations
+are only listed."""
 
 PROOF_SECONDS = 60.0
 """Time limit of CP-SAT, in seconds, for a bound that only a search can prove."""

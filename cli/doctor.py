@@ -22,7 +22,8 @@ from slipstream.planner.job.file import read_job
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
 SELF_TEST_SECONDS = 60.0
-"""Time limit of the self-test, in seconds, for a busy machine. An idle machine takes a few, mostly to import torch."""
+"""Time limit of the self-test, in seconds, for a busy machine. An idle machine takes a few, mostly
+to import torch."""
 EXAMPLE = Path(__file__).parent / "jobs" / "worked-example.toml"
 PERIOD = 30.0
 """Proven minimal period of the published example with worker 1.2 down, in seconds."""
@@ -32,7 +33,8 @@ Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Line of the report on one part of the installation. Status "absent": it does not work here, but is not needed."""
+    """Line of the report on one part of the installation. Status "absent": it does not work here,
+    but is not needed."""
 
     part: Literal["installed", "backends", "self-test"]
     name: str

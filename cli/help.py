@@ -1,12 +1,12 @@
 """Define what all commands share: the layout of help, and what outputs may overwrite.
 
-The help shows options in groups, one or two lines for each option, readable at 80 columns. The group of an option is
-its `rich_help_panel`. The metavar (SEC, FILE, N) tells the kind of its value. The valid range is not shown; the error
-for a value outside of it states it.
+The help shows options in groups, one or two lines for each option, readable at 80 columns. The
+group of an option is its `rich_help_panel`. The metavar (SEC, FILE, N) tells the kind of its value.
+The valid range is not shown; the error for a value outside of it states it.
 
-An output never replaces what the command reads, nor a file of a table, run or checkpoint. It replaces another file only
-if that is of the kind that the option writes (`REPLACEABLE`), or if --force is given: a file that the same command
-wrote before is written again, and a job file is not.
+An output never replaces what the command reads, nor a file of a table, run or checkpoint. It
+replaces another file only if that is of the kind that the option writes (`REPLACEABLE`), or if
+--force is given: a file that the same command wrote before is written again, and a job file is not.
 """
 
 import re
@@ -106,7 +106,8 @@ def _explain_option(param: Any) -> str:
 OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg", "--prometheus")
 """Options that name a file to write."""
 OUTPUT_FOLDERS = ("--out", "--tensorboard")
-"""Options that name a folder to write to. The command itself decides about the folder's contents."""
+"""Options that name a folder to write to. The command itself decides about the folder's
+contents."""
 FOLDER_METAVAR = "DIR"
 """Metavar (kind of value in the help) of options that take a folder."""
 TABLE_FILES = frozenset({"index.json", "index.md", "job.toml", "programs.json.gz", "entries", "parts"})

@@ -1,4 +1,5 @@
-"""Implement `slipstream jitter`, which replays a schedule with noise, stragglers, or samples of unequal cost."""
+"""Implement `slipstream jitter`, which replays a schedule with noise, stragglers, or samples of
+unequal cost."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Implement `slipstream plan`, which plans one checked schedule for a job and its failed workers."""
+"""Implement `slipstream plan`, which plans one checked schedule for a job and its failed
+workers."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -159,8 +159,8 @@ def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 
 def fit_length_costs(measured: "Profile") -> dict[str, Any]:
-    """Return the `[training.length_costs]` table: costs by document length, fitted to the times of each layer. In the
-    profile `measured`, each layer is a stage."""
+    """Return the `[training.length_costs]` table: costs by document length, fitted to the times of
+    each layer. In the profile `measured`, each layer is a stage."""
     table: dict[str, Any] = {}
     errors = []
     for column, name in enumerate(("forward", "backward_input", "backward_weight"), 2):
@@ -187,7 +187,8 @@ def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
 
 
 def _sharded_state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """Return the key `state`: the sharded optimizer state of each stage, in KiB. Empty if the state is not sharded."""
+    """Return the key `state`: the sharded optimizer state of each stage, in KiB. Empty if the state
+    is not sharded."""
     whole = [stage.state_bytes for stage in stages if stage.state_bytes is not None]
     return {"state": [-(-size // KIB) for size in whole]} if whole else {}
 

@@ -1,7 +1,8 @@
-"""Write the page of a run: one file, which works offline and loads nothing. Without scripts it shows all but the zoom.
+"""Write the page of a run: one file, which works offline and loads nothing. Without scripts it
+shows all but the zoom.
 
-This module writes charts, tables and events. `page/run.js` zooms, highlights events and opens the timelines of the
-schedules, which the page also contains.
+This module writes charts, tables and events. `page/run.js` zooms, highlights events and opens the
+timelines of the schedules, which the page also contains.
 """
 
 import os

@@ -141,7 +141,8 @@ def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) 
 
 
 def _show_program(given: ScheduleInFile, name: str, *, json: bool) -> None:
-    """Print a worker's program. Exits 2 unless the schedule has that worker and passes its checks."""
+    """Print a worker's program. Exits 2 unless the schedule has that worker and passes its
+    checks."""
     try:
         worker = Worker.parse(name)
     except ValueError as error:
@@ -209,7 +210,8 @@ def _print_schedule(given: ScheduleInFile, iterations: Sequence[MeasuredIteratio
 
 
 def _read_measured(path: Path, given: ScheduleInFile) -> MeasuredTrace:
-    """Return the measured trace of a file. Exits 2 if it cannot be read, or has other workers than the schedule."""
+    """Return the measured trace of a file. Exits 2 if it cannot be read, or has other workers than
+    the schedule."""
     try:
         trace = read_measured_trace(path)
     except MeasuredTraceError as error:

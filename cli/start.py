@@ -5,14 +5,16 @@ import sys
 PROGRAM = "slipstream"
 """Name of the program.
 
-It is also the context object of a command that was started from the command line, and may therefore fork the process.
+It is also the context object of a command that was started from the command line, and may therefore
+fork the process.
 """
 
 
 def main() -> None:
     """Run the command line.
 
-    At any time, Ctrl-C ends the program with one line and exit status 130, and a full disk with exit status 2.
+    At any time, Ctrl-C ends the program with one line and exit status 130, and a full disk with
+    exit status 2.
     """
     try:
         import io

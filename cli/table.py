@@ -1,4 +1,5 @@
-"""Implement `slipstream table`, which plans schedules for every number of failures ahead of time."""
+"""Implement `slipstream table`, which plans schedules for every number of failures ahead of
+time."""
 
 import os
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """Write a page that shows schedules: one file, which works offline and loads nothing.
 
-The page's template, styles and five scripts are in `page/`; this module puts them together with the data. Each program
-is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.
+The page's template, styles and five scripts are in `page/`; this module puts them together with the
+data. Each program is stored once for each speed it runs at, its ops as columns of small numbers;
+the script expands them.
 """
 
 import math
@@ -38,14 +39,15 @@ class ShownSchedule(msgspec.Struct, frozen=True):
 def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> bytes:
     """Return the page of schedules and measured iterations as UTF-8.
 
-    Measured iterations are of the first schedule's workers; the page shows only the last of them at first. Raises
-    ValueError if there are more than `MAX_OPS` different ops.
+    Measured iterations are of the first schedule's workers; the page shows only the last of them at
+    first. Raises ValueError if there are more than `MAX_OPS` different ops.
     """
     return timeline_shell(", ".join(item.name for item in shown), to_json(timeline_data(shown, measured))).encode()
 
 
 def timeline_shell(title: str, data: str) -> str:
-    """Return the page, as HTML, with the given data, which is `timeline_data` encoded by `to_json`."""
+    """Return the page, as HTML, with the given data, which is `timeline_data` encoded by
+    `to_json`."""
     return fill_page("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
 
 

@@ -273,7 +273,8 @@ def _with_recomputation(request: TrainRequest, job: Job, config: RunConfig) -> t
 
 
 def _read_fitting_schedule(path: Path, job: Job) -> Schedule:
-    """Return the schedule of a file. Exits 2 unless it has this job's shape, and 1 if it breaks a rule."""
+    """Return the schedule of a file. Exits 2 unless it has this job's shape, and 1 if it breaks a
+    rule."""
     schedule = read_schedule_or_refuse(path)
     require_same_shape(path, schedule.grid, job)
     violations = check(schedule)
@@ -287,7 +288,8 @@ def _say(line: str) -> None:
 
 
 _NAME_PATTERNS = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH200\b", "b200": r"\bB200\b"}
-"""Patterns of the driver's names of GPUs. Other forms, such as H100 PCIe and NVL, have other peaks."""
+"""Patterns of the driver's names of GPUs. Other forms, such as H100 PCIe and NVL, have other
+peaks."""
 
 
 def peak_flops(training: TrainingConfig) -> float | None:

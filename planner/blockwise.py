@@ -36,7 +36,7 @@ from slipstream.schedules.schedule import (
 )
 
 OpsOf = Callable[[Job], int]
-"""Function that returns the number of compute ops to plan for a job; equal subproblems count once."""
+"""Function that returns the compute ops to plan for a job; equal subproblems count once."""
 
 PlanBlock = Callable[[Job, float], Schedule]
 """Function that plans a job in place, without cuts, within seconds; returns a checked schedule."""
@@ -50,7 +50,7 @@ class Pace(NamedTuple):
     """Processor seconds per compute op that planning and joining blocks take on this machine."""
 
     plan: float
-    """Processor seconds for each compute op to find a first plan, assemble it and check it."""
+    """Processor seconds for each compute op to plan first, assemble and check."""
     join: float
     """Seconds for each compute op to join the plans of blocks and check the whole."""
 
@@ -85,7 +85,7 @@ class Blocks(NamedTuple):
 
     number: int
     seconds: float
-    """Seconds to plan all blocks that differ; joining their plans takes the rest of the time limit."""
+    """Seconds to plan all different blocks; joining takes the rest of the limit."""
 
 
 def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock, speed: Speed, *,

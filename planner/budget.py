@@ -54,9 +54,9 @@ STEP_SECONDS = 2.5e-6
 LIST_SCHEDULE_STEPS, LIST_SCHEDULE_STEPS_PER_OP = 40.0, 0.12
 """Search steps that one list schedule counts as: fixed ones, and for each op."""
 SCHEDULER_STEPS_PER_OP = 0.24
-"""Number of search steps, for each op of the problem, that the construction of a list scheduler counts as."""
+"""Search steps, for each op, that the construction of a list scheduler counts as."""
 LAYOUT_STEPS = 2.0
-"""Number of search steps, for each micro-batch at a stage, that the construction of a layout counts as."""
+"""Search steps, for each micro-batch at a stage, that a layout's construction counts as."""
 SOLVER_UNITS_PER_STEP = 5e-7
 """Units of CP-SAT's deterministic time that count as one search step."""
 
@@ -103,7 +103,7 @@ class Clock:
         """Take over the steps of an ended thread's clock; ignored on a wall clock."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the CP-SAT parameters that end a solve within a number of seconds of this clock."""
+        """Return the CP-SAT parameters that end a solve within seconds of this clock."""
         return {"max_time_in_seconds": max(0.01, seconds)}
 
     def format_duration(self, seconds: float) -> str:
@@ -217,7 +217,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.clock.limit_reason if self.seconds_left <= needs else None
 
     def with_share(self, share: float) -> "Budget":
-        """Return a copy of the budget that ends after `share` (0 to 1) of the time that is left."""
+        """Return a copy of the budget that ends after `share` (0 to 1) of it."""
         return self.with_seconds(share * self.seconds_left)
 
     def with_seconds(self, seconds: float) -> "Budget":

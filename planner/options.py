@@ -45,7 +45,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
     seed: int = 0
     layers: Layers = "fixed"
-    """"fixed" if layers stay with the workers that hold them, "move" if workers may come to hold others."""
+    """Mode of the layers: "fixed" on their workers, or free to "move" to others."""
     params: SearchParams = DEFAULTS
     """Parameters of the search."""
     slices: bool = True

@@ -79,10 +79,10 @@ def without_reductions(job: Job, share: float = 0.0) -> Job:
 
 
 def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker], *, down: bool = False) -> Problem:
-    """Return the problem of a job with failures for which bounds on the period are proven.
+    """Return the problem of a job with failures for which bounds are proven.
 
-    In it any live holder of a stage may run any micro-batch, whole or cut. Costs are rounded up, or down if `down`.
-    Raises NoPlanError if no schedule can exist.
+    In it any live holder of a stage may run any micro-batch, whole or cut. Costs are rounded up, or
+    down if `down`. Raises NoPlanError if no schedule can exist.
     """
     if not has_overlapping_reductions(job):
         return options.make_shared_problem(job, failed, down=down)
@@ -293,7 +293,7 @@ class _OverlapBuilder:
         self._values = [list(values) for values in zip(
             times.forward, times.backward_input, times.backward_weight,
             *((memory.activation, memory.weight_stash) if memory else ()), strict=True)]
-        """Ticks of F, I and W, activation and weight stash of each slice, by slice number."""
+        """Ticks of F, I and W, activation and weight stash, by slice number."""
         self._pieces = pieces
         self._within: dict[LayerRange, list[LayerRange]] = {}
         self._turn: dict[int, int] = {}

@@ -32,7 +32,8 @@ Changes = Annotated[tuple[tuple[Field, AtLeastOne], ...], Meta(min_length=1)]
 
 
 class ParamsError(ValueError):
-    """Error for a file of parameters that cannot be read. The message names the file, the key and what is expected."""
+    """Error for a file of parameters that cannot be read. The message names the file, the key and
+    what is expected."""
 
 
 class Choice(NamedTuple):
@@ -89,9 +90,9 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     changes: Changes = (
         ("in_flight", 28), ("fill_wait", 15), ("lookahead", 14), ("forward_lookahead", 7), ("places", 6),
         ("gradient_places", 6), ("ignore_transfers", 6), ("load_share", 4), ("make_room", 3), ("rerouted", 2))
-    """Fields of a dispatch rule among which a random change chooses, with their weights. Half of a weight is how often
-    a change of the field made a plan shorter; the other half is mostly on limits in flight. The mean of both did best
-    on the grids of benchmarks.quality."""
+    """Fields of a dispatch rule among which a random change chooses, with their weights. Half of a
+    weight is how often a change of the field made a plan shorter; the other half is mostly on
+    limits in flight. The mean of both did best on the grids of benchmarks.quality."""
     changes_of_layouts: Changes = (
         ("fill_wait", 25), ("places", 12), ("gradient_places", 12), ("gradient_advance", 12), ("lookahead", 12),
         ("forward_lookahead", 9), ("advance", 6), ("in_flight", 6), ("ignore_transfers", 2), ("make_room", 1))
@@ -113,8 +114,9 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         (0, (1.25, 0), 0.0, False), (1, (1.0, 0), 0.5, True), (0, (2.0, 1), 0.0, False), (1, (1.25, 1), 0.5, True),
         (0, (1.5, 0), 0.5, False), (0, (1.25, 0), 0.5, False), (1, (1.0, 2), 0.5, True), (0, (1.0, 2), 1.0, True),
         (1, (2.0, 0), 0.0, False), (1, (1.0, 1), 1.0, False))))
-    """Choices that are tried before the grid. They are the fewest whose best was the best of all choices on 31 jobs
-    with failures and little, more and much memory. The first is for much memory."""
+    """Choices that are tried before the grid. They are the fewest whose best was the best of all
+    choices on 31 jobs with failures and little, more and much memory. The first is for much memory.
+    """
     shortlist_of_layouts: tuple[LayoutChoice, ...] = tuple(itertools.starmap(LayoutChoice, (
         ("oldest", 0.5, 0.5, 0.5, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.5, 0.5, 4.0), ("deepest", 0.0, 1.0, 0.0, 0.0, 0.0),
         ("oldest", 0.25, 0.5, 0.5, 2.0, 2.0), ("deepest", 0.0, 0.25, 0.0, 0.0, 0.0),
@@ -123,8 +125,8 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ("deepest", 0.5, 0.5, 0.5, 2.0, 0.0), ("oldest", 0.25, 0.5, 0.5, -1.0, 4.0),
         ("oldest", 0.0, 0.5, 0.0, 2.0, 2.0), ("oldest", 0.5, 0.5, 0.0, 0.0, 0.0),
         ("deepest", 0.5, 0.5, 0.0, 0.0, 0.0))))
-    """Rules that are tried for layouts before `shortlist`. They are the best of a grid on instances of
-    benchmarks.layers, the most frequent winners first."""
+    """Rules that are tried for layouts before `shortlist`. They are the best of a grid on instances
+    of benchmarks.layers, the most frequent winners first."""
     largest_untimed: Count = 20_000
     """Number of ops up to which baselines are also tried after the time is up."""
 
@@ -139,8 +141,8 @@ class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     largest_shedding: Count = 6_000
     """Number of ops up to which a subproblem gets `shedding` times as many healthy pipelines."""
     few: Count = 2
-    """Number of micro-batches for each stage below which live workers may hand on their own. With so few, one more
-    micro-batch on a worker delays all others of its pipeline."""
+    """Number of micro-batches for each stage below which live workers may hand on their own. With
+    so few, one more micro-batch on a worker delays all others of its pipeline."""
 
 
 class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -165,8 +167,8 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Cooling(hot=0.15, cold=0.02, pull=3.0), Cooling(hot=1.0, cold=0.1, pull=3.0, end=0.3),
         Cooling(hot=1.0, cold=0.1, pull=3.0, begin=0.7), Cooling(hot=0.3, cold=0.1, pull=10.0),
         Cooling(hot=0.3, cold=0.1, pull=30.0))
-    """Cooling cycles, run in turn; none is the best on all jobs. The first must be of the whole plan. After all of
-    them, the number of steps doubles."""
+    """Cooling cycles, run in turn; none is the best on all jobs. The first must be of the whole
+    plan. After all of them, the number of steps doubles."""
     steps_per_op: AtLeastOne = 60
     """Number of steps of each of the first cooling cycles, for each op."""
     ops_per_cycle: AtLeastOne = 800_000_000
@@ -222,8 +224,9 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     proof_share: Share = 0.6
     """Share of the time left that CP-SAT may spend on each subproblem."""
     largest_relaxed: Count = 1000
-    """Number of ops up to which linear relaxations pay: proofs end a third sooner. In larger models they exceed the
-    time limit by seconds and prove nothing (the worked example; 8 pipelines x 8 stages x 16 micro-batches)."""
+    """Number of ops up to which linear relaxations pay: proofs end a third sooner. In larger models
+    they exceed the time limit by seconds and prove nothing (the worked example; 8 pipelines x 8
+    stages x 16 micro-batches)."""
     hint_cycles: AtLeastOne = 3
     """Number of cooling cycles of annealing that a plan gets before it is CP-SAT's hint."""
 
@@ -282,8 +285,8 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     small_share: Share = 0.25
     """Share of the later time for the problem in place, if CP-SAT can improve it."""
     restarts: Rounds = ((7, 0.25), (3, 0.35))
-    """Rounds of random changes of dispatch rules for the most promising layouts. A round is (number of layouts, share
-    of the time left that they have together)."""
+    """Rounds of random changes of dispatch rules for the most promising layouts. A round is (number
+    of layouts, share of the time left that they have together)."""
     large_restarts: Rounds = ((7, 0.4), (3, 0.5))
     """Rounds as in `restarts`, used if a layout has more than `largest_annealed` ops."""
     largest_annealed: Count = 15_000
@@ -328,7 +331,8 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     largest_compared: Count = 50_000
     """Number of compute ops up to which alternatives to a plan are planned, too."""
     reference_share: Share = 0.15
-    """Share of the search's time that the plan without failures, needed for comparison, may take."""
+    """Share of the search's time that the plan without failures, needed for comparison, may
+    take."""
     finish_seconds: Number = 15e-6
     """Seconds for each op that are reserved to put a plan together and check it."""
     finish_share: Share = 0.4
@@ -360,8 +364,8 @@ class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     few: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (2, 6, 16)
     """Numbers from `cut` tried first; then the best one's neighbours, while they are better."""
     pieces: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (32, 8, 4, 2)
-    """Numbers of ranges into which layers that are reduced together are divided at most. Only the first is tried if a
-    reduction has no latency."""
+    """Numbers of ranges into which layers that are reduced together are divided at most. Only the
+    first is tried if a reduction has no latency."""
     share: Share = 0.5
     """Share of reductions' time that occupies workers in the second of two searches."""
     first_share_fixed: Share = 0.5
@@ -376,7 +380,8 @@ class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Parameters of plans that are made for failures during a run."""
 
     at_once_seconds: Factor = 0.3
-    """Seconds to plan while all workers wait. If no plan is found in them, the first one found later is used."""
+    """Seconds to plan while all workers wait. If no plan is found in them, the first one found
+    later is used."""
     meanwhile_seconds: Factor = 2.0
     """Seconds to plan for other speeds of workers, while these continue."""
     large_seconds: Factor = 10.0

@@ -1,7 +1,8 @@
 """Plan a checked schedule for a job and its failed workers.
 
-`planner.search.engine` finds the best of the candidates (`planner.candidates`). If there is not enough time for the
-whole job, `planner.blockwise` plans a part of it. `planner.reference` finds the fault-free period to compare with.
+`planner.search.engine` finds the best of the candidates (`planner.candidates`). If there is not
+enough time for the whole job, `planner.blockwise` plans a part of it. `planner.reference` finds the
+fault-free period to compare with.
 """
 
 import gc
@@ -293,7 +294,8 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
 
 def _solve_and_check(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
                      budget: Budget) -> Plan:
-    """Return the best plan over all candidates (problem in place, layouts) for these failures, checked."""
+    """Return the best plan over all candidates (problem in place, layouts) for these failures,
+    checked."""
     solved = find_best_candidate(build_candidates(options, job, failed, problem), options.method, budget,
                                  options.params)
     return Plan.from_schedule(_checked_schedule(solved), fixed_period=solved.fixed_period, end=solved.end,

@@ -303,7 +303,7 @@ def _bound_in_scope(
 
 
 def _largest_layer(job: Job, stage: int) -> float:
-    """Return the most memory that a layer of a stage holds from F to I. It is in the job's unit."""
+    """Return the most memory, in the job's unit, that a stage's layer holds until I."""
     counts = layer_counts(job)
     first = sum(counts[:stage])
     return float(max(layer_costs(job).activation[first:first + counts[stage]]))

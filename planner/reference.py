@@ -18,11 +18,11 @@ from slipstream.schedules.schedule import Schedule
 VERSION = 2
 """Version of the stored fault-free periods.
 
-Periods are those of valid plans and bounds are proven, so a better planner needs no new version. Until version 1,
-periods of other kinds of plans were also stored.
+Periods are those of valid plans and bounds are proven, so a better planner needs no new version.
+Until version 1, periods of other kinds of plans were also stored.
 """
 CLOSE = 1e-3
-"""Relative gap between period and bound up to which no better fault-free plan is searched for."""
+"""Relative gap to the bound up to which no better fault-free plan is searched for."""
 
 
 class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,7 +35,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def is_close(self) -> bool:
-        """True if the period is so close to its bound that a better plan would make no difference."""
+        """True if the period is so close to its bound that better plans hardly matter."""
         return self.period <= self.bound * (1 + CLOSE)
 
     def merged_with(self, other: "FaultFree | None") -> "FaultFree":

@@ -24,7 +24,8 @@ from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 
 
 def format_gigabytes(count: float) -> str:
-    """Format a number of bytes in gigabytes: to three significant digits, and without an exponent."""
+    """Format a number of bytes in gigabytes: to three significant digits, and without an
+    exponent."""
     gigabytes = count / 1e9
     if not gigabytes:
         return "0"
@@ -37,7 +38,7 @@ def format_gigabytes(count: float) -> str:
 
 
 BANDWIDTH = 12.5e9
-"""Default bytes per second at which each rank of a worker sends or receives layers: a port of 100 Gb/s."""
+"""Default bytes per second of each rank for layers: a port of 100 Gb/s."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +121,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     effort: str | None = None
     """Most time or steps of its search, in words; None for a single plan."""
     found: bool = True
-    """False if no shorter plan was found: the period is then that of a plan with less freedom."""
+    """False if no shorter plan was found; the period is one of less freedom."""
 
 
 def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
@@ -192,7 +193,8 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock
 
 
 def _plan_recomputed(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
-    """Return a schedule with recomputed activations; None if the planner chooses no stage to recompute."""
+    """Return a schedule with recomputed activations; None if the planner chooses no stage to
+    recompute."""
     chosen = choose_recomputation(job, options, clock)
     return plan_only(options, chosen.job, failed, clock).schedule if chosen.stages else None
 

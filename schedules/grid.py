@@ -22,7 +22,10 @@ Ratio = tuple[_Term, _Term]
 
 
 class Worker(NamedTuple):
-    """Worker or role, `pipeline.column`, e.g. `1.2`; without virtual stages, column is stage."""
+    """Worker, or role of a worker: the process that holds column `column` of pipeline `pipeline`.
+
+    Without virtual stages, the column is the stage. The text form is `pipeline.column`, e.g. `1.2`.
+    """
 
     pipeline: Natural
     column: Natural

@@ -240,8 +240,8 @@ def lower_ops(schedule: Schedule, worker: Worker, crossings: Sequence[Crossing])
     """Iterate over the instructions of a live worker; `crossings` are its transfers, by number.
 
     A send comes directly after the op that has made the tensor. A receive comes before the op that
-    takes it, before all transfers of higher numbers, and before each reduction that does not start before
-    the tensor is made: the sender may take part in it, and sends first.
+    takes it, before all transfers of higher numbers, and before each reduction that does not start
+    before the tensor is made: the sender may take part in it, and sends first.
     """
     ops = schedule.ops(worker)
     before: dict[int, list[Instruction]] = defaultdict(list)

@@ -1,15 +1,16 @@
 """Define schedules as plain, frozen data that planner, checker, runtime and command line share.
 
-A model is a sequence of layers. A *slice* is a range of layers that one worker runs for one micro-batch; usually it is
-a stage. The *route* of a micro-batch is the slices that it passes: together they cover all layers in order, and each is
-run by a worker that holds its layers.
+A model is a sequence of layers. A *slice* is a range of layers that one worker runs for one
+micro-batch; usually it is a stage. The *route* of a micro-batch is the slices that it passes:
+together they cover all layers in order, and each is run by a worker that holds its layers.
 
-Times are integer ticks of `tick_seconds` each; intervals are half-open, [start, end). Memory is counted in integer
-multiples of `Memory.unit`. A program is stored once and shared by every worker that runs it. Its ops therefore name the
-pipeline of a micro-batch only if it differs from the pipeline of the role that runs them.
+Times are integer ticks of `tick_seconds` each; intervals are half-open, [start, end). Memory is
+counted in integer multiples of `Memory.unit`. A program is stored once and shared by every worker
+that runs it. Its ops therefore name the pipeline of a micro-batch only if it differs from the
+pipeline of the role that runs them.
 
-This module defines a whole schedule. It also has the names of its parts: `schedules.grid` defines the shape of a job,
-and `schedules.ops` ops with what they take.
+This module defines a whole schedule. It also has the names of its parts: `schedules.grid` defines
+the shape of a job, and `schedules.ops` ops with what they take.
 """
 
 from collections import defaultdict
@@ -60,15 +61,15 @@ T = TypeVar("T")
 
 
 class NoScheduleError(RuntimeError):
-    """Error: no schedule exists for the given failures and speeds of workers. The message is one line with the reason;
-    it is empty if the run has no planner for this case."""
+    """Error: no schedule exists for the given failures and speeds of workers. The message is one
+    line with the reason; it is empty if the run has no planner for this case."""
 
 
 Origin = Literal["own", "rerouted", "shed"]
 """Relation of a worker to a micro-batch that it runs.
 
-`own`: the micro-batch is of the worker's own pipeline. `rerouted`: it is of another pipeline whose own worker is down.
-`shed`: it is of another pipeline whose own worker is alive.
+`own`: the micro-batch is of the worker's own pipeline. `rerouted`: it is of another pipeline whose
+own worker is down. `shed`: it is of another pipeline whose own worker is alive.
 """
 
 
@@ -76,15 +77,17 @@ Origin = Literal["own", "rerouted", "shed"]
 
 
 class Scope(StrEnum):
-    """Set of schedules of which none is shorter than a lower bound. Scopes differ in what workers may hold and run.
+    """Set of schedules of which none is shorter than a lower bound. Scopes differ in what workers
+    may hold and run.
 
-    The scopes `OWN` to `LAYERS` are ordered from the narrowest to the widest: a bound for a wider one also holds for a
-    narrower one. `PLACEMENT` is outside of this order: of the others, its bounds hold for `OWN` only.
+    The scopes `OWN` to `LAYERS` are ordered from the narrowest to the widest: a bound for a wider
+    one also holds for a narrower one. `PLACEMENT` is outside of this order: of the others, its
+    bounds hold for `OWN` only.
     """
 
     OWN = "own micro-batches"
-    """Workers keep their layers. A live worker runs its stages for all micro-batches of its pipeline; of other
-    pipelines it runs only micro-batches of failed workers."""
+    """Workers keep their layers. A live worker runs its stages for all micro-batches of its
+    pipeline; of other pipelines it runs only micro-batches of failed workers."""
     STAGES = "whole stages"
     """Workers keep their layers; any holder of a stage may run any micro-batch."""
     PLACE = "layers in place"
@@ -94,8 +97,8 @@ class Scope(StrEnum):
     LAYERS = "any layers"
     """Any live worker may hold any layers."""
     PLACEMENT = "any placement"
-    """No worker has failed, and pipelines run their own micro-batches. Their workers may hold any virtual stages, and
-    may recompute activations."""
+    """No worker has failed, and pipelines run their own micro-batches. Their workers may hold any
+    virtual stages, and may recompute activations."""
 
     def is_valid_for(self, narrower: "Scope") -> bool:
         """Return whether a bound that is proven for this scope is also proven for `narrower`."""
@@ -125,8 +128,8 @@ Status = Literal["optimal", "feasible"]
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Schedule of one iteration of all live workers, repeated every `period_ticks`. Its rules are those of
-    `schedules.check`."""
+    """Schedule of one iteration of all live workers, repeated every `period_ticks`. Its rules are
+    those of `schedules.check`."""
 
     job: str
     tick_seconds: TickSeconds
@@ -325,7 +328,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def common_route(self) -> Sequence[int]:
-        """Numbers of all stages, in order, if every micro-batch passes exactly these; else empty."""
+        """Numbers of all stages, in order, if every micro-batch passes exactly these; else
+        empty."""
         return self.grid.stages_of_microbatch(0) if not self.slices and self.grid.chains == 1 else ()
 
     @cached_property

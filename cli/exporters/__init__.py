@@ -1,4 +1,5 @@
-"""Formats of other programs. `slipstream show` writes that of `perfetto`, and `slipstream export` all others."""
+"""Formats of other programs. `slipstream show` writes that of `perfetto`, and `slipstream export`
+all others."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,7 +22,8 @@ class Exporter(NamedTuple):
     and `folder` unless `out` is an option.
     """
     options: tuple[str, ...] = ()
-    """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, else a folder."""
+    """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, else a
+    folder."""
 
 
 EXPORTERS: Mapping[str, Exporter] = {

@@ -1,8 +1,9 @@
-"""Export planned and measured ops as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
+"""Export planned and measured ops as Chrome trace events, which ui.perfetto.dev and
+chrome://tracing open.
 
-Each pipeline is a process, each worker a thread, each op a complete event ("X"), and each tensor that crosses between
-two workers a flow ("s" to "f"). Perfetto binds the end of a flow to the slice that encloses its timestamp, so both ends
-lie in the middle of their op.
+Each pipeline is a process, each worker a thread, each op a complete event ("X"), and each tensor
+that crosses between two workers a flow ("s" to "f"). Perfetto binds the end of a flow to the slice
+that encloses its timestamp, so both ends lie in the middle of their op.
 """
 
 import json

@@ -54,10 +54,12 @@ def export_schedule(schedule: Schedule, *, pipeline: int | None, communication: 
 
 
 def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = False) -> str:
-    """Return the order of one pipeline's ops as CSV for torch.distributed.pipelining: one row per rank.
+    """Return the order of one pipeline's ops as CSV for torch.distributed.pipelining: one row per
+    rank.
 
-    With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
-    gradient reductions; without it, torch adds them. Raises ExportError if torch's runtime cannot run the order.
+    With `communication`, the order also has the pipeline's sends and receives, in an order free of
+    deadlock, and its gradient reductions; without it, torch adds them. Raises ExportError if
+    torch's runtime cannot run the order.
     """
     schedule = with_whole_stages(schedule)
     require_whole_pipeline(schedule, pipeline)

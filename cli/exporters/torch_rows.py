@@ -1,4 +1,5 @@
-"""Write the rows of all pipelines for torch.distributed.pipelining, as `schedules.rows` builds them.
+"""Write the rows of all pipelines for torch.distributed.pipelining, as `schedules.rows` builds
+them.
 
 The cells are those of `torch_csv` with communication. There is a row for each role, pipeline by
 pipeline: row `d * columns + s` is that of worker d.s, and it is empty if nobody plays the role.

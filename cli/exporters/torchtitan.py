@@ -70,11 +70,13 @@ def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int | None, d
 
 def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, decoder_layers: int | None,
                  version: str) -> list[str]:
-    """Return the flags for `torchtitan.train` of this version, each with its values. Micro-batches have one sample.
+    """Return the flags for `torchtitan.train` of this version, each with its values. Micro-batches
+    have one sample.
 
-    A worker has `ranks` ranks; `csv_path` is the file with the order of ops. With `decoder_layers`, the number of the
-    model's decoder layers, flags assign layers to each stage, by the module names of torchtitan's decoder models;
-    otherwise torchtitan splits the model itself. Raises ExportError if torchtitan cannot run the schedule.
+    A worker has `ranks` ranks; `csv_path` is the file with the order of ops. With `decoder_layers`,
+    the number of the model's decoder layers, flags assign layers to each stage, by the module names
+    of torchtitan's decoder models; otherwise torchtitan splits the model itself. Raises ExportError
+    if torchtitan cannot run the schedule.
     """
     grid = schedule.grid
     if schedule.failed:

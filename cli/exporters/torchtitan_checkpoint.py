@@ -1,4 +1,5 @@
-"""Export of a run's checkpoint in torchtitan's format: parameters by its names, for torch.distributed.checkpoint."""
+"""Export of a run's checkpoint in torchtitan's format: parameters by its names, for
+torch.distributed.checkpoint."""
 
 import functools
 import warnings

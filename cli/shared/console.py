@@ -1,7 +1,7 @@
 """Talk to the user of any command: answers, errors, progress in a log, Ctrl-C.
 
-stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit status 0: done; 1: the
-answer is no; 2: bad input.
+stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit
+status 0: done; 1: the answer is no; 2: bad input.
 """
 
 import contextlib
@@ -48,7 +48,8 @@ class _StdoutConsole(_WrappingConsole):
     """Console for stdout that crops nothing in a file or pipe, unless COLUMNS is set."""
 
     def on_broken_pipe(self) -> None:
-        """End the program as a broken pipe does in a shell. Rich's own method exits with 1, the status of a "no"."""
+        """End the program as a broken pipe does in a shell. Rich's own method exits with 1, the
+        status of a "no"."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE_STATUS)
 
@@ -76,7 +77,8 @@ UNFOLDED_COLUMNS = 10_000
 """Width in characters that is so large that no line is folded."""
 out = _StdoutConsole(markup=False, highlight=False)
 err = _StderrConsole(stderr=True, markup=False, highlight=False)
-"""Console for stderr. Like `out`, it does not interpret markup, because file names may contain brackets."""
+"""Console for stderr. Like `out`, it does not interpret markup, because file names may contain
+brackets."""
 
 
 def console_of_width(width: int | None) -> Console:
@@ -111,8 +113,9 @@ def escape_controls(text: str) -> str:
 def print_error(message: object) -> None:
     """Print a line in red on stderr, after the program's name.
 
-    The agent of torchrun repeats this line at the end of its output as the cause of the failure. It reads the line from
-    the file that TORCHELASTIC_ERROR_FILE names (`torch.distributed.elastic.multiprocessing.errors`).
+    The agent of torchrun repeats this line at the end of its output as the cause of the failure. It
+    reads the line from the file that TORCHELASTIC_ERROR_FILE names
+    (`torch.distributed.elastic.multiprocessing.errors`).
     """
     line = escape_controls(f"slipstream: {message}")
     err.print(line, style="red", soft_wrap=True)

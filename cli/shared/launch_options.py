@@ -1,6 +1,7 @@
 """Read which node of a run this process is, and what is rehearsed.
 
-Nothing here imports torch, so that a wrong --kill, --return or --slow is refused before the seconds that this takes.
+Nothing here imports torch, so that a wrong --kill, --return or --slow is refused before the seconds
+that this takes.
 """
 
 import re
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> LaunchInfo | None:
     """Return which node of a run this process is, and how many there are.
 
-    Options take precedence over the environment. Returns None if `ranks` processes were started for each worker and
-    this process is not the first of its worker. Exits 2 if options or environment are inconsistent.
+    Options take precedence over the environment. Returns None if `ranks` processes were started for
+    each worker and this process is not the first of its worker. Exits 2 if options or environment
+    are inconsistent.
     """
     if nodes is None and node is None and rendezvous is None:
         try:
@@ -56,8 +58,8 @@ def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, r
 def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
     """Return the job with a topology that says which workers share a machine.
 
-    It is the job's own [topology], or else follows from how the nodes of this run (`here`) share the workers of the
-    `first` schedule.
+    It is the job's own [topology], or else follows from how the nodes of this run (`here`) share
+    the workers of the `first` schedule.
     """
     if job.nodes or here.nodes == 1:
         return job
@@ -66,7 +68,8 @@ def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
 
 
 def read_secret_or_refuse(here: LaunchInfo) -> Secret | None:
-    """Return the secret given by the environment. Exits 2 if it is missing and several nodes need one."""
+    """Return the secret given by the environment. Exits 2 if it is missing and several nodes need
+    one."""
     try:
         secret = read_secret()
     except SecretError as error:

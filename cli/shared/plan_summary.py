@@ -26,7 +26,8 @@ MAX_NAMED = 3
 MIN_GAIN = 1.0005
 """Smallest factor by which an alternative must raise the throughput to be mentioned."""
 LEAST_BYTES = 1e6
-"""Smallest plausible size of moved layers, in bytes. A smaller one means that the job's memory is not in bytes."""
+"""Smallest plausible size of moved layers, in bytes. A smaller one means that the job's memory is
+not in bytes."""
 
 
 def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
@@ -161,7 +162,8 @@ def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
 
 
 def _move_lines(made: Plan, moved: Transition) -> list[str]:
-    """Return a line on the layers and roles that the plan moves. Empty if every worker keeps its layers."""
+    """Return a line on the layers and roles that the plan moves. Empty if every worker keeps its
+    layers."""
     if not moved.layers:
         return []
     line = f"layers to move: {moved.layers}"

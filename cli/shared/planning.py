@@ -1,4 +1,5 @@
-"""Plan for several commands: check options, show progress, and end the program if planning fails."""
+"""Plan for several commands: check options, show progress, and end the program if planning
+fails."""
 
 import os
 import time
@@ -36,7 +37,8 @@ _REFERENCE_DECODER = msgspec.json.Decoder(FaultFree)
 def build_plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
                        steps: int | None = None, layers: str = "fixed", slices: bool = True,
                        from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
-    """Return the planner's options from the command-line options of the same names. Exits 2 if a value is unknown."""
+    """Return the planner's options from the command-line options of the same names. Exits 2 if a
+    value is unknown."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
@@ -47,7 +49,8 @@ def build_plan_options(*, backward: str | None, optimizer: str | None, method: s
 
 
 def read_search_params(path: Path | None) -> SearchParams:
-    """Return the parameters of the search, from a file if one is given. Exits 2 if the file cannot be read."""
+    """Return the parameters of the search, from a file if one is given. Exits 2 if the file cannot
+    be read."""
     try:
         return DEFAULTS if path is None else read_params(path)
     except ParamsError as error:

@@ -1,8 +1,8 @@
 """Accompany a run of `slipstream train`: progress, result, exit status and restarts.
 
-On node 0, `slipstream train` consists of two processes: one that leads the run, and its parent, which only waits for
-it. When the leading process is killed, as for lack of memory, its workers live on, and the next one adopts them
-(`runtime.coordinator.decisions.failover`).
+On node 0, `slipstream train` consists of two processes: one that leads the run, and its parent,
+which only waits for it. When the leading process is killed, as for lack of memory, its workers live
+on, and the next one adopts them (`runtime.coordinator.decisions.failover`).
 """
 
 import math
@@ -117,7 +117,8 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Remaining time, in seconds, if further iterations take as long as the last ones. None if that is unknown."""
+        """Remaining time, in seconds, if further iterations take as long as the last ones. None if
+        that is unknown."""
         seconds = self._iteration_seconds
         return None if seconds is None else seconds * (self._iterations - self._done)
 
@@ -155,7 +156,8 @@ class ProgressDisplay:
     write: WriterThread
 
     def show_commit(self, iteration: int, loss: float) -> None:
-        """Show a committed iteration. Without a progress bar, its line also has what the bar would show."""
+        """Show a committed iteration. Without a progress bar, its line also has what the bar would
+        show."""
         self.write(partial(self._print_commit, iteration, loss))
 
     def show_event(self, event: Event) -> None:

@@ -1,6 +1,7 @@
 """Find where `slipstream train` starts, or that nothing is left to do.
 
-It starts with schedules that are given or from a table, if they fit the job, and from a checkpoint if there is one.
+It starts with schedules that are given or from a table, if they fit the job, and from a checkpoint
+if there is one.
 """
 
 import shlex
@@ -118,8 +119,8 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def find_checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
-    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read; if there is none, the
-    message begins with `option`, such as "--resume "."""
+    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read; if
+    there is none, the message begins with `option`, such as "--resume "."""
     try:
         checkpoint = find_checkpoint(folder)
     except CheckpointError as error:
@@ -235,8 +236,8 @@ def require_usable(request: TrainRequest, resume: Checkpoint | None, config: Run
 
 
 def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> bool:
-    """Warn if all `iterations` were done when a checkpoint was written. Return whether nothing is left to do: True if
-    the run's parameters are written, too.
+    """Warn if all `iterations` were done when a checkpoint was written. Return whether nothing is
+    left to do: True if the run's parameters are written, too.
 
     If nothing is left and --json is given, the run's answer is printed.
     """

@@ -59,7 +59,8 @@ def measured_period(iteration: MeasuredIteration) -> float:
 
 
 def summarize_schedule(schedule: Schedule) -> dict[str, object]:
-    """Return the answer of `slipstream show --json`: durations in seconds, memory in the job's unit."""
+    """Return the answer of `slipstream show --json`: durations in seconds, memory in the job's
+    unit."""
     peaks = memory_peaks(schedule).values()
     return {
         "job": schedule.job,
@@ -114,7 +115,8 @@ def _describe_memory(schedule: Schedule) -> str:
 
 
 def role_change_lines(schedule: Schedule) -> list[str]:
-    """Return one line for each worker that plays a role other than its own. Empty if all keep theirs."""
+    """Return one line for each worker that plays a role other than its own. Empty if all keep
+    theirs."""
     lines = []
     for seat in schedule.moves:
         loads = count_layers_to_load(schedule.grid, seat.worker, seat.role)
@@ -291,7 +293,8 @@ def notable_events(run: RunRecord) -> list[TimedEvent]:
 
 
 def run_headline(run: RunRecord) -> str:
-    """Return one line on the run: job, state, iterations, duration, throughput, workers and failures."""
+    """Return one line on the run: job, state, iterations, duration, throughput, workers and
+    failures."""
     newest, mean = run.starts[-1], mean_throughput(run)
     failures = sum(isinstance(one.event, Failed) for one in run.events)
     return escape_controls(f"{newest.job}: {state(run)} · {len(run.committed)} of {newest.iterations} iterations in "

@@ -136,7 +136,7 @@ def _earliest_forward(problem: Problem, stage: int) -> int:
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """Return the least ticks of columns' work and closing ops on their workers: lemmas 1 and 20."""
+    """Return the least ticks of columns' work, with closing ops. Lemma 1, and lemma 20."""
     units = [(_least_work(problem, stage), count_microbatches_at(problem, stage))
              for column in columns for stage in problem.grid.stages_of_column(column)]
     slowness = [problem.workers[Worker(pipeline, column)].per_mille for column in columns

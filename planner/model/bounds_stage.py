@@ -37,7 +37,7 @@ class StageShares(NamedTuple):
     weight: int
     """Time of a W; 0 when fused."""
     round_trip: int
-    """Time from the end of an F to the start of its I. It passes to the last stage and back."""
+    """Time from an F's end to its I's start, through the last stage and back."""
     activation: int
     """Memory units, times p, that a share takes from F's start to I's end."""
     stash: int

@@ -45,7 +45,8 @@ from slipstream.schedules.schedule import (
 MAX_TICKS = 10**6
 """Maximum number of ticks of the longest op. Finer times are rounded up to whole ticks."""
 MAX_MEMORY_UNITS = 2**40
-"""Maximum number of memory units in the largest amount. Finer amounts are rounded to the safe side."""
+"""Maximum number of memory units in the largest amount. Finer amounts are rounded to the safe
+side."""
 
 Rounded = Callable[[Fraction], int]
 
@@ -85,7 +86,8 @@ def has_exact_units(job: Job, failed: Sequence[Worker] = ()) -> bool:
 
 
 def _common_divisor(values: Iterable[Fraction]) -> Fraction:
-    """Return the greatest common divisor: the largest fraction of which all values are whole multiples."""
+    """Return the greatest common divisor: the largest fraction of which all values are whole
+    multiples."""
     numerator, denominator = 0, 1
     for value in values:
         common = math.lcm(denominator, value.denominator)
@@ -119,9 +121,10 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
 def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
     """Return the memory unit, in the job's unit: the coarsest that represents all memory exactly.
 
-    It is at least the largest amount / MAX_MEMORY_UNITS, and then a power of ten: an activation that is as large as
-    the capacity must still fit after the one is rounded up and the other down, so decimal numbers stay exact.
-    If `costs` is given, the memory of single layers is considered, too.
+    It is at least the largest amount / MAX_MEMORY_UNITS, and then a power of ten: an activation
+    that is as large as the capacity must still fit after the one is rounded up and the other down,
+    so decimal numbers stay exact. If `costs` is given, the memory of single layers is considered,
+    too.
     """
     if job.memory is None:
         return Fraction(1)

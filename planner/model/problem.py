@@ -58,9 +58,11 @@ class LayerSums(NamedTuple):
 
 
 class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Costs of each of the L layers, in ticks and memory units. Memory values are 0 where memory is unlimited.
+    """Costs of each of the L layers, in ticks and memory units. Memory values are 0 where memory is
+    unlimited.
 
-    The tuples are empty if no micro-batch is cut within a stage and no layer moves: ticks may be too coarse for layers.
+    The tuples are empty if no micro-batch is cut within a stage and no layer moves: ticks may be
+    too coarse for layers.
     """
 
     forward: tuple[int, ...] = ()
@@ -109,7 +111,8 @@ UNLIMITED = 2**40
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Speed, memory and held layers of a live worker. Two workers with equal values are interchangeable."""
+    """Speed, memory and held layers of a live worker. Two workers with equal values are
+    interchangeable."""
 
     per_mille: int = 1000
     """Time of its compute ops, per mille of the usual; 2000 is half speed."""
@@ -134,7 +137,8 @@ class RouteSlice(NamedTuple):
 
 
 Route = tuple[RouteSlice, ...]
-"""Slices that a micro-batch passes, in order. Their layers cover all layers of the model without a gap."""
+"""Slices that a micro-batch passes, in order. Their layers cover all layers of the model without a
+gap."""
 
 
 def choose_evenly(some: int, count: int) -> set[int]:
@@ -244,13 +248,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     routes: Mapping[MicroBatch, tuple[Visit, ...]]
     """Route of each micro-batch: the slices that it passes, in order.
 
-    With layers in place, these are the stages of its direction on the workers of its pipeline, some of which may be
-    down.
+    With layers in place, these are the stages of its direction on the workers of its pipeline, some
+    of which may be down.
     """
     rounds_down: bool = False
     """True if costs are rounded down, for bounds, those of slow workers, too."""
     assigned: bool = False
-    """True if the routes decide which worker runs each unit, as in a layout. All holders then share micro-batches.
+    """True if the routes decide which worker runs each unit, as in a layout. All holders then share
+    micro-batches.
 
     False with layers in place: the workers are still to be chosen.
     """
@@ -320,8 +325,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
         """Live workers that hold each slice, sorted, by slice number.
 
-        With layers in place and one direction, only those in the stage's column. With two directions, workers of both
-        columns that hold its layers.
+        With layers in place and one direction, only those in the stage's column. With two
+        directions, workers of both columns that hold its layers.
         """
         members: list[list[Worker]] = [[] for _ in self.groups.held]
         for worker in self.live_workers:
@@ -371,7 +376,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(worker for worker in hosts if worker.column == self.column_of[stage]) or hosts
 
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """Return the workers that may run slice number `slice_` for the micro-batches of this pipeline."""
+        """Return the workers that may run slice number `slice_` for the micro-batches of this
+        pipeline."""
         hosts = self.hosts_by_slice[slice_]
         if self.sharing:
             return hosts
@@ -594,7 +600,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum_over_ranges(self.costs.prefix_sums.closing, self.workers[worker].holds)
 
     def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
-        """Return the ticks of F, I and W together of these layers on a worker. Each op is rounded up separately."""
+        """Return the ticks of F, I and W together of these layers on a worker. Each op is rounded
+        up separately."""
         slow = self.slowness(worker)
         return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.prefix_sums[:3])
 

@@ -177,12 +177,12 @@ OPERATOR_NAMES = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: 
 
 
 class AnnealingChain:
-    """Run of annealing that shortens one plan of a subproblem. Its result depends on the seed and the number of steps,
-    not on the clock.
+    """Run of annealing that shortens one plan of a subproblem. Its result depends on the seed and
+    the number of steps, not on the clock.
 
-    Workers that hold the same layers form a group, whose deadline is the tick by which all of its compute ops must end.
-    The deadlines start as those of the plan. With a staggered optimizer, annealing shifts them until `fix_deadlines` is
-    called.
+    Workers that hold the same layers form a group, whose deadline is the tick by which all of its
+    compute ops must end. The deadlines start as those of the plan. With a staggered optimizer,
+    annealing shifts them until `fix_deadlines` is called.
     """
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:

@@ -1,4 +1,5 @@
-"""Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never becomes worse."""
+"""Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never
+becomes worse."""
 
 import math
 from collections import Counter, defaultdict
@@ -90,8 +91,8 @@ class Variables:
 
 
 class Constraints:
-    """Builder that adds all rules to the CP-SAT model. In the formulas, F, I and W are start times, p durations and h
-    hosts."""
+    """Builder that adds all rules to the CP-SAT model. In the formulas, F, I and W are start times,
+    p durations and h hosts."""
 
     def __init__(self, model: CpModel, problem: Problem, variables: Variables) -> None:
         self._model = model
@@ -106,7 +107,8 @@ class Constraints:
         self._add_windows()
 
     def add_implied_constraints(self) -> None:
-        """Add constraints that follow from the rules, and symmetry breaking. Neither makes a plan longer."""
+        """Add constraints that follow from the rules, and symmetry breaking. Neither makes a plan
+        longer."""
         self._order_microbatches()
         self._limit_stages()
         self._limit_loads()
@@ -256,10 +258,11 @@ class Constraints:
                                 + problem.column_closing_ticks(worker.column) <= variables.period)
 
     def _order_forwards(self) -> None:
-        """Break symmetry: micro-batches of a group of `find_interchangeable` begin in the order of their names.
+        """Break symmetry: micro-batches of a group of `find_interchangeable` begin in the order of
+        their names.
 
-        If n workers hold their first stage, the F of the group's micro-batch k + n starts after that of micro-batch k,
-        later by at least the ticks of an F on the fastest of these workers.
+        If n workers hold their first stage, the F of the group's micro-batch k + n starts after
+        that of micro-batch k, later by at least the ticks of an F on the fastest of these workers.
         """
         problem, variables = self._problem, self._variables
         for batches in find_interchangeable(problem):
@@ -382,7 +385,8 @@ def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
 
 
 class CanonicalNames:
-    """Renaming of a plan's micro-batches and workers such that it satisfies the model's symmetry breaking."""
+    """Renaming of a plan's micro-batches and workers such that it satisfies the model's symmetry
+    breaking."""
 
     def __init__(self, problem: Problem, plan: Solution) -> None:
         self._batches: dict[MicroBatch, MicroBatch] = {}
@@ -429,10 +433,10 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
                      params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
     """Search with CP-SAT, within the budget, for a shorter plan than the given one, `hint`.
 
-    Return the best plan, its period in ticks, and the proven bound in ticks, at least `lower_bound`. The same seed
-    gives the same result whenever optimality is proven in time: with one search thread, only the end depends on the
-    clock. (Eight threads on two cores were no faster on the jobs of the tests; tables use the cores for different
-    entries.)
+    Return the best plan, its period in ticks, and the proven bound in ticks, at least
+    `lower_bound`. The same seed gives the same result whenever optimality is proven in time: with
+    one search thread, only the end depends on the clock. (Eight threads on two cores were no faster
+    on the jobs of the tests; tables use the cores for different entries.)
     """
     hint_period = solution_period(hint)
     model, variables = _build_model(problem, lower_bound, hint_period)
@@ -503,7 +507,8 @@ def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpS
 
 
 def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
-    """Return a model that minimises the period between `shortest` and `longest`, and its variables."""
+    """Return a model that minimises the period between `shortest` and `longest`, and its
+    variables."""
     model = cp_model.CpModel()
     variables = Variables(model, problem, _latest_possible_end(problem, longest))
     constraints = Constraints(model, problem, variables)

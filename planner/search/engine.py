@@ -118,7 +118,8 @@ class _Engine:
             ran=", ".join(budget.tally.techniques))
 
     def _is_for_lists_alone(self, first: Incumbent | None, budget: Budget) -> bool:
-        """Return whether neither annealing nor CP-SAT could begin after the share of list schedules."""
+        """Return whether neither annealing nor CP-SAT could begin after the share of list
+        schedules."""
         if first is None or self._several or find_provable_pieces(first, self._params.cp_sat):
             return False
         seconds = (1 - self._params.lists.share) * budget.seconds_left

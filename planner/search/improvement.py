@@ -133,7 +133,8 @@ def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) ->
 
 
 STALE_SHARE = 0.5
-"""Share of annealing without improvement, above which `describe_gap` says that more annealing hardly helps."""
+"""Share of annealing without improvement, above which `describe_gap` says that more annealing
+hardly helps."""
 MIN_CYCLES = 3
 """Number of cooling cycles after which a gap is probably due to the bound."""
 

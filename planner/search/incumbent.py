@@ -66,7 +66,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def operation_count(self) -> int:
-        """Number of compute ops of all subproblems. One whose solution several sets of pipelines run by counts once."""
+        """Number of compute ops of all subproblems. One whose solution several sets of pipelines
+        run by counts once."""
         return sum(piece.problem.operation_count for piece in self.pieces)
 
     @property
@@ -125,16 +126,19 @@ def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incum
 
 def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
                    params: PieceParams = DEFAULTS.pieces) -> Incumbent:
-    """Divide a problem into subproblems, and return them as a candidate (`Incumbent`) without solutions.
+    """Divide a problem into subproblems, and return them as a candidate (`Incumbent`) without
+    solutions.
 
-    The candidate stores `bound`, a lower bound on its period (None: the strongest proven one), and `moved`, the memory
-    units of the layers that workers receive for it (their number if the job gives no weights).
+    The candidate stores `bound`, a lower bound on its period (None: the strongest proven one), and
+    `moved`, the memory units of the layers that workers receive for it (their number if the job
+    gives no weights).
 
-    In the subproblems, live workers run all micro-batches of their own pipelines, and only those of failed workers may
-    go to any peer: a free choice for all widens the search more than it gains (measured in benchmarks.quality, with
-    memory for as many activations as there are stages: plans became up to 4 % longer). A problem that allows a free
-    choice keeps it if live workers of a stage would otherwise take different times. With `shedding` and few
-    micro-batches, live workers of a stage that lost a worker may hand on their own, too.
+    In the subproblems, live workers run all micro-batches of their own pipelines, and only those of
+    failed workers may go to any peer: a free choice for all widens the search more than it gains
+    (measured in benchmarks.quality, with memory for as many activations as there are stages: plans
+    became up to 4 % longer). A problem that allows a free choice keeps it if live workers of a
+    stage would otherwise take different times. With `shedding` and few micro-batches, live workers
+    of a stage that lost a worker may hand on their own, too.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
     searched = problem if problem.has_unequal_time or problem.assigned else \

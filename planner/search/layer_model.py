@@ -174,8 +174,8 @@ class _LayerModel:
                 model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
     def _add_windows(self) -> None:
-        """Let the period be the longest busy window. The reductions of a worker follow its compute ops, or take no
-        time; O follows the reductions of all that it holds."""
+        """Let the period be the longest busy window. The reductions of a worker follow its compute
+        ops, or take no time; O follows the reductions of all that it holds."""
         model, variables, problem = self._model, self._variables, self._problem
         horizon, costs = variables.horizon, problem.costs.prefix_sums
         step = prefix_sums(problem.costs.optimizer)

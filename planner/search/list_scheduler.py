@@ -211,9 +211,9 @@ class PlaceChange(NamedTuple):
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """Rule by which a list scheduler decides which ready op a worker starts, if any.
 
-    Gradients come before forwards, and forwards before weight gradients; the fields decide the rest. The turn is the
-    order of micro-batches by age, those of several pipelines alternating. `planner.search.list_search` tries many
-    rules.
+    Gradients come before forwards, and forwards before weight gradients; the fields decide the
+    rest. The turn is the order of micro-batches by age, those of several pipelines alternating.
+    `planner.search.list_search` tries many rules.
     """
 
     lookahead: float = 0.0
@@ -236,7 +236,8 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     gradient_places: tuple[PlaceChange, ...] = ()
     """Micro-batches whose I, B and W go before or after their turn, with places."""
     forward_order: ForwardOrder = "deepest"
-    """F that goes first: "oldest" prefers lower micro-batches, "deepest" those furthest along their routes."""
+    """F that goes first: "oldest" prefers lower micro-batches, "deepest" those furthest along their
+    routes."""
     in_flight: tuple[int, ...] | None = None
     """Maximum of a worker's micro-batches between F and I's end, by slice; None: no limit.
 
@@ -260,8 +261,8 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     ignore_transfers: bool = False
     """True if the order is chosen as if transfers took no time.
 
-    On the coarse grid of op lengths a worker is rarely in the middle of an op when a more urgent one arrives a moment
-    later. The order is then timed with the true transfers.
+    On the coarse grid of op lengths a worker is rarely in the middle of an op when a more urgent
+    one arrives a moment later. The order is then timed with the true transfers.
     """
 
 
@@ -411,7 +412,8 @@ class ReservedMemory(NamedTuple):
     """
 
     at_start: tuple[int, ...]
-    """Memory units taken when an F starts, by slice. If the stash needs more, the I waits until enough W have run."""
+    """Memory units taken when an F starts, by slice. If the stash needs more, the I waits until
+    enough W have run."""
     needed: tuple[int, ...]
     """Memory units, by slice, that F needs free, also for its worker's later stages."""
     chains_in_turn: bool
@@ -508,9 +510,11 @@ def without_reserves(memory: Any) -> Any:
 
 
 def schedule_1f1b(problem: Problem) -> Solution:
-    """Return the list schedule of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing round-robin to peers.
+    """Return the list schedule of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing
+    round-robin to peers.
 
-    Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or split.
+    Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or
+    split.
     """
     return _schedule_by_rule(problem, DispatchRule(forward_order="oldest", eager_weights=True,
                                                    in_flight=scale_in_flight_limits(problem)))

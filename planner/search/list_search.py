@@ -273,11 +273,12 @@ class _SearchState:
 
 def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists,
                           steps: int | None = None, tell: PeriodCallback = lambda _: None) -> tuple[Solution, int]:
-    """Return the best of many list schedules within the budget, and its period in ticks. At least one is tried.
+    """Return the best of many list schedules within the budget, and its period in ticks. At least
+    one is tried.
 
-    The search ends when a plan reaches the `bound`, in ticks. The callback `tell` receives the period, in ticks, of
-    each better plan. At most `steps` random changes of rules are tried (None: `most_steps` of `params`). Raises
-    StuckError if all schedules get stuck.
+    The search ends when a plan reaches the `bound`, in ticks. The callback `tell` receives the
+    period, in ticks, of each better plan. At most `steps` random changes of rules are tried (None:
+    `most_steps` of `params`). Raises StuckError if all schedules get stuck.
     """
     best = _SearchState(problem, bound, budget, tell)
     starts = _try_grid(best, params)

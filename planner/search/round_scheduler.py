@@ -1,9 +1,11 @@
-"""Make orders in rounds: schedules of zero bubble for any durations, transfers, memory and placement.
+"""Make orders in rounds: schedules of zero bubble for any durations, transfers, memory and
+placement.
 
-Greedy list schedules fill scarce memory with the wrong micro-batches. Here every worker runs one I (or B) and one F in
-each round, so that the number of micro-batches in flight stays the same, and W only fill gaps. These
-are the rules of the automatic schedules of zero bubble (Qi et al. 2024, arXiv 2401.10241) and of its
-V placement (arXiv 2405.15362), for workers with any number of stages and re-routed micro-batches.
+Greedy list schedules fill scarce memory with the wrong micro-batches. Here every worker runs one I
+(or B) and one F in each round, so that the number of micro-batches in flight stays the same, and W
+only fill gaps. These are the rules of the automatic schedules of zero bubble (Qi et al. 2024, arXiv
+2401.10241) and of its V placement (arXiv 2405.15362), for workers with any number of stages and
+re-routed micro-batches.
 """
 
 import random
@@ -34,9 +36,9 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
     spread: Spread = "own"
     """How the F before the first I are divided over the stages, given the memory.
 
-    "own": the stages of a worker share its memory in proportion to how long a micro-batch stays there.
-    "stay": they share it as those of the worker do where micro-batches stay longest.
-    "less": each stage of a route has one F less than the stage before it.
+    "own": the stages of a worker share its memory in proportion to how long a micro-batch stays
+    there. "stay": they share it as those of the worker do where micro-batches stay longest. "less":
+    each stage of a route has one F less than the stage before it.
     """
     more: tuple[int, ...] = ()
     """F before the first I in addition, by slice; empty: none."""
@@ -84,9 +86,9 @@ RULES_OF_WHOLE_PIPELINES = (
     RoundRule(reserve=False, spread="stay"), RoundRule(skip=True, fill_forward=False),
     RoundRule(reserve=False, skip=True, tolerance=0.1), RoundRule(reserve=False, tolerance=1.0),
     RoundRule(skip=True, spread="less", tolerance=0.1))
-"""Rules for pipelines that have lost no worker. Of 128, each of the first eight is the one with which the best of those
-before it gains most on 58 of the published settings of benchmarks.curves; the fifth and the last three are for settings
-that the others leave behind."""
+"""Rules for pipelines that have lost no worker. Of 128, each of the first eight is the one with
+which the best of those before it gains most on 58 of the published settings of benchmarks.curves;
+the fifth and the last three are for settings that the others leave behind."""
 RULES_OF_SEVERAL_STAGES = (
     RoundRule(reserve=False, skip=True, patience=0.015), RoundRule(reserve=False, skip=True, patience=-0.05),
     RoundRule(reserve=False, skip=True, tolerance=0.25, patience=-0.05, spread="less"),
@@ -95,9 +97,10 @@ RULES_OF_SEVERAL_STAGES = (
     RoundRule(reserve=False, skip=True, tolerance=0.25, patience=0.015, fill_forward=False),
     RoundRule(skip=True, tolerance=0.25, patience=-0.05),
     RoundRule(reserve=False, skip=True, tolerance=0.1, patience=-0.2))
-"""Rules tried first for whole pipelines with several stages on each worker. To wait a little more or less than others
-gives other orders, some of them shorter: with these alone, of 54, no V setting of benchmarks.curves with memory up to
-1.75x is behind. The first four, which large jobs have time for, are enough with the most micro-batches."""
+"""Rules tried first for whole pipelines with several stages on each worker. To wait a little more
+or less than others gives other orders, some of them shorter: with these alone, of 54, no V setting
+of benchmarks.curves with memory up to 1.75x is behind. The first four, which large jobs have time
+for, are enough with the most micro-batches."""
 RULES_OF_ANY_PIPELINE = (
     RoundRule(skip=True, spread="less"), RoundRule(skip=True, patience=-9.0),
     RoundRule(skip=True, fill_forward=False, cascade_gradient=False),

@@ -125,7 +125,8 @@ class Share(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "Share":
-        """Parse "I/N", the I-th (from 0) of N shares of a table's entries. Raises ValueError for any other text."""
+        """Parse "I/N", the I-th (from 0) of N shares of a table's entries. Raises ValueError for
+        any other text."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         share = Share(*map(int, match.groups())) if match else Share(of=0)
         if share.number >= share.of:
@@ -139,8 +140,8 @@ WHOLE_TABLE = Share()
 class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a table of which other processes still have entries to plan.
 
-    It has the number of all entries (one schedule for each number or pattern of failures), of finished ones, and of
-    those that this call planned, and the seconds that the call took.
+    It has the number of all entries (one schedule for each number or pattern of failures), of
+    finished ones, and of those that this call planned, and the seconds that the call took.
     """
 
     entries: int
@@ -237,12 +238,13 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
 
 def _publish_table(folder: TableFolder, planner: "EntryPlanner", tasks: Sequence[EntryTask], nodes: NodesOfEntry,
                    job_text: bytes, share: Share, *, max_failures: int, exact: bool, settled: bool) -> Index:
-    """Write the table of all entries (`tasks`) from their files, and return its index. Entries first take over shorter
-    plans of others, as `improve_parts` and `improve_patterns` find them.
+    """Write the table of all entries (`tasks`) from their files, and return its index. Entries
+    first take over shorter plans of others, as `improve_parts` and `improve_patterns` find them.
 
-    By key, `nodes` has the sets of nodes whose loss an entry is for; the arguments from `job_text` on are those of
-    `build_share`. Several processes may call this at once: all write the same bytes. If another process has already
-    removed the files, the index that it has published is returned.
+    By key, `nodes` has the sets of nodes whose loss an entry is for; the arguments from `job_text`
+    on are those of `build_share`. Several processes may call this at once: all write the same
+    bytes. If another process has already removed the files, the index that it has published is
+    returned.
     """
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
     patterns = [task for task in tasks if task.failed is not None and task.answer == "at once"]

@@ -188,8 +188,8 @@ class TableFolder:
     """Folder of a table that is finished, or of which entries are stored as files."""
 
     def __init__(self, path: Path, basis: Basis) -> None:
-        """Open the folder of a table of this job and these options (`basis`). Raises TableError if it holds a table of
-        another job or other options, or a damaged one."""
+        """Open the folder of a table of this job and these options (`basis`). Raises TableError if
+        it holds a table of another job or other options, or a damaged one."""
         self._path = path
         self._basis = basis
         self._table: Table | None = None

@@ -1,11 +1,12 @@
 """Run long, independent tasks in processes of this machine, or of an executor.
 
-The processes of this machine all end when one dies or the caller stops. `concurrent.futures` runs them, but cannot stop
-running tasks, and a table build is usually interrupted during tasks. So a thread of each process waits for a pipe to
-close, and then ends the process.
+The processes of this machine all end when one dies or the caller stops. `concurrent.futures` runs
+them, but cannot stop running tasks, and a table build is usually interrupted during tasks. So a
+thread of each process waits for a pipe to close, and then ends the process.
 
-Executors are MPI processes, or the workers of a Dask cluster. Both need optional packages, imported at first use. They
-pickle what they send: anyone who can reach a Dask scheduler can run code on all of its machines.
+Executors are MPI processes, or the workers of a Dask cluster. Both need optional packages, imported
+at first use. They pickle what they send: anyone who can reach a Dask scheduler can run code on all
+of its machines.
 """
 
 import os
@@ -133,8 +134,8 @@ def _exit_on_close(pipe: Connection) -> None:
 
 
 _EXECUTOR_FUNCTIONS: dict[str, Callable[[Any], Any]] = {}
-"""Function that a process of an executor runs, by the caller's key. Only the last one is stored, with its state, for
-its next task."""
+"""Function that a process of an executor runs, by the caller's key. Only the last one is stored,
+with its state, for its next task."""
 
 
 def _run_elsewhere(key: str, function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]

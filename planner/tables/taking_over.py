@@ -103,9 +103,10 @@ def _period_seconds(part: FinishedPart) -> float:
 def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
     """Return a copy of the finished entry `own` with the plan of the entry `source`.
 
-    There is none if the entry has no plan of its own. If `source` is for one failure more, one of its failed workers is
-    alive again in the copy; return None if none of them can be (`with_standby_worker`). A bound for any layers is that
-    of `own`. Other bounds hold only for the roles that are vacant in a plan: it keeps its own, or another is proven.
+    There is none if the entry has no plan of its own. If `source` is for one failure more, one of
+    its failed workers is alive again in the copy; return None if none of them can be
+    (`with_standby_worker`). A bound for any layers is that of `own`. Other bounds hold only for the
+    roles that are vacant in a plan: it keeps its own, or another is proven.
     """
     if own.reason:
         return None
