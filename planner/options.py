@@ -106,6 +106,6 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Clock() if self.steps is None else StepClock()
 
     def with_limit(self, seconds: float) -> "PlanOptions":
-        """Return a copy limited to these seconds, or to as many counted steps."""
+        """Return a copy limited to these seconds, or to the steps that represent them."""
         return msgspec.structs.replace(self, time_limit=seconds) if self.steps is None else \
             msgspec.structs.replace(self, steps=max(0, round(seconds / STEP_SECONDS)))

@@ -45,7 +45,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def capped_at(self, period: float) -> "FaultFree":
-        """Return a copy with both at most `period`, as fewer workers have done."""
+        """Return a copy with period and bound at most `period`, of fewer workers."""
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 

@@ -206,9 +206,9 @@ def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
 def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], object]) -> Checkpoint | None:
     """Return the newest checkpoint in `source` that is not damaged, or None.
 
-    None is if there is no checkpoint. Damaged ones are reported by `say`, and those in the run's
-    own folder, `folder`, are set aside. Raises CheckpointError if all are damaged, and FolderError
-    if some are to be set aside while another run writes to `folder`.
+    None: there is no checkpoint. Damaged ones are reported by `say`, and those in the run's own
+    folder, `folder`, are set aside. Raises CheckpointError if all are damaged, and FolderError if
+    some are to be set aside while another run writes to `folder`.
     """
     whole, damaged = find_newest_undamaged(source)
     with ExitStack() as stack:
