@@ -217,7 +217,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.clock.limit_reason if self.seconds_left <= needs else None
 
     def with_share(self, share: float) -> "Budget":
-        """Return a copy of the budget that ends after `share` (0 to 1) of what is left."""
+        """Return a copy that ends after `share` (0 to 1) of the time left."""
         return self.with_seconds(share * self.seconds_left)
 
     def with_seconds(self, seconds: float) -> "Budget":
