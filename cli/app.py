@@ -1,6 +1,7 @@
 """Define the command-line application: its commands and how they are loaded.
 
-The module of a command is imported only when that command runs, so that planning does not wait for torch.
+The module of a command is imported only when that command runs, so that planning does not wait for
+torch.
 """
 
 import importlib
@@ -32,16 +33,19 @@ COMMANDS = {
     "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
 }
-"""Names of the commands, each with one line of help. `cli/NAME.py` defines a function of that name."""
+"""Names of the commands, each with one line of help. `cli/NAME.py` defines a function of that
+name."""
 
 
 class _Interrupted(Exception):  # noqa: N818
-    """Exception that carries Ctrl-C through typer, which would otherwise end the program without a message."""
+    """Exception that carries Ctrl-C through typer, which would otherwise end the program without a
+    message."""
 
 
 @contextmanager
 def _preserve_interrupts() -> Iterator[None]:
-    """Convert KeyboardInterrupt within the context to `_Interrupted`, which typer does not catch."""
+    """Convert KeyboardInterrupt within the context to `_Interrupted`, which typer does not
+    catch."""
     try:
         yield
     except KeyboardInterrupt:
@@ -51,7 +55,8 @@ def _preserve_interrupts() -> Iterator[None]:
 class _CommandGroup(TyperGroup):
     """Group of all commands, which imports a command only when it runs.
 
-    Contexts and commands are typed `Any`: depending on its version, typer brings its own copy of click.
+    Contexts and commands are typed `Any`: depending on its version, typer brings its own copy of
+    click.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
@@ -59,11 +64,12 @@ class _CommandGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command that has only its name and line of help, for the list of commands."""
+        """Return a command that has only its name and its line of help."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the loaded command and the remaining arguments. Exits 2 for an unknown command."""
+        """Return the name, the loaded command and the remaining arguments. Exits 2 for an unknown
+        command."""
         if args[0] == "benchmark":
             ctx.fail("the command benchmark was removed; in a checkout, run python -m benchmarks.fleet")
         if args[0] not in COMMANDS and not args[0].startswith("-"):
@@ -76,7 +82,7 @@ class _CommandGroup(TyperGroup):
         return name, load_command(args[0]) if command else None, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the command line, or print the help and exit with status 2 if it is empty."""
+        """Parse the command line; if it is empty, print the help and exit 2."""
         if not args and not ctx.resilient_parsing:  # not where a shell completes
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)
@@ -90,7 +96,8 @@ class _CommandGroup(TyperGroup):
         write_options(self.get_params(ctx), formatter)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Return click's context of the command line, after parsing the options that precede the command."""
+        """Return click's context of the command line, after parsing the options that precede the
+        command."""
         with _preserve_interrupts():
             return super().make_context(*args, **extra)
 
@@ -118,7 +125,7 @@ class _CommandGroup(TyperGroup):
 
 
 def _format_as_clause(message: str) -> str:
-    """Return an error message of click in this program's form: one line, lower case first, no full stop."""
+    """Return click's error message in one line, lower case first, without full stop."""
     text = " ".join(message.split()).rstrip(".")
     head, separator, options = text.partition(" (Possible options: ")
     if separator:
@@ -153,4 +160,5 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root_options(_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help=(
         "Print the version and exit."))] = False) -> None:
-    """Define the program's own options. Such a callback also makes the typer app a group of commands."""
+    """Define the program's own options. Such a callback also makes the typer app a group of
+    commands."""

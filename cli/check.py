@@ -18,7 +18,8 @@ from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
-"""Largest number of violated rules per file for which the ops around are drawn. Further violations are only listed."""
+"""Largest number of violated rules per file for which the ops around are drawn. Further violations
+are only listed."""
 
 PROOF_SECONDS = 60.0
 """Time limit of CP-SAT, in seconds, for a bound that only a search can prove."""
@@ -65,10 +66,7 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
 
 
 def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterator[ScheduleInFile]:
-    """Yield all schedules of the given files and tables.
-
-    A file that cannot be read is reported on stderr and appended to `unreadable`.
-    """
+    """Yield all schedules of the given files and tables."""
     for path in files:
         try:
             yield from read_schedules(path)
@@ -78,10 +76,7 @@ def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) 
 
 
 def _describe_bound(schedule: Schedule, proven: int | None) -> str:
-    """Return a clause that says whether the lower bound on the period in a schedule's file was proven here.
-
-    `proven` is the bound in ticks that was proven here. None means that no proof was requested.
-    """
+    """Return a clause on whether the file's bound was proven here, as `proven` ticks."""
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
     if schedule.gap is None:
         return "it claims no lower bound" if not proven else \

@@ -1,4 +1,4 @@
-"""Implement `slipstream demo`, which plans the published example and trains a small model, in a few minutes."""
+"""Implement `slipstream demo`: plan the published example, train a small model."""
 
 import math
 import os
@@ -37,7 +37,7 @@ Short = Annotated[bool, typer.Option("--short", help=f"Train for {SHORT_ITERATIO
 
 
 class _Variant(msgspec.Struct, frozen=True):
-    """Row of the demo's table of plans: a plan of the example with one more technique than the row above."""
+    """Row of the demo's table of plans: one more technique than the row above."""
 
     name: str
     plan: Plan
@@ -60,8 +60,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
 
 
 def _plan_worked_example() -> list[_Variant]:
-    """Plan the published example with one technique after the other, and return these plans as rows. Print their
-    periods, and draw the plans with and without a dead worker."""
+    """Plan the published example, one technique after the other; print and draw."""
     job = read_job(JOBS / "worked-example.toml")
     out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
     with err.status("planning"):
@@ -96,8 +95,7 @@ def _plan_variants(job: Job) -> Sequence[_Variant]:
 
 
 def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
-    """Return a plan for the job with `failed` workers, made with these options of `plan_job`. Raises KeyboardInterrupt
-    if Ctrl-C ended the search."""
+    """Return a plan for the job with `failed` workers, made with these options of `plan_job`."""
     plan = plan_job(job, failed, **options)
     if plan.interrupted:
         raise KeyboardInterrupt
@@ -105,9 +103,7 @@ def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) 
 
 
 def _train_and_compare(folder: Path, short: bool) -> dict[str, object]:
-    """Train with all workers, with one absent, and in one process; print to how many digits the losses agree, and
-    return losses, digits and parameter digests as fields of the JSON answer. If `short`, train for `SHORT_ITERATIONS`
-    only."""
+    """Train with all workers, without one, and in one process; return the answer's fields."""
     job = read_job(JOBS / "small-gpt.toml")
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()
@@ -148,10 +144,7 @@ def _train_one(schedule: Schedule, config: RunConfig, folder: Path, title: str) 
 
 
 def count_agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
-    """Return to how many significant digits every number in `left` agrees with its counterpart in `right`.
-
-    Equal numbers agree to 16 digits, which is all that a double has.
-    """
+    """Return to how many significant digits, at most 16 (a double's), two series agree."""
     worst = max((abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in zip(left, right, strict=True)), default=0.0)
     return min(16, math.floor(-math.log10(worst))) if worst else 16
 

@@ -1,4 +1,4 @@
-"""Implement `slipstream doctor`, which reports what is installed and which backends work, and runs a self-test."""
+"""Implement `slipstream doctor`, which reports what is installed, and tests it."""
 
 import os
 import platform
@@ -22,7 +22,8 @@ from slipstream.planner.job.file import read_job
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
 SELF_TEST_SECONDS = 60.0
-"""Time limit of the self-test, in seconds, for a busy machine. An idle machine takes a few, mostly to import torch."""
+"""Time limit of the self-test, in seconds, for a busy machine. An idle machine takes a few, mostly
+to import torch."""
 EXAMPLE = Path(__file__).parent / "jobs" / "worked-example.toml"
 PERIOD = 30.0
 """Proven minimal period of the published example with worker 1.2 down, in seconds."""
@@ -32,7 +33,8 @@ Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Line of the report on one part of the installation. Status "absent": it does not work here, but is not needed."""
+    """Line of the report on one part of the installation. Status "absent": it does not work here,
+    but is not needed."""
 
     part: Literal["installed", "backends", "self-test"]
     name: str
@@ -94,7 +96,7 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def _check_backends() -> Iterator[Finding]:
-    """Yield findings about the devices that can compute here and the backends that can transfer tensors."""
+    """Yield findings about devices that compute and backends that transfer."""
     try:
         with delay_interrupts():
             import torch
@@ -132,8 +134,7 @@ def _check_compiled_search() -> Finding:
 
 
 def _run_self_test() -> Iterator[Finding]:
-    """Yield findings of the self-test: make and check a plan and look up a schedule here, while two other processes
-    start and exchange a tensor."""
+    """Yield findings of the self-test: planning here, while two processes meet."""
     try:
         with delay_interrupts():
             from slipstream.runtime.tools.self_test import SelfTest, SelfTestError

@@ -1,4 +1,4 @@
-"""Implement `slipstream export`, which writes a schedule, or the model of a checkpoint, for other libraries."""
+"""Implement `slipstream export`, which writes schedules or models for other libraries."""
 
 import importlib
 import inspect
@@ -97,11 +97,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
 
 
 def _export_plan(file: Path, exporter: Exporter, arguments: Mapping[str, Any]) -> None:
-    """Write a schedule, or the placement of a job if the exporter takes jobs. Raises ExportError.
-
-    The `arguments` are passed to the exporter's module. Exits if the file cannot be read, breaks a rule, or lacks the
-    pipeline in `arguments`.
-    """
+    """Write a schedule, or the placement of a job if the exporter takes jobs."""
     if "job" in exporter.modules and file.suffix == ".toml":
         _import_exporter(exporter.modules["job"]).export_job(read_job_or_refuse(file), **arguments)
         return
@@ -120,8 +116,7 @@ def _import_exporter(module: str) -> Any:
 
 
 def _require_new_folder(folder: Path | None, to: str, what: str) -> Path:
-    """Return the folder to write. Exits 2 if it is None, or exists and is not empty. Messages name the format (`to`)
-    and what is exported (`what`)."""
+    """Return the folder to write. Exits 2 if it is None, or exists and is not empty."""
     if folder is None:
         refuse(f"--to {to}: name the folder to write: slipstream export {what} --to {to} DIR")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

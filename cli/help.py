@@ -1,12 +1,12 @@
 """Define what all commands share: the layout of help, and what outputs may overwrite.
 
-The help shows options in groups, one or two lines for each option, readable at 80 columns. The group of an option is
-its `rich_help_panel`. The metavar (SEC, FILE, N) tells the kind of its value. The valid range is not shown; the error
-for a value outside of it states it.
+The help shows options in groups, one or two lines for each option, readable at 80 columns. The
+group of an option is its `rich_help_panel`. The metavar (SEC, FILE, N) tells the kind of its value.
+The valid range is not shown; the error for a value outside of it states it.
 
-An output never replaces what the command reads, nor a file of a table, run or checkpoint. It replaces another file only
-if that is of the kind that the option writes (`REPLACEABLE`), or if --force is given: a file that the same command
-wrote before is written again, and a job file is not.
+An output never replaces what the command reads, nor a file of a table, run or checkpoint. It
+replaces another file only if that is of the kind that the option writes (`REPLACEABLE`), or if
+--force is given: a file that the same command wrote before is written again, and a job file is not.
 """
 
 import re
@@ -24,7 +24,7 @@ DEFAULT_GROUP = "Options"
 """Title of the group of options that name no group in the help."""
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 HARD_HYPHEN = "\N{NON-BREAKING HYPHEN}"
-"""Character that stands for the hyphens of an option while lines are broken, so that no option is cut."""
+"""Character for options' hyphens while lines are broken, so that none is cut."""
 EXAMPLES = {
     "new": ("slipstream new --preset llama-3-8b --out job.toml",
             "slipstream new --model config.json --gpu h100 --stages 4 --out job.toml"),
@@ -54,8 +54,7 @@ MAX_NAME_WIDTH = 24
 
 
 class Command(TyperCommand):
-    """Typer command whose help lists options by group, and which refuses to overwrite its own input. Contexts and
-    formatters are typed `Any`, for the reason given in `cli.app`."""
+    """Typer command with options by group, which refuses to overwrite its own input."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the usage, what the command does, its options, and two examples."""
@@ -73,10 +72,7 @@ class Command(TyperCommand):
 
 
 def write_options(params: list[Any], formatter: Any) -> None:
-    """Write a section for each group of options, in the order of the first option of each group.
-
-    Options without a group come last.
-    """
+    """Write a section for each group of options, as they first come; without one, last."""
     groups: dict[str, dict[str, str]] = {}
     for param in params:
         group = "Arguments" if param.param_type_name == "argument" else param.rich_help_panel or DEFAULT_GROUP
@@ -110,7 +106,8 @@ def _explain_option(param: Any) -> str:
 OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg", "--prometheus")
 """Options that name a file to write."""
 OUTPUT_FOLDERS = ("--out", "--tensorboard")
-"""Options that name a folder to write to. The command itself decides about the folder's contents."""
+"""Options that name a folder to write to. The command itself decides about the folder's
+contents."""
 FOLDER_METAVAR = "DIR"
 """Metavar (kind of value in the help) of options that take a folder."""
 TABLE_FILES = frozenset({"index.json", "index.md", "job.toml", "programs.json.gz", "entries", "parts"})
@@ -140,7 +137,7 @@ METRICS = OutputKind("a file of metrics", re.compile(rb"# HELP slipstream_"))
 TRACE = OutputKind("a trace of ops", re.compile(rb'\{"displayTimeUnit":'))
 REPLACEABLE = {"--html": PAGE, "--svg": PICTURE, "--perfetto": TRACE, "--prometheus": METRICS, "plan --out": SCHEDULE,
                "lookup --out": SCHEDULE, "export --out": ORDER}
-"""Kind of file that an option, or the option of a command, replaces without --force; none for a job file."""
+"""Kind of file that an option replaces without --force; none for a job file."""
 
 
 def require_no_overwriting(command: str, params: Iterable[Any], values: Mapping[str, Any]) -> None:
@@ -168,7 +165,7 @@ def require_no_overwriting(command: str, params: Iterable[Any], values: Mapping[
 
 
 def _require_replaceable(option: str, path: Path, kind: OutputKind | None) -> None:
-    """Exit 2 if a file exists that is not of this kind; None: whatever it is. Empty files may be replaced."""
+    """Exit 2 if a file that is not empty is of another kind than `kind`."""
     try:
         if not path.is_file():
             return
@@ -182,12 +179,12 @@ def _require_replaceable(option: str, path: Path, kind: OutputKind | None) -> No
 
 
 def is_output_file(param: Any) -> bool:
-    """Return whether a parameter of a command, as click has it, names a file that the command writes."""
+    """Return whether a command's parameter, as click has it, names a file it writes."""
     return param.opts[0] in OUTPUT_FILES and param.metavar != FOLDER_METAVAR
 
 
 def _flatten_texts(value: Any) -> Iterator[str]:
-    """Yield all texts and paths in the value of a parameter, which may be a list or a tuple."""
+    """Yield all texts and paths in a parameter's value, list or tuple."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, list | tuple):
@@ -196,7 +193,7 @@ def _flatten_texts(value: Any) -> Iterator[str]:
 
 
 def _is_same_file(one: Path, other: Path, *, new: bool = False) -> bool:
-    """Return whether both names denote one regular file; with `new`, also one that does not exist yet."""
+    """Return whether both names denote one regular file; with `new`, also a future one."""
     try:
         if new and not one.exists() and not other.exists():
             return one.resolve() == other.resolve()

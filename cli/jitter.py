@@ -1,4 +1,5 @@
-"""Implement `slipstream jitter`, which replays a schedule with noise, stragglers, or samples of unequal cost."""
+"""Implement `slipstream jitter`, which replays a schedule with noise, stragglers, or samples of
+unequal cost."""
 
 import time
 from pathlib import Path
@@ -94,13 +95,7 @@ def _replay_samples(schedule: Schedule, file: Path, lengths: Path, attention: fl
 
 
 def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
-    """Return the times of F, I and W of the samples in a file as multiples of their means over all samples, of shape
-    [iterations, samples, 3].
-
-    A StragglerAnalysis trace gives them as multiples of the usual time of each stage, of shape [iterations, samples,
-    stages, 3]. Other files have the lengths of documents in samples of at most `context` tokens; `attention` is the
-    share of attention in F and I. Raises CostError if there are too few samples for one iteration.
-    """
+    """Return the samples' times of F, I and W as multiples of their means."""
     if lengths.suffix == SUFFIX:
         trace_costs = read_straggler_trace(lengths).sample_costs()[:MAX_ITERATIONS]
         require_costs(trace_costs[0], dealer.samples, dealer.stages)
@@ -113,14 +108,7 @@ def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | 
 
 
 def _measure_dealing(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: float) -> dict[str, Any]:
-    """Return the JSON answer on dealing: how the mean iteration time depends on the search and on how well the op times
-    of samples are known.
-
-    Dealing assigns samples of unequal length to micro-batches, by a search that swaps samples. The argument `costs` has
-    each sample's times of F, I and W as multiples of the mean. The answer has the mean time in seconds for several
-    numbers of swaps, and for several relative errors of the `costs` that the search is given. `planned` is the period
-    in seconds if samples were equal.
-    """
+    """Return the JSON answer on dealing: iteration times by swaps and by errors of costs."""
     dealer.deal(costs[0], seed=seed, swaps=1)  # compiled before it is timed
 
     def mean_time(known: npt.NDArray[np.float64], swaps: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Implement `slipstream lookup`, which looks up the schedule of a table for the workers that are down."""
+"""Implement `slipstream lookup`, which finds a table's schedule for down workers."""
 
 import time
 from functools import partial
@@ -48,12 +48,11 @@ Normalise = Annotated[bool, typer.Option("--normalise", help=(
 Settled = Annotated[bool, typer.Option("--settled", help=(
     "The answer to come to, for which layers move, instead of the one that runs at once."))]
 AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
-"""Names of the kinds of answers: layers in place, whole roles moved to other workers, or layers moved for even load."""
+"""Kinds of answers: layers in place, roles moved, or layers moved for even load."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """Schedule that answers a look-up, with the key of its entry in the table of schedules and the seconds that finding
-    it took. The key is None if the schedule was planned on the spot."""
+    """Schedule that answers a look-up, with its entry's key and the seconds it took."""
 
     key: str | None
     schedule: Schedule
@@ -61,8 +60,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """Kind of this answer: layers in place (`AT_ONCE`), whole roles moved to other workers (`ROLES_MOVED`), or
-        layers moved for even load (`SETTLED`)."""
+        """Kind of this answer: `AT_ONCE`, `ROLES_MOVED` or `SETTLED`."""
         if self.key is not None and self.key.startswith(settled_key("")):
             return SETTLED
         if self.schedule.moves:
@@ -107,12 +105,7 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
 
 
 def _look_up_entry(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
-    """Return the answer of the table for the workers that are down, with the seconds of a look-up; None if it has no
-    entry.
-
-    Set `normalise` to True if roles may move, and `settled` if any layers may. The table checks an entry at its first
-    use, which the seconds do not include.
-    """
+    """Return the table's answer for the workers that are down; None without an entry."""
     look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_read_job(table).nodes)
     result = look_up()  # the first use of an entry checks it: the second is timed
     if result is None:

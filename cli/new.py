@@ -157,10 +157,7 @@ def new(context: typer.Context, request: NewRequest) -> None:
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
-    """Exit 2 if options are given that have no effect on this kind of job.
-
-    `way` names its source: preset, trace, config or model.
-    """
+    """Exit 2 if options are given that have no effect on this kind of job."""
     for parameter in context.command.params:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE" or name in _FOR_ALL:
@@ -182,8 +179,7 @@ def _refuse_search_limits(context: typer.Context, request: NewRequest) -> None:
 
 
 def _estimate_job(request: NewRequest) -> str:
-    """Return the text of the job file for the model that a config.json or the options describe; ask the user for
-    missing values."""
+    """Return the text of the job file for a described model; ask for missing values."""
     try:
         model = _read_layers(request)
         layout = ModelLayout(
@@ -199,8 +195,7 @@ def _estimate_job(request: NewRequest) -> str:
 
 
 def _read_layers(request: NewRequest) -> ModelLayers:
-    """Return the layers of the model that the options describe; ask the user for missing values. Raises ValueError if
-    they are inconsistent."""
+    """Return the layers of the described model; ask for missing values."""
     if request.model is not None:
         return read_model(request.model, request.sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"))
     shape = ModelShape(
@@ -272,13 +267,12 @@ def _read_traces(request: NewRequest) -> str:
 
 
 def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
-    """Return the tables of a job file with a `[placement]` that gives each stage `each` layers; unchanged if that is
-    None."""
+    """Return the tables of a job file with `each` layers a stage, if not None."""
     return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
 
 
 def _read_parquet(file: Path, request: NewRequest) -> str:
-    """Return the text of the job file for a StragglerAnalysis trace, which has the times of all workers."""
+    """Return the text of the job file for a StragglerAnalysis trace."""
     try:
         trace = read_straggler_trace(file)
     except ProfilerTraceError as error:
@@ -337,11 +331,7 @@ def _parse_one(*choices: str) -> Callable[[str], str]:
 
 
 def _ask_for(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
-    """Return the user's answer to a question, as `read` has parsed it; ask again if `read` raises ValueError. `default`
-    is the answer if the user enters nothing; None: there is none.
-
-    Exits 2 if there is no answer, and names the option that gives the value.
-    """
+    """Return the user's answer as `read` parses it; ask again if it raises ValueError."""
     while True:
         try:
             answer: Any = typer.prompt(question, default=default, err=True)

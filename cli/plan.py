@@ -1,4 +1,5 @@
-"""Implement `slipstream plan`, which plans one checked schedule for a job and its failed workers."""
+"""Implement `slipstream plan`, which plans one checked schedule for a job and its failed
+workers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,9 +47,9 @@ from slipstream.schedules.codec import MAX_OPS
 from slipstream.schedules.schedule import Worker
 
 COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
-"""Limits of the time for planning alternatives after the plan: a share of the time limit, and a number of seconds."""
+"""Limits of the time for alternatives: a share of the limit, and seconds."""
 FAULT_FREE_SHARE = 0.2
-"""Share of the comparison time that is used when no worker is down, because there are fewer alternatives."""
+"""Share of the comparison time with no worker down: there are fewer alternatives."""
 
 
 class PlanRequest(msgspec.Struct, frozen=True):

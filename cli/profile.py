@@ -1,4 +1,4 @@
-"""Implement `slipstream profile`, which measures a model's stages on this machine and writes the job file."""
+"""Implement `slipstream profile`: measure a model's stages here, write the job file."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ MEASURED = "What is measured"
 """Group of options in the help."""
 KIB = 1024
 MAX_WAITING_SHARE = 0.1
-"""Share of the measuring time that processes may wait for each other before a warning is printed."""
+"""Share of the time that processes may wait for each other without a warning."""
 
 
 def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED, metavar="JOB", help=(
@@ -105,7 +105,7 @@ def profile(job: Annotated[Path, typer.Option("--job", rich_help_panel=MEASURED,
 
 
 def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
-    """Return the tables of the job file, with the measured times and memory in place of the job's own."""
+    """Return the tables of the job file, with the measured times and memory."""
     stages = measured.stages
     longest = max(max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages)
 
@@ -138,20 +138,17 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
 
 
 def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
-    """Return the bytes of gradients that a stage has sent to the previous stage and still keeps in memory.
-
-    While the pipeline drains, one such gradient can be in flight for each stage from this one to the last.
-    """
+    """Return the bytes of gradients that a stage has sent and still keeps."""
     if measured.device == "cuda" and measured.transport == "gloo":
         return 0  # they wait in host memory
     return min(job.depth - stage, max(job.microbatches)) * measured.stages[stage].sent_bytes
 
 
 def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
-    """Return the `[layers]` table of the job file, with times and memory of each layer; in the profile `measured`, each
-    layer is a stage.
+    """Return the `[layers]` table of the job file; each profiled stage is a layer.
 
-    The first stage of the job has `first` layers. It sends no gradient back, so that all of its backward counts as W.
+    The first stage of the job has `first` layers. It sends no gradient back, so that all of its
+    backward counts as W.
     """
     layers = [msgspec.structs.replace(layer, backward_input=0.0,
                                       backward_weight=layer.backward_weight + layer.backward_input)
@@ -162,8 +159,8 @@ def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 
 def fit_length_costs(measured: "Profile") -> dict[str, Any]:
-    """Return the `[training.length_costs]` table: costs by document length, fitted to the times of each layer. In the
-    profile `measured`, each layer is a stage."""
+    """Return the `[training.length_costs]` table: costs by document length, fitted to the times of
+    each layer. In the profile `measured`, each layer is a stage."""
     table: dict[str, Any] = {}
     errors = []
     for column, name in enumerate(("forward", "backward_input", "backward_weight"), 2):
@@ -181,7 +178,7 @@ def fit_length_costs(measured: "Profile") -> dict[str, Any]:
 
 
 def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """Return the memory keys of a job file, in KiB, with one value for each of the profiled stages or layers."""
+    """Return the memory keys of a job file, in KiB, by profiled stage or layer."""
     recomputed_sizes = [stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None]
     return {"activation": [-(-stage.activation_bytes // KIB) for stage in stages],
             "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages],
@@ -190,14 +187,14 @@ def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
 
 
 def _sharded_state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """Return the key `state`: the sharded optimizer state of each stage, in KiB. Empty if the state is not sharded."""
+    """Return the key `state`: the sharded optimizer state of each stage, in KiB. Empty if the state
+    is not sharded."""
     whole = [stage.state_bytes for stage in stages if stage.state_bytes is not None]
     return {"state": [-(-size // KIB) for size in whole]} if whole else {}
 
 
 def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
-    """Return the comment lines that the measured job file has above each of its TOML tables, by the table's name; "" is
-    the top of the file."""
+    """Return the comments above each table of the job file, "" for its top."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     place = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \
@@ -229,11 +226,7 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
-    """Return the layer range of each stage. The argument `counts` has the number of layers of each stage in the job
-    file. If it leaves out the embedding and the head, these are added to the first and the last stage.
-
-    Raises ConfigError unless all stages have layers and their sum is `layers`, the model's number of layers.
-    """
+    """Return the layer range of each stage, from the job file's numbers of layers."""
     from slipstream.runtime.config import ConfigError
     from slipstream.runtime.placement import with_end_layers
 

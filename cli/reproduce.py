@@ -1,4 +1,4 @@
-"""Implement `slipstream reproduce`, which recomputes a figure of the documentation as a table, JSON and a picture."""
+"""Implement `slipstream reproduce`, which recomputes a figure of the documentation."""
 
 import json as jsonlib
 from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ def _import_drawing() -> Callable[[Figure], bytes]:
 
 
 def _compute_figure(name: str) -> Figure:
-    """Return the figure of this name; show progress on stderr, in a log as a line for each tenth."""
+    """Return the figure of this name; show progress, in a log as lines, on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):

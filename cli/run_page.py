@@ -1,7 +1,8 @@
-"""Write the page of a run: one file, which works offline and loads nothing. Without scripts it shows all but the zoom.
+"""Write the page of a run: one file, which works offline and loads nothing. Without scripts it
+shows all but the zoom.
 
-This module writes charts, tables and events. `page/run.js` zooms, highlights events and opens the timelines of the
-schedules, which the page also contains.
+This module writes charts, tables and events. `page/run.js` zooms, highlights events and opens the
+timelines of the schedules, which the page also contains.
 """
 
 import os
@@ -52,14 +53,12 @@ SIGNS: dict[EventGroup, tuple[str, str]] = {
 }
 TRACE = "trace.json"
 MAX_EVENTS = 3000
-"""Maximum number of events on the page. If there are more, whole groups are left out, from the end of
-`_LEAST_IMPORTANT` on."""
+"""Maximum of events on the page, beyond which the `_LEAST_IMPORTANT` groups go."""
 _LEAST_IMPORTANT: tuple[EventGroup, ...] = ("order", "layers", "slow", "join", "other", "checkpoint")
 
 
 def run_page(run: RunRecord, page: Path) -> bytes:
-    """Return the HTML page of a run in UTF-8. Links to the files of the run are relative to `page`, the path of the
-    page."""
+    """Return a run's HTML page in UTF-8, with links relative to the file `page`."""
     series, (events, left_out) = build_points(run), _select_events(notable_events(run))
     schedules = _read_schedules(run)
     title = f"{run.starts[-1].job}: run"
@@ -85,8 +84,7 @@ def _round_values(values: Iterable[float | None]) -> list[float | None]:
 
 
 def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
-    """Return at most `MAX_EVENTS` events for the page, the most important ones, and the number of events that are left
-    out."""
+    """Return at most `MAX_EVENTS` events, the most important, and how many are left out."""
     kept, groups = events, list(_LEAST_IMPORTANT)
     while len(kept) > MAX_EVENTS and groups:
         dropped_group = groups.pop()
@@ -95,10 +93,7 @@ def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
 
 
 def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
-    """Return the schedules in the run's events by digest, each as (name on the page, schedule).
-
-    Schedules that cannot be read are left out, and so are those whose ops would bring the sum above `MAX_OPS`.
-    """
+    """Return the run's schedules by digest, each as (name on the page, schedule)."""
     by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
         digest = stretch.order.schedule
@@ -185,11 +180,7 @@ def _render_generations(run: RunRecord, page: Path) -> str:
 
 
 def _render_ops(run: RunRecord) -> str:
-    """Return a table, as HTML, of the last generation's traced ops by kind and layers, with planned and median measured
-    times.
-
-    The result is empty if there is no trace or no schedule.
-    """
+    """Return an HTML table of the last generation's ops, planned and measured, if any."""
     stretch = run.stretches[-1] if run.stretches else None
     try:
         trace = read_measured_trace(run.folder / TRACE)
@@ -234,8 +225,7 @@ def _format_optional(seconds: float | None) -> str:
 
 
 def _schedule_link(run: RunRecord, stretch: GenerationRecord, page: Path) -> str:
-    """Return an HTML link to the file of a generation's schedule, or only its digest if there is no file. If the page
-    has the schedule's timeline, the page's script opens the timeline instead."""
+    """Return an HTML link to a generation's schedule; without a file, its digest."""
     path, digest = schedule_path(run, stretch), escape(stretch.order.schedule)
     if not path.is_file():
         return f"<code>{digest}</code> (not there)"

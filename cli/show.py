@@ -1,4 +1,4 @@
-"""Implement `slipstream show`, which shows schedules (in the terminal, as a page, a picture or a trace) and runs."""
+"""Implement `slipstream show`, which shows schedules, in several forms, and runs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -141,7 +141,8 @@ def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) 
 
 
 def _show_program(given: ScheduleInFile, name: str, *, json: bool) -> None:
-    """Print a worker's program. Exits 2 unless the schedule has that worker and passes its checks."""
+    """Print a worker's program. Exits 2 unless the schedule has that worker and passes its
+    checks."""
     try:
         worker = Worker.parse(name)
     except ValueError as error:
@@ -163,7 +164,7 @@ def _print_written(path: Path, hint: str) -> None:
 
 
 def _build_answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
-    """Return the JSON answer: that of one schedule, or an object with the answers of several as `schedules`."""
+    """Return the JSON answer: of one schedule, or of several as `schedules`."""
     measured = [{"iteration": item.iteration, "period": measured_period(item)} for item in iterations]
     answers = [summarize_schedule(item.schedule) | {"measured": measured} for item in given]
     if len(given) == 1:
@@ -209,7 +210,8 @@ def _print_schedule(given: ScheduleInFile, iterations: Sequence[MeasuredIteratio
 
 
 def _read_measured(path: Path, given: ScheduleInFile) -> MeasuredTrace:
-    """Return the measured trace of a file. Exits 2 if it cannot be read, or has other workers than the schedule."""
+    """Return the measured trace of a file. Exits 2 if it cannot be read, or has other workers than
+    the schedule."""
     try:
         trace = read_measured_trace(path)
     except MeasuredTraceError as error:

@@ -86,7 +86,7 @@ FAILURES, FOLLOWED = "The failures", "The policies"
 BYTES_PER_PARAMETER = BYTES_HELD + BYTES_UNDO
 """Bytes that a stage always holds per parameter, as `slipstream new` estimates them."""
 DEFAULT_PARAMETERS, FEWEST_PARAMETERS, MOST_PARAMETERS = 6.7e9, 1e6, 1e14
-"""Number of parameters to assume if the job does not tell it, and the limits of --parameters."""
+"""Parameters to assume if the job does not tell, and the limits of --parameters."""
 
 
 class SimulateRequest(msgspec.Struct, frozen=True):
@@ -246,11 +246,7 @@ def _choose_policies(names: list[str] | None) -> list[type[Policy]]:
 
 
 def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> Callable[[int], AvailabilityTrace]:
-    """Return a function that maps a seed to an availability trace for the job: read from a file, drawn, or with only
-    the `dead` workers lost if --failed names some.
-
-    Exits 2 if no trace can be made.
-    """
+    """Return a function from a seed to an availability trace for the job."""
     gpus = request.gpus or job.ranks
     if request.failed:
         return functools.cache(lambda _: _make_failed_trace(job, dead, request.days or 1.0, gpus))
@@ -276,11 +272,7 @@ def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> 
 
 def _draw_traces(request: SimulateRequest, make: Callable[[int], AvailabilityTrace],
                  first: AvailabilityTrace) -> list[AvailabilityTrace]:
-    """Return one trace of failing and returning machines per seed, made by `make`; the first seed's trace is `first`.
-
-    With --trace or --failed, only `first` is returned if the second has the same live workers and changes: nothing is
-    random.
-    """
+    """Return one trace per seed, made by `make`; the first is `first`."""
     second = make(request.seed + 1)
     if (request.trace is not None or request.failed) and (first.live, first.changes) == (second.live, second.changes):
         err.print(f"note: there is nothing to draw: all {request.seeds} runs over {first.name} would be equal; "
@@ -305,11 +297,7 @@ def _choose_failure_model(preset: str, mtbf: float | None, gpus: int) -> Failure
 
 
 def _estimate_parameters(job: Job) -> float:
-    """Return an estimate of the number of the model's parameters from the memory of the job, or the default.
-
-    The default is returned if the unit of the job's memory is unknown (`unit_bytes` of 1). If all pipelines share the
-    optimizer state, the weights include one part of it and a copy of another part; the estimate adds the rest.
-    """
+    """Return an estimate of the model's parameters from the job's memory, or the default."""
     memory = job.memory
     if memory is None or not memory.weights or memory.unit_bytes == 1.0:
         return DEFAULT_PARAMETERS
@@ -320,12 +308,7 @@ def _estimate_parameters(job: Job) -> float:
 def _simulate_in_processes(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,
                            traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
                            ) -> dict[str, Floats]:
-    """Return the mean samples per second of each policy (way to react to failures) in `kinds`, one value for each
-    trace, simulated in `jobs` processes or by the executor `pool`, if there is one.
-
-    Each process calls `make` to plan for itself; `costs` has the seconds that reactions take, and `tell` is called with
-    the progress. Exits 1 if a process dies.
-    """
+    """Return the mean samples per second of each policy, by trace, in parallel."""
     try:
         with closing(run_all(TraceSimulator(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:
             return gather_throughputs(kinds, ((number, values) for (number, _), values in results), len(traces), tell)
@@ -380,8 +363,7 @@ def _describe_grid(job: Job) -> str:
 
 
 def _describe_search(steps: int | None) -> str:
-    """Return one line that says how long each plan was searched for: `steps` counted steps or, if that is None, the
-    default."""
+    """Return a line on how long each plan was searched for, in counted steps."""
     searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move, in counted steps" \
         if steps is None else f"{steps:,} counted steps each"
     return (f"plans were searched for {searched}; with more --steps, here and in `slipstream plan`, "
@@ -449,7 +431,7 @@ def _print_summary(result: Comparison, job: Job, tokens: int | None, searched: s
 
 
 def _planned_table(result: Comparison) -> Grid:
-    """Return a table, to be printed, of other systems' policies if they run this planner's schedules."""
+    """Return a table of other systems' policies with this planner's schedules."""
     grid = Grid("with our schedules", "samples/s", "when whole", "hours lost to failures", box=None,
                 header_style="bold")
     for name, run in result.planned.items():
@@ -459,8 +441,7 @@ def _planned_table(result: Comparison) -> Grid:
 
 
 def _measures_table(result: Comparison, tokens: int | None) -> Grid:
-    """Return a table, to be printed, of each policy's ETTR, goodput, time to recover and tokens per GPU-hour. The
-    report defines these measures."""
+    """Return a table of each policy's ETTR, goodput, recovery and tokens per GPU-hour."""
     grid = Grid("policy", "ETTR", "goodput", "s to recover", *["tokens/GPU-hour"] * bool(tokens), box=None,
                 header_style="bold")
     for name, run in result.runs.items():

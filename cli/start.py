@@ -1,18 +1,20 @@
-"""Define the entry point, which handles Ctrl-C before it imports anything that Python has not loaded already."""
+"""Define the entry point, which handles Ctrl-C before it imports anything else."""
 
 import sys
 
 PROGRAM = "slipstream"
 """Name of the program.
 
-It is also the context object of a command that was started from the command line, and may therefore fork the process.
+It is also the context object of a command that was started from the command line, and may therefore
+fork the process.
 """
 
 
 def main() -> None:
     """Run the command line.
 
-    At any time, Ctrl-C ends the program with one line and exit status 130, and a full disk with exit status 2.
+    At any time, Ctrl-C ends the program with one line and exit status 130, and a full disk with
+    exit status 2.
     """
     try:
         import io
@@ -51,12 +53,11 @@ def main() -> None:
 
 SIMILAR = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
            "±": "~", "≥": ">", "≤": "<", "…": "."}
-"""Replacement of each character that the encoding of a terminal or file may lack; any other character becomes `?`."""
+"""Replacement of characters that an encoding may lack; any other becomes `?`."""
 
 
 def _substitute_unencodable() -> None:
-    """Make stdout and stderr write a similar character for each one that their encoding, such as ASCII, does not
-    have."""
+    """Make stdout and stderr write similar characters for those their encoding lacks."""
     import codecs
     import io
 
@@ -72,15 +73,14 @@ def _substitute_unencodable() -> None:
 
 
 def _flush_stdout() -> None:
-    """Flush stdout here, because errors of the interpreter's own flush at exit could not be handled."""
+    """Flush stdout here: errors of the interpreter's flush could not be handled."""
 
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 
 
 def exit_despite_planning(code: object) -> None:
-    """Exit with status `code` at once if threads still plan for a run that has ended: Python would wait for them for
-    minutes. Otherwise return."""
+    """Exit with status `code` at once if threads still plan for an ended run."""
     import os
     import threading
 

@@ -1,4 +1,5 @@
-"""Implement `slipstream table`, which plans schedules for every number of failures ahead of time."""
+"""Implement `slipstream table`, which plans schedules for every number of failures ahead of
+time."""
 
 import os
 from collections.abc import Iterator
@@ -131,11 +132,7 @@ def table(request: TableRequest) -> None:
 
 
 def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[Job, Job | None, str]:
-    """Return the job to plan for, with the placement and the recomputation that the planner chose where the user leaves
-    them to it, the job before recomputation was chosen, None if it was not, and the text of the table's job file.
-
-    The text has the chosen placement, but not the recomputation. The file is read only once, as it may be a pipe.
-    """
+    """Return the job to plan for, the job before recomputation was chosen, and its text."""
     try:
         text = read_job_text(request.job, request.settings or ())
         job = parse_job(text, str(request.job))
@@ -150,11 +147,10 @@ def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[
 
 
 def _place_job(request: TableRequest, job_out: Path, text: str, plan_options: PlanOptions) -> str:
-    """Return the text of the job file with the best placement: that of `job_out` if an earlier command has written it,
-    else one that is searched for now and written there.
+    """Return the text of the job file with the best placement, of `job_out` or searched.
 
-    An existing placement is not searched for again: a second search by the clock may find another one, for which an
-    unfinished table is useless.
+    An existing placement is not searched for again: a second search by the clock may find another
+    one, for which an unfinished table is useless.
     """
     if may_exist(job_out):
         if not MovableLayers(text).is_rearrangement(read_job_or_refuse(job_out)):
@@ -183,7 +179,7 @@ def _to_share(text: str | None) -> Share:
 
 @contextmanager
 def _show_progress(*, is_whole: bool) -> Iterator[CountCallback]:
-    """Yield a function that shows how many entries are finished, of the table if `is_whole`, else of a share of it."""
+    """Yield a function that shows how many entries of a table or share are finished."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
@@ -208,7 +204,7 @@ def _print_table(built: BuiltTable, folder: Path) -> None:
 
 
 def fit_rows(text: str, width: int) -> str:
-    """Return a text with the rows of its Markdown table no wider than a terminal of this width, if possible.
+    """Return a text with its Markdown table as wide as a terminal, if possible.
 
     Columns are left out in the order of `LESS_IMPORTANT`; the file index.md has them all.
     """

@@ -1,7 +1,8 @@
 """Write a page that shows schedules: one file, which works offline and loads nothing.
 
-The page's template, styles and five scripts are in `page/`; this module puts them together with the data. Each program
-is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.
+The page's template, styles and five scripts are in `page/`; this module puts them together with the
+data. Each program is stored once for each speed it runs at, its ops as columns of small numbers;
+the script expands them.
 """
 
 import math
@@ -22,13 +23,13 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, S
 STYLES = ("theme.css", "style.css")
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000
-"""Largest number of ops in one page, those of equal programs counted once: about 15 MB of text."""
+"""Largest number of different ops in a page: about 15 MB of text."""
 
 Columns = dict[str, Any]
 
 
 class ShownSchedule(msgspec.Struct, frozen=True):
-    """Schedule on the page, with the name it has there and the first rule that it breaks, if any."""
+    """Schedule on the page, with its name and the first rule that it breaks."""
 
     name: str
     schedule: Schedule
@@ -38,22 +39,20 @@ class ShownSchedule(msgspec.Struct, frozen=True):
 def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> bytes:
     """Return the page of schedules and measured iterations as UTF-8.
 
-    Measured iterations are of the first schedule's workers; the page shows only the last of them at first. Raises
-    ValueError if there are more than `MAX_OPS` different ops.
+    Measured iterations are of the first schedule's workers; the page shows only the last of them at
+    first. Raises ValueError if there are more than `MAX_OPS` different ops.
     """
     return timeline_shell(", ".join(item.name for item in shown), to_json(timeline_data(shown, measured))).encode()
 
 
 def timeline_shell(title: str, data: str) -> str:
-    """Return the page, as HTML, with the given data, which is `timeline_data` encoded by `to_json`."""
+    """Return the page, as HTML, with the given data, which is `timeline_data` encoded by
+    `to_json`."""
     return fill_page("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
 
 
 def timeline_data(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
-    """Return the data of schedules and measured iterations that the page's script draws, to be encoded as JSON.
-
-    Raises ValueError if there are more than `MAX_OPS` different ops.
-    """
+    """Return data for the page's script. Raises ValueError for over `MAX_OPS` ops."""
     count = sum(len(item.schedule.programs[seat.program]) for item in shown
                 for seat in item.schedule.representative_seats)
     count += sum(len(iteration.ops) for iteration in measured)
@@ -92,19 +91,13 @@ def _measured_panel(schedule: Schedule, iteration: MeasuredIteration, *, last: b
 
 
 def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
-    """Return a live worker as a list for the page: worker, role, program (index `track`), held layers, and activation
-    memory. The held layers are None if they are those of the role."""
+    """Return a live worker for the page: worker, role, program, layers, memory."""
     holds = seat.holds if schedule.has_moved_layers(seat) else None
     return [*seat.worker, *seat.role, track, holds, activation_room(schedule, seat)]
 
 
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
-    """Return the fields of the page's data that a planned iteration and a measured one have in common, under the title
-    `name`.
-
-    The unit of their times lasts `second` seconds, and a transfer takes `transfer` units. If the schedule has no memory
-    limits, the activations of a micro-batch at a slice count as 1.
-    """
+    """Return the fields that a planned and a measured iteration have in common."""
     grid, memory = schedule.grid, schedule.memory
     sizes = list(zip(memory.activation, memory.weight_stash, strict=True)) if memory \
         else [(1, 0)] * len(schedule.layers_by_slice)
@@ -122,19 +115,14 @@ def _common_panel(schedule: Schedule, name: str, second: float, transfer: float)
 
 
 def _encode_rules() -> list[dict[str, Any]]:
-    """Return which op of a micro-batch must wait for which (`schedules.precedence.RULES`), in the form that the page's
-    script reads."""
+    """Return which op of a micro-batch must wait for which, for the page's script."""
     return [{"kind": rule.kind, "position": rule.position, "awaited": rule.awaited, "step": rule.step,
              "tensor": rule.tensor is not None} for rule in RULES]
 
 
 def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
         tuple[list[Columns], int]:
-    """Return each program as columns of numbers, and the unit of their times: the largest number of ticks that divides
-    all of them and the `transfer` time in ticks.
-
-    Each program is given with the role that runs it.
-    """
+    """Return each program as columns of numbers, and the ticks of their unit."""
     ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
     unit = math.gcd(transfer, *ticks) or 1
     return [_encode_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)
@@ -142,11 +130,7 @@ def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence
 
 
 def _encode_columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
-    """Return the ops of a program as columns of numbers, with times in units of `unit` ticks.
-
-    The column `foreign` lists the ops of pipelines other than `own`: index, pipeline, and 1 if the op is shed. The
-    column `links` lists start and end of each reduction that overlaps with compute; no other column has these.
-    """
+    """Return the ops of a program as columns of numbers, in units of `unit` ticks."""
     overlapped = [op for op in ops if schedule.has_overlap and op.kind is OpKind.A]
     ops = [op for op in ops if op not in overlapped]
     starts = [0, *(op.start_ticks // unit for op in ops)]

@@ -78,7 +78,7 @@ SINGLE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORL
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """Job, configuration, folder and node of a run, and the options of this program beyond torchtitan's own."""
+    """Job, configuration, folder and node of a run, and this program's own options."""
 
     here: LaunchInfo
     job: Job
@@ -88,17 +88,18 @@ class RunSetup:
     settled_seconds: float | None
     """Search time, in seconds, for schedules that move layers. None: layers stay."""
     silence: float
-    """Time in seconds after which a worker that gave no sign of life counts as dead."""
+    """Seconds after which a worker without a sign of life counts as dead."""
 
 
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]
-    """torchtitan Trainer whose training steps are done by the workers of a Slipstream run, not by this process."""
+    """torchtitan Trainer whose training steps are done by the workers of a Slipstream run."""
 
     own: RunSetup
     step: int
 
     def train(self) -> None:
-        """Train until all steps are done, from torchtitan's checkpoint or the run's own, whichever is newer."""
+        """Train until all steps are done, from the newer of torchtitan's and the run's
+        checkpoints."""
         own, steps = self.own, self.config.training.steps
         saved = own.folder / CHECKPOINTS
         checkpoint = find_whole_checkpoint(saved, own.folder, logger.warning)
@@ -141,7 +142,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         logger.info("Training completed")
 
     def _log_step(self, line: Metrics) -> None:
-        """Log a committed iteration as torchtitan does, unless it was logged before or is not due."""
+        """Log a committed iteration as torchtitan does, if it is due and new."""
         rates = self.lr_schedulers.get_metrics()
         if not self._advance_to(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
             return
@@ -151,7 +152,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                                    {"n_tokens_seen": self.ntokens_seen, **rates})
 
     def _advance_to(self, steps: int) -> bool:
-        """Advance torchtitan's counters to `steps` completed steps, and return whether any step is new.
+        """Advance torchtitan's counters to `steps` completed steps, and return whether any step is
+        new.
 
         A step that is run again has already been counted.
         """
@@ -181,7 +183,7 @@ def _count_layers(config: RunConfig) -> int:
 
 
 def _choose_schedule(own: RunSetup) -> Schedule:
-    """Return the first schedule: that of a run whose workers still live, or a new plan."""
+    """Return the first schedule: of a run with live workers, or a new plan."""
     path = own.folder / "schedule.json"
     if read_takeover_record(own.folder) is not None and path.exists():
         return read(path)
@@ -189,7 +191,8 @@ def _choose_schedule(own: RunSetup) -> Schedule:
 
 
 def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of this program, and return the remaining arguments for torchtitan. Raises ConfigError."""
+    """Parse the options of this program, and return the remaining arguments for torchtitan. Raises
+    ConfigError."""
     parser = argparse.ArgumentParser(prog="slipstream.cli.torchtitan", allow_abbrev=False, add_help=False,
                                      exit_on_error=False)
     add = parser.add_argument_group("Slipstream").add_argument
@@ -221,11 +224,7 @@ def _seconds(given: str) -> float:
 
 
 def _choose_job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
-    """Return the job to plan: from a file, which must fit torchtitan's configuration `given`, or, without a file, one
-    whose stages take times proportional to their numbers of layers.
-
-    Raises JobError and ConfigError.
-    """
+    """Return the job to plan: from a file that fits torchtitan, or of equal layers."""
     degrees = given.parallelism
     asked = degrees.data_parallel_replicate_degree, degrees.pipeline_parallel_degree
     if path is None:
@@ -247,7 +246,8 @@ def _choose_job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
 
 
 def _read_setup() -> tuple[RunSetup, Trainer.Config]:
-    """Return the setup of this run, and torchtitan's configuration for it. Raises ConfigError and JobError."""
+    """Return the setup of this run, and torchtitan's configuration for it. Raises ConfigError and
+    JobError."""
     options, arguments = _parse_arguments()
     here = find_own_node(None, None, None)
     assert here is not None
@@ -267,7 +267,7 @@ def _read_setup() -> tuple[RunSetup, Trainer.Config]:
 
 
 def _join_run(own: RunSetup) -> None:
-    """Train as a node other than node 0, which has the Trainer, unless all steps are done."""
+    """Train as a node other than node 0, unless all steps are done."""
     ended = open_latest(own.folder / CHECKPOINTS)
     if ended is not None and ended.iteration >= own.config.training.iterations:
         logger.info(f"All steps are done; node {own.here.node} has nothing to do")

@@ -1,5 +1,4 @@
-"""Implement `slipstream train`, which trains a job's model by a schedule that is planned, given, or taken from a
-table."""
+"""Implement `slipstream train`, which trains a job's model by a schedule."""
 
 import re
 import shlex
@@ -115,7 +114,7 @@ def train(ctx: typer.Context, request: TrainRequest) -> None:
 
 def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunConfig, here: LaunchInfo,
               secret: Secret | None) -> None:
-    """Train as node 0 by the first schedule, which is read, looked up or planned, and print the result."""
+    """Train as node 0 by the first schedule, and print the result."""
     _require_consistent(request)
     table = None if request.table is None else read_fitting_table(request.table, job)
     search_params = read_search_params(request.params)
@@ -158,7 +157,7 @@ def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunCo
 
 
 def _find_tokens_per_sample(job: Job, config: RunConfig) -> int | None:
-    """Return the number of tokens in a sample; None for a model of the user's own whose job says nothing of tokens."""
+    """Return the number of tokens in a sample; None if it may have none."""
     model, training = config.model, config.training
     is_own = ":" in model.name and model.hugging_face is None and model.torchtitan is None
     reads_tokens = job.run_keys.context is not None or training.tokens or training.tokenizer
@@ -166,7 +165,7 @@ def _find_tokens_per_sample(job: Job, config: RunConfig) -> int | None:
 
 
 def _require_consistent(request: TrainRequest) -> None:
-    """Exit 2 if options are given that have no meaning together, or need a package that is missing."""
+    """Exit 2 if options make no sense together, or need a missing package."""
     mode_option = request.backward or request.optimizer
     if request.schedule is not None and (request.failed or request.failed_node or mode_option):
         refuse("--schedule says which workers are down and how to run: leave out --failed, --failed-node, --backward "
@@ -206,7 +205,7 @@ def _build_resilience(request: TrainRequest, planner: FailurePlanner, rehearsals
 
 
 def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
-    """Train as a node other than node 0, on its instructions, unless all iterations are done."""
+    """Train as another node than node 0, unless all iterations are done."""
     is_done = partial(is_done_without_node, request, own.settings.config.training.iterations)
     try:
         if is_done():
@@ -221,10 +220,10 @@ def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
 
 def look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...], table: Table | None,
                      given: Job | None = None) -> tuple[Schedule, float | None]:
-    """Return the first schedule, for all workers but those that are `down`, from the table or planned now, and the
-    fault-free period in seconds, or None if that is unknown.
+    """Return the first schedule, and the fault-free period in seconds, if known.
 
-    If the planner chose what `job` recomputes, `given` is the job before: a bound holds for every choice.
+    The workers `down` are absent; it is from the table or planned now. If the planner chose what
+    `job` recomputes, `given` is the job before: a bound holds for every choice.
     """
     options = build_plan_options(
         backward=table.basis.backward if table else request.backward, method=request.method, seed=request.seed or 0,
@@ -250,7 +249,7 @@ def _parse_config(request: TrainRequest, job: Job) -> RunConfig:
 
 
 def _require_model(request: TrainRequest, job: Job) -> None:
-    """Exit 2 if the job gives only the times of stages, as `slipstream new` writes it, and no model to train."""
+    """Exit 2 if the job gives only times of stages, and no model to train."""
     layers = sum(job.layers or ()) // job.chains
     if not job.model and layers not in (0, ModelConfig().blocks + 2):
         refuse(f"{request.job}: has no [model], and its stages have {layers} layers: say which model is trained, by "
@@ -258,8 +257,7 @@ def _require_model(request: TrainRequest, job: Job) -> None:
 
 
 def _with_recomputation(request: TrainRequest, job: Job, config: RunConfig) -> tuple[Job, RunConfig]:
-    """Return the job and its configuration with the layers to recompute, if they leave that choice to the planner;
-    otherwise both unchanged. Exits 2 if the choice is left and the job does not give each stage's number of layers."""
+    """Return the job and its configuration with the layers that the planner recomputes."""
     options = build_plan_options(backward=request.backward, optimizer=request.optimizer, method="greedy",
                                  time_limit=request.time_limit, seed=0)
     if chooses_recomputation(job) and job.layers is None:
@@ -275,7 +273,8 @@ def _with_recomputation(request: TrainRequest, job: Job, config: RunConfig) -> t
 
 
 def _read_fitting_schedule(path: Path, job: Job) -> Schedule:
-    """Return the schedule of a file. Exits 2 unless it has this job's shape, and 1 if it breaks a rule."""
+    """Return the schedule of a file. Exits 2 unless it has this job's shape, and 1 if it breaks a
+    rule."""
     schedule = read_schedule_or_refuse(path)
     require_same_shape(path, schedule.grid, job)
     violations = check(schedule)
@@ -289,14 +288,16 @@ def _say(line: str) -> None:
 
 
 _NAME_PATTERNS = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH200\b", "b200": r"\bB200\b"}
-"""Patterns of the driver's names of GPUs. Other forms, such as H100 PCIe and NVL, have other peaks."""
+"""Patterns of the driver's names of GPUs. Other forms, such as H100 PCIe and NVL, have other
+peaks."""
 
 
 def peak_flops(training: TrainingConfig) -> float | None:
-    """Return the peak of this machine's GPU in operations per second, without sparsity, if training uses bf16.
+    """Return the peak of this machine's GPU in bf16 operations per second.
 
-    Returns None if the peak is unknown, and for other arithmetic, which may or may not use the tensor cores. GPUs of
-    other nodes are assumed to be the same. Raises ConfigError if bf16 training requires a GPU that this machine lacks.
+    It is without sparsity. Returns None if the peak is unknown, and for other arithmetic, which may
+    or may not use the tensor cores. GPUs of other nodes are assumed to be the same. Raises
+    ConfigError if bf16 training requires a GPU that this machine lacks.
     """
     if training.dtype != "bf16" or choose_device(training.device) == "cpu":
         return None
@@ -304,6 +305,8 @@ def peak_flops(training: TrainingConfig) -> float | None:
 
 
 def peak_of_gpu(device: str) -> float | None:
-    """Return a GPU's peak in bf16 operations per second, without sparsity, by the name that its driver reports; None if
-    it is unknown."""
+    """Return a GPU's peak in bf16 operations per second, without sparsity.
+
+    It is found by the name that its driver reports; None if it is unknown.
+    """
     return next((GPUS[name].flops for name, pattern in _NAME_PATTERNS.items() if re.search(pattern, device)), None)

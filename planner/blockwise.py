@@ -1,12 +1,13 @@
-"""Plan jobs with more micro-batches than can be planned at once: a plan of fewer of them is repeated.
+"""Plan jobs with too many micro-batches to plan at once: repeat a plan of fewer.
 
-The micro-batches of an iteration are divided into nearly equal blocks. Each different block is planned like a job of
-its own, and the blocks follow each other on every worker. That keeps every rule: a micro-batch lies within one block; a
-worker begins a block when it has run all of the one before, and holds no activation then. The cost is that the pipeline
-fills and drains once in every block.
+The micro-batches of an iteration are divided into nearly equal blocks. Each different block is
+planned like a job of its own, and the blocks follow each other on every worker. That keeps every
+rule: a micro-batch lies within one block; a worker begins a block when it has run all of the one
+before, and holds no activation then. The cost is that the pipeline fills and drains once in every
+block.
 
-How much fits into the time is measured: a small part of the job is planned first, and timed. Its processor time counts,
-so that a busy machine refuses nothing that an idle one plans.
+How much fits into the time is measured: a small part of the job is planned first, and timed. Its
+processor time counts, so that a busy machine refuses nothing that an idle one plans.
 """
 
 import math
@@ -35,37 +36,27 @@ from slipstream.schedules.schedule import (
 )
 
 OpsOf = Callable[[Job], int]
-"""Function that returns the number of compute ops to plan for a job; equal subproblems count once."""
+"""Function that returns the compute ops to plan for a job; equal subproblems count once."""
 
 PlanBlock = Callable[[Job, float], Schedule]
-"""Function that plans a job within a number of seconds and returns its checked schedule.
-
-Layers stay in place, and no micro-batch is cut within a stage.
-"""
+"""Function that plans a job in place, without cuts, within seconds; returns a checked schedule."""
 
 
 class TooLargeError(JobError):
-    """Error for a job that cannot be planned in the given time. The message says how large a job, or how much time,
-    would do."""
+    """Error for a job too large for its time limit. The message says what would do."""
 
 
 class Pace(NamedTuple):
-    """Processor seconds per compute op that this machine needs to plan a job, and to join the plans of its blocks (of
-    micro-batches)."""
+    """Processor seconds per compute op that planning and joining blocks take on this machine."""
 
     plan: float
-    """Processor seconds for each compute op to find a first plan, assemble it and check it."""
+    """Processor seconds for each compute op to plan first, assemble and check."""
     join: float
-    """Processor seconds for each compute op to join the plans of blocks of micro-batches, and to check the whole
-    schedule."""
+    """Seconds for each compute op to join the plans of blocks and check the whole."""
 
 
 class Speed:
-    """Meter of the speed at which this machine plans, in processor seconds per compute op (`Pace`), measured at its
-    first use.
-
-    It also tells how much processor time this process has left of the `seconds` that a plan may take.
-    """
+    """Meter of the planning `Pace`, measured once, and of a plan's processor time left."""
 
     def __init__(self, seconds: float, clock: Clock, params: BlockParams = DEFAULTS.blocks) -> None:
         self._pace: Pace | None = None
@@ -78,11 +69,10 @@ class Speed:
         return self._end - self.clock.process_seconds()
 
     def pace_for(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
-        """Return the processor seconds per compute op that planning, and joining the plans of blocks, take on this
-        machine.
+        """Return the pace at which this machine plans and joins the plans of blocks.
 
-        The pace is measured at the first call only: a small sample (`sample_of`) of that call's job is planned with
-        `plan_block`. The function `ops_of` counts the compute ops to plan for a job.
+        It is measured at the first call only: `plan_block` plans a small sample (`sample_of`) of
+        that call's job, and `ops_of` counts compute ops.
         """
         if self._pace is None:
             sample = sample_of(job, ops_of, self.params.sample)
@@ -91,21 +81,21 @@ class Speed:
 
 
 class Blocks(NamedTuple):
-    """Number of blocks of micro-batches that are planned one by one, and the seconds to plan all of them."""
+    """Number of blocks of micro-batches, and the seconds to plan all of them."""
 
     number: int
     seconds: float
-    """Seconds to plan all blocks that differ; joining their plans takes the rest of the time limit."""
+    """Seconds to plan all different blocks; joining takes the rest of the limit."""
 
 
 def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock, speed: Speed, *,
                   grace: bool = True) -> Blocks | None:
-    """Return the number of blocks of micro-batches into which to divide a job so that it is planned within `seconds`,
-    and the seconds to plan the blocks.
+    """Choose the blocks of a job so that it is planned within `seconds`.
 
-    None means that the whole job can be planned at once. With `grace`, the plan may take somewhat longer. The function
-    `ops_of` counts the compute ops to plan for a job, and `plan_block` plans a sample to measure the pace. Raises
-    TooLargeError if joining and checking the blocks' plans alone would take too long.
+    None: the whole job can be planned at once. With `grace`, the plan may take somewhat longer. The
+    function `ops_of` counts the compute ops of a job, and `plan_block` plans a sample to measure
+    the pace. Raises TooLargeError if joining and checking the blocks' plans alone would take too
+    long.
     """
     ops, params = ops_of(job), speed.params
     if ops <= (params.certain if grace else params.quick):
@@ -134,19 +124,18 @@ def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock
 
 
 def _even_block_count(number: int, job: Job) -> int:
-    """Return a number of blocks near `number` that divides the micro-batches evenly, so that all blocks share one plan.
-    If no near number does, return `number`."""
+    """Return a number near `number` that divides the micro-batches evenly, if there is one."""
     common = math.gcd(*(total // job.chains for total in job.microbatches))
     near = range(max(2, math.ceil(0.8 * number)), math.floor(1.25 * number) + 1)
     return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
 
 
 def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
-    """Return a copy of a job with fewer micro-batches, which is planned to measure how fast this machine plans.
+    """Return a copy of a job with fewer micro-batches, to measure the planner's pace.
 
-    If possible, it has about `size` compute ops to plan, as counted by `ops_of`; with fewer, the measured time would be
-    spent mostly on other things than ops. With fewer micro-batches, fewer pipelines may share the work of failed
-    workers, so that 1/n of the micro-batches may have fewer than 1/n of the ops to plan; then a larger copy is
+    It has about `size` compute ops, as counted by `ops_of`, if possible; with fewer, other things
+    than ops would take most of the time. As fewer pipelines may then share the work of failed
+    workers, 1/n of the micro-batches may have fewer than 1/n of the ops; then a larger copy is
     returned.
     """
     blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
@@ -156,8 +145,8 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
 
 
 def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
-    """Return the pace at which this machine plans `sample`, a job of `ops` compute ops to plan, with `plan_block`, and
-    at which it joins plans. Seconds are this thread's processor time by `clock`."""
+    """Return the `Pace` of planning `sample`, of `ops` compute ops, in thread seconds by
+    `clock`."""
     if not is_plain_python():
         load_kernel()
     began = clock.thread_seconds()
@@ -168,10 +157,11 @@ def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> 
 
 
 def blocks_of(job: Job, count: int) -> Iterator[Job]:
-    """Divide the micro-batches of a job into `count` nearly equal blocks, and iterate over a job for each.
+    """Divide a job's micro-batches into `count` nearly equal blocks; yield each one's job.
 
-    If their number is not a multiple of `count`, the first blocks have one micro-batch more. In a bidirectional
-    pipeline they have one more in each direction; if the number is odd, the last micro-batch is in the last block.
+    If their number is not a multiple of `count`, the first blocks have one micro-batch more. In a
+    bidirectional pipeline they have one more in each direction; if the number is odd, the last
+    micro-batch is in the last block.
     """
     whole = [divmod(total // job.chains, count) for total in job.microbatches]
     for block in range(count):
@@ -182,8 +172,7 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
 
 
 def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
-    """Return the checked schedule of a job whose micro-batches are planned in `how.number` consecutive blocks by
-    `plan_block`, a function that plans the job of one block. The `bound` on the period is proven for the whole job."""
+    """Return a job's checked schedule, planned block by block; `bound` is that of the whole."""
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
     plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
@@ -191,11 +180,8 @@ def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -
 
 
 def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
-    """Return a schedule in which one iteration of the job runs these schedules, one for each block of its
-    micro-batches, one after the other.
-
-    Raises AssertionError if the schedule does not pass the checker.
-    """
+    """Join the schedules of consecutive blocks to one. Raises AssertionError if it breaks a
+    rule."""
     shifts = _block_shifts(blocks)
     before = [list(accumulate((block.grid.microbatches[pipeline] for block in blocks), initial=0))
               for pipeline in range(job.pipelines)]
@@ -222,8 +208,7 @@ def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
 
 
 def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
-    """Return, for each block's schedule, the ticks by which to shift it in the joined schedule, so that every worker
-    has done its compute ops of earlier blocks before it starts this one."""
+    """Return the ticks by which to shift each block, to follow those before it."""
     spans = {id(block): _worker_spans(block) for block in blocks}
     free: dict[Worker, int] = {}
     shifts = []
@@ -236,8 +221,7 @@ def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
 
 
 def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
-    """Return, for each worker of the schedule of one block of micro-batches, the ticks at which its first op starts and
-    its last compute op ends (None without compute ops)."""
+    """Return, by worker, the ticks of its first start and its last compute end."""
     spans: dict[Worker, tuple[int, int | None]] = {}
     for seat in block.seats:
         program = block.programs[seat.program]
@@ -247,20 +231,14 @@ def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
 
 
 def _boundary_ops(program: Program) -> Program:
-    """Return the first op, the last compute op and the last op of a worker's program: those that say how early the next
-    block of micro-batches may follow."""
+    """Return the first op, the last compute op and the last op of a program."""
     last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
     return program[0], last, program[-1]
 
 
 def _join_programs(blocks: Sequence[Program], shifts: Sequence[int], before: Sequence[Sequence[int]],
                    pipeline: int) -> Program:
-    """Return one worker's ops of all blocks of micro-batches, each block starting `shifts[block]` ticks later than in
-    its own plan.
-
-    The value `before[pipeline][block]` is the number of that pipeline's micro-batches in earlier blocks. Reductions and
-    the optimizer step are those of the last block.
-    """
+    """Return one worker's ops of all blocks, each `shifts[block]` ticks later."""
     ops: list[ProgramOp] = []
     for block, (program, shift) in enumerate(zip(blocks, shifts, strict=True)):
         own, closing = before[pipeline][block], block == len(blocks) - 1

@@ -1,4 +1,4 @@
-"""Bound verifier: prove the lower bound that a schedule file states again, from the file alone."""
+"""Prove again the lower bound that a schedule file states, from the file alone."""
 
 import math
 from collections.abc import Sequence
@@ -27,19 +27,20 @@ from slipstream.schedules.memory import activation_room, weights_of
 from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Slow, Worker
 
 IN_PLACE = (Scope.OWN, Scope.STAGES, Scope.PLACE)
-"""Scopes in which workers keep the layers that they hold in the schedule, by their roles or by its own list."""
+"""Scopes in which workers keep the layers that they hold in the schedule."""
 
 
 def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
-    """Prove and return a lower bound on the period of all schedules that are alternatives to this one.
+    """Prove and return a lower bound on the period of all alternatives to a schedule.
 
-    They have the same live workers with the same memory, and the freedom that `Schedule.scope` names. If micro-batches
-    may be cut or layers moved, the bound counts the costs of layers that the file records. Older files do not record
-    them: then only the total work and the optimizer step of a layer bound the period. With a budget, CP-SAT also tries
-    to prove the claimed bound of a small problem, if it exceeds what is proven without a search.
+    They have the same live workers with the same memory, and the freedom that `Schedule.scope`
+    names. If micro-batches may be cut or layers moved, the bound counts the costs of layers that
+    the file records. Older files do not record them: then only the total work and the optimizer
+    step of a layer bound the period. With a budget, CP-SAT also tries to prove the claimed bound of
+    a small problem, if it exceeds what is proven without a search.
 
-    The schedule must have passed the checker. Raises ContradictionError if its file contradicts itself about a value
-    that bounds read (`stated_question`).
+    The schedule must have passed the checker. Raises ContradictionError if its file contradicts
+    itself about a value that bounds read (`stated_question`).
     """
     require_consistent(schedule)
     if schedule.scope in IN_PLACE:
@@ -62,16 +63,13 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
 
 
 def _is_searchable(schedule: Schedule) -> bool:
-    """Return whether CP-SAT's model includes all schedules of the scope: whole stages in place, no overlap."""
+    """Return whether CP-SAT's model includes all schedules of the scope."""
     return schedule.scope in (Scope.OWN, Scope.STAGES) and not schedule.has_overlap \
         and not any(map(schedule.has_moved_layers, schedule.seats))
 
 
 def _with_own_roles(schedule: Schedule) -> Schedule:
-    """Return a copy of the schedule in which each live worker has the name of its role, with its own speed and room.
-
-    Problems name workers by their roles: the same workers, in the order of the roles' micro-batches.
-    """
+    """Return a copy of the schedule in which workers are named by their roles."""
     if not schedule.moves:
         return schedule
     times, memory, grid = schedule.times, schedule.memory, schedule.grid
@@ -91,8 +89,7 @@ def _with_own_roles(schedule: Schedule) -> Schedule:
 
 
 def _bound_without_search(schedule: Schedule) -> Bound:
-    """Return the strongest lower bound that is proven without CP-SAT on the period of all schedules with the same live
-    workers, memory and `Schedule.scope` as this one."""
+    """Return the strongest lower bound over the schedule's scope that is proven without CP-SAT."""
     held_elsewhere = any(map(schedule.has_moved_layers, schedule.seats))
     by_layer = schedule.scope is Scope.LAYERS or (schedule.scope is Scope.PLACE
                                                   and (held_elsewhere or not schedule.has_overlap))
@@ -115,11 +112,7 @@ def find_vacant_roles(schedule: Schedule) -> list[Worker]:
 
 
 def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
-    """Return, by stage, the ticks of gradient reduction that cannot overlap compute: they follow a worker's last W.
-
-    The schedule's reductions overlap compute. In each column, one stage gets the ticks of the column's cheapest layer,
-    and all others 0. All are 0 if the schedule file does not record the costs of layers.
-    """
+    """Return, by stage, the ticks of reduction that cannot overlap compute."""
     told = schedule.times.of_layers
     if not told:
         return (0,) * len(schedule.grid.stages)
@@ -129,10 +122,7 @@ def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
-    """Return the scheduling problem that a schedule solves if no layer moves and the workers in `failed` are down.
-
-    Slow workers that the schedule does not use have the usual speed in this problem.
-    """
+    """Return the problem of a schedule with layers in place and `failed` workers down."""
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(slow_worker for slow_worker in schedule.times.slow if slow_worker.worker in schedule.seat_of)
     reduced = _exposed_reduction_ticks(schedule) if schedule.has_overlap else schedule.times.all_reduce
@@ -145,11 +135,7 @@ def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
 
 
 def _parts_per_stage(schedule: Schedule) -> tuple[int, ...]:
-    """Return the number of layers of each stage whose layers are equal in times and memory, so that workers may share a
-    micro-batch's ops by layers; 0 for other stages, of which only the total work counts.
-
-    If the file does not record the times of layers, each stage of several layers gets 0.
-    """
+    """Return the number of layers of each stage of equal layers, 0 for others."""
     if schedule.times.of_layers:
         return count_equal_layers(schedule.grid, _to_layer_ticks(schedule.times.of_layers))
     return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
@@ -160,8 +146,7 @@ def _to_layer_ticks(told: LayerCosts) -> LayerTicks:
 
 
 def _bound_over_placements(schedule: Schedule) -> Bound:
-    """Return a lower bound on the period over all placements, for layers that cost what the schedule file records; 0
-    ticks if it records no costs."""
+    """Return a lower bound over all placements, 0 ticks without costs of layers."""
     layer_costs, times = schedule.times.of_layers, schedule.times
     if not layer_costs:
         return Bound(0, Scope.PLACEMENT)
@@ -172,16 +157,14 @@ def _bound_over_placements(schedule: Schedule) -> Bound:
 
 
 def _bound_over_layouts(schedule: Schedule, told: LayerCosts) -> Bound:
-    """Return a lower bound on the period over all layouts of layers on workers, for layers whose times and memory are
-    those in `told`, from the schedule file."""
+    """Return a lower bound over all layouts, for the layers' times and memory in `told`."""
     bound = layout_lower_bound(_layer_problem(schedule, told))
     beyond = min_exposed_ticks(schedule) if schedule.has_overlap else 0
     return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)) + beyond)
 
 
 def _layer_problem(schedule: Schedule, told: LayerCosts) -> Problem:
-    """Return the scheduling problem of a schedule in ticks that are fine enough for single layers, with the times and
-    memory of each layer that its file records (`told`)."""
+    """Return the problem of a schedule in ticks that are fine enough for single layers."""
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
     costs = _to_layer_ticks(told)

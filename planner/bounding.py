@@ -1,7 +1,4 @@
-"""Build the problems from which a job's bounds are proven, with costs rounded down.
-
-Plans get such bounds here, too.
-"""
+"""Build the problems that prove a job's and its plans' bounds, costs rounded down."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -24,7 +21,7 @@ from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 
 def bounding_problem_in(scope: Scope, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
-    """Return the problem, with costs rounded down, whose bounds hold for schedules of this scope, in place."""
+    """Return the problem, with costs rounded down, whose bounds hold for this scope, in place."""
     problem = options.make_problem(job, failed, down=True)
     if problem.bound_scope is not scope or has_overlapping_reductions(job):
         problem = bounding_problem(options, job, failed, down=True)
@@ -32,16 +29,14 @@ def bounding_problem_in(scope: Scope, options: PlanOptions, job: Job, failed: Se
 
 
 def any_roles_bound(job: Job, failed: Collection[Worker], options: PlanOptions) -> Bound:
-    """Return a bound on the period for any assignment of roles to the workers that have not failed.
-
-    It is in ticks of `bounding_problem` with all workers alive.
-    """
+    """Return a bound for any roles of live workers, in ticks of `bounding_problem` without
+    failures."""
     return role_bounds(job, failed, options).best_bound()
 
 
 def role_bounds(job: Job, failed: Collection[Worker], options: PlanOptions) -> RoleBounds:
-    """Return the bounds of assignments of roles to the workers that have not failed, in ticks of `bounding_problem`
-    with all workers alive."""
+    """Return the bounds of roles of live workers, in ticks of `bounding_problem` without
+    failures."""
     stateless = _without_state(job)
     whole = bounding_problem(options, stateless, (), down=True)
     if options.method in BASELINES:  # whose files have no costs of layers, by which stages could be shared
@@ -64,18 +59,19 @@ def role_bounds(job: Job, failed: Collection[Worker], options: PlanOptions) -> R
 
 
 def _without_state(job: Job) -> Job:
-    """Return a copy of the job without sharded optimizer state, for lower bounds that hold whichever workers fail.
+    """Return a copy of the job without sharded optimizer state.
 
-    With it, failures leave less memory to the workers that take over their state. A schedule file says how much only
-    for its own failures, not for others that a bound covers, too.
+    Its lower bounds hold whichever workers fail. State of failed workers takes memory from those
+    that take it over, and a schedule file says how much only for its own failures.
     """
     return msgspec.structs.replace(job, memory=job.memory and msgspec.structs.replace(job.memory, state=()))
 
 
 def with_rounded_bound(schedule: Schedule, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Schedule:
-    """Return a copy of a schedule whose bound also holds for the exact times and memory, if its units are too coarse.
+    """Return a copy of a schedule whose bound holds for the exact times and memory.
 
-    Lemma 15 of docs/bounds.md. Bounds for layouts with layers moved are computed from costs that are rounded down.
+    It is lowered only if the schedule's units are too coarse (lemma 15 of docs/bounds.md). Bounds
+    for layouts with layers moved are computed from costs that are rounded down.
     """
     if schedule.scope not in (Scope.OWN, Scope.STAGES, Scope.PLACE) or has_exact_units(job, failed):
         return schedule
@@ -85,8 +81,7 @@ def with_rounded_bound(schedule: Schedule, options: PlanOptions, job: Job, faile
 
 
 def with_bound_of(schedule: Schedule, other: Schedule) -> Schedule:
-    """Return a copy of `schedule` with the lower bound of `other`, and with the costs of layers that this bound
-    counts."""
+    """Return a copy of `schedule` with the bound of `other` and its costs of layers."""
     ticks = limited_ratio(schedule.tick_seconds, other.tick_seconds)
     costs = other.times.of_layers
     if costs:

@@ -1,7 +1,7 @@
-"""Limits of a search: seconds or counted steps, one seed, an event that stops it, and a receiver of its progress.
+"""Limits of a search: seconds or counted steps, a seed, a stop event, and progress.
 
-With seconds, how far a search gets, and so its plan, depends on the machine and its load. With steps, one seed gives
-one plan on any machine, at any load, with any number of threads.
+With seconds, how far a search gets, and so its plan, depends on the machine and its load. With
+steps, one seed gives one plan on any machine, at any load, with any number of threads.
 """
 
 import math
@@ -20,10 +20,10 @@ import msgspec
 
 
 ProgressCallback = Callable[[str], None]
-"""Function that receives one line of progress: a better plan was found, or a long operation begins."""
+"""Function that receives a line of progress, such as a better plan."""
 
 CountCallback = Callable[[int, int], None]
-"""Function that receives progress as two numbers: how many parts of the work are finished, and how many there are."""
+"""Function that receives progress as two numbers: finished parts of the work, and all."""
 
 
 def ignore_progress(line: str) -> None:
@@ -31,8 +31,7 @@ def ignore_progress(line: str) -> None:
 
 
 class SearchProgress:
-    """Reporter of a search's progress: it reports a plan only if no plan reported before, by any thread, was as
-    good."""
+    """Reporter of a search's progress, which reports only plans better than all before."""
 
     def __init__(self, line: ProgressCallback = ignore_progress) -> None:
         self.report_line = line
@@ -40,27 +39,24 @@ class SearchProgress:
         self._least = math.inf
 
     def report_plan(self, method: str, period: float, bound: float) -> None:
-        """Report a plan of the given period, found by `method`, if it is the best so far. Period and `bound` are in
-        seconds."""
+        """Report a plan by `method`, in seconds, if it is the best so far."""
         if period < self._least * (1 - 1e-9):  # the same in other ticks is no news
             self._least = period
             self.report_line(f"{method}: period {period:g} s, bound {bound:g} s")
 
     def of_part(self, subject: str) -> "SearchProgress":
-        """Return a reporter of a search for another problem: each of its lines begins with `subject`."""
+        """Return a reporter whose lines begin with `subject`, for a search of another problem."""
         return SearchProgress(lambda line: self.report_line(f"{subject}: {line}"))
 
 
 STEP_SECONDS = 2.5e-6
-"""Approximate duration of a step on an idle core, in seconds. One move of annealing is a step. Other work counts as the
-number of moves that take as long."""
+"""Approximate seconds of a step on an idle core. It is one move of annealing, or as much work."""
 LIST_SCHEDULE_STEPS, LIST_SCHEDULE_STEPS_PER_OP = 40.0, 0.12
-"""Numbers of search steps that one list schedule counts as: a fixed number, and a further number for each of its
-ops."""
+"""Search steps that one list schedule counts as: fixed ones, and for each op."""
 SCHEDULER_STEPS_PER_OP = 0.24
-"""Number of search steps, for each op of the problem, that the construction of a list scheduler counts as."""
+"""Search steps, for each op, that the construction of a list scheduler counts as."""
 LAYOUT_STEPS = 2.0
-"""Number of search steps, for each micro-batch at a stage, that the construction of a layout counts as."""
+"""Search steps, for each micro-batch at a stage, that a layout's construction counts as."""
 SOLVER_UNITS_PER_STEP = 5e-7
 """Units of CP-SAT's deterministic time that count as one search step."""
 
@@ -76,11 +72,10 @@ class SearchEnd(StrEnum):
 
 
 class Clock:
-    """Wall clock of a search with a limit in seconds. It ignores counted steps, units of work by which a search can be
-    limited instead (`StepClock`)."""
+    """Wall clock of a search with a limit in seconds, which ignores counted steps."""
 
     limit_reason = SearchEnd.SECONDS
-    """Reason that a search gives when it ends because the time of this clock is up."""
+    """Reason why a search ends when the time of this clock is up."""
 
     steps = 0.0
     """Number of search steps counted so far; always 0 on a wall clock."""
@@ -101,26 +96,23 @@ class Clock:
         """Count search steps that have just been done; ignored on a wall clock."""
 
     def fork(self) -> "Clock":
-        """Return a clock for a thread that runs at the same time as this one; a wall clock returns itself."""
+        """Return a clock for a concurrent thread; a wall clock returns itself."""
         return self
 
     def join(self, other: "Clock") -> None:
-        """Take over the search steps counted on `other`, the clock of a thread that has ended; ignored on a wall
-        clock."""
+        """Take over the steps of an ended thread's clock; ignored on a wall clock."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the CP-SAT parameters that end a solve within a number of seconds of this clock."""
+        """Return the CP-SAT parameters that end a solve within seconds of this clock."""
         return {"max_time_in_seconds": max(0.01, seconds)}
 
     def format_duration(self, seconds: float) -> str:
-        """Return a duration on this clock, given in seconds, as text for a message: `12 s`; search steps on a
-        `StepClock`."""
+        """Return a duration in seconds on this clock as text for a message: `12 s`."""
         return f"{seconds:.2g} s"
 
 
 class StepClock(Clock):
-    """Clock on which time is the number of counted search steps (units of work), each of `STEP_SECONDS`, so that
-    results do not depend on the machine. One thread counts on each clock."""
+    """Clock of one thread on which each counted step takes `STEP_SECONDS`, on any machine."""
 
     limit_reason = SearchEnd.STEPS
 
@@ -138,39 +130,31 @@ class StepClock(Clock):
         self.steps += steps
 
     def fork(self) -> "Clock":
-        """Return a clock for another thread that starts at this clock's time and counts that thread's steps only."""
+        """Return a clock for another thread, which starts at this clock's time."""
         return StepClock(self.steps)
 
     def join(self, other: Clock) -> None:
-        """Set this clock to the later of its own time and that of `other`, the clock of a thread that has ended."""
+        """Set this clock to the later of its time and that of an ended thread."""
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the CP-SAT parameter that ends a solve within a number of seconds of this clock.
-
-        The limit is in units of CP-SAT's deterministic time, which is the same on any machine.
-        """
+        """Return CP-SAT's limit for these seconds of this clock, in its deterministic time."""
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
     def format_duration(self, seconds: float) -> str:
-        """Return a duration in seconds of this clock as text: the number of search steps that it represents."""
+        """Return a duration in seconds of this clock as text: its number of search steps."""
         return f"{round(seconds / STEP_SECONDS):,} steps"
 
 
 class Tally:
-    """Counters of how often each technique of a search (such as list schedules or an annealing step) was tried, and how
-    often it shortened the best plan of a subproblem."""
+    """Counters of how often each technique was tried, and shortened a subproblem's best plan."""
 
     def __init__(self) -> None:
         self.tried: Counter[str] = Counter()
         self.helped: Counter[str] = Counter()
 
     def count_uses(self, what: str, tried: int = 1, helped: int = 0) -> None:
-        """Add to the counters of the technique `what`: tried `tried` times, of which `helped` times it shortened the
-        best plan.
-
-        An operator of a technique is named "technique: operator".
-        """
+        """Count uses of `what` ("technique" or "technique: operator"), and how many helped."""
         self.tried[what] += tried
         self.helped[what] += helped
 
@@ -186,7 +170,7 @@ class Tally:
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a search, with its clock, seed, progress reports and counters; passed to each step of the search."""
+    """Limits of a search, with its clock, seed, progress reports and counters."""
 
     deadline: float
     """Time at which the search must end, in seconds of `clock`."""
@@ -197,8 +181,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Event set from outside to end the search with the best plan so far."""
     solved: list[Any] | None = None
-    """Solutions of subproblems that earlier searches solved (`search.incumbent.SolvedPiece`): a search starts from
-    those of equal subproblems, and adds its own. None: no solutions are stored."""
+    """Earlier solutions of subproblems to start from and add to
+    (`search.incumbent.SolvedPiece`)."""
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":
@@ -217,14 +201,14 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """True if the search must end before the deadline: `stop` is set, as by Ctrl-C."""
+        """True if `stop` is set, as by Ctrl-C: the search must end before the deadline."""
         return self.stop.is_set()
 
     def end_reason(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
         """Return why a search must end now, or None if it may continue.
 
-        It ends if its best plan's period `best` attains the proven `bound` (both in ticks), if it was interrupted, or
-        if its next operation, of `needs` seconds, would not fit before the deadline.
+        It ends if the period `best` attains the proven `bound` (in ticks), if it was interrupted,
+        or if its next operation, of `needs` seconds, would not fit before the deadline.
         """
         if best <= bound:
             return SearchEnd.BOUND
@@ -233,7 +217,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.clock.limit_reason if self.seconds_left <= needs else None
 
     def with_share(self, share: float) -> "Budget":
-        """Return a copy of the budget that ends after `share` (0 to 1) of the time that is left."""
+        """Return a copy that ends after `share` (0 to 1) of the time left."""
         return self.with_seconds(share * self.seconds_left)
 
     def with_seconds(self, seconds: float) -> "Budget":
@@ -245,11 +229,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, deadline=deadline)
 
     def fork(self) -> "Budget":
-        """Return a budget of the same deadline for a concurrent thread, with its own clock and counters; see `join`."""
+        """Return a budget for a concurrent thread, with its own clock and counters; see `join`."""
         return msgspec.structs.replace(self, clock=self.clock.fork(), tally=Tally())
 
     def join(self, other: "Budget") -> None:
-        """Add to this budget the steps and counts of a budget from `fork` whose thread has ended."""
+        """Add the steps and counts of a budget from `fork` whose thread has ended."""
         self.clock.join(other.clock)
         self.tally.join(other.tally)
 
@@ -258,7 +242,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _InterruptFlag:
-    """Signal handler that sets an event at the first signal, and raises KeyboardInterrupt at the second one."""
+    """Signal handler that sets an event first, then raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -271,12 +255,12 @@ class _InterruptFlag:
 
 @contextmanager
 def defer_interrupts() -> Iterator[threading.Event]:
-    """Return a context in which the first Ctrl-C sets the yielded event, and only a second one raises
-    KeyboardInterrupt.
+    """Return a context in which the first Ctrl-C only sets the yielded event.
 
-    Python's default handler may raise KeyboardInterrupt anywhere, even where exceptions are swallowed. Only the main
-    thread of a program receives signals; in other threads the event is never set. If one search is part of another, an
-    interrupt that ends the inner one also ends the outer one.
+    A second one raises KeyboardInterrupt, which Python's default handler may raise anywhere, even
+    where exceptions are swallowed. Only the main thread of a program receives signals; in other
+    threads the event is never set. If one search is part of another, an interrupt that ends the
+    inner one also ends the outer one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield threading.Event()

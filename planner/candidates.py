@@ -1,8 +1,8 @@
 """Build the candidates of a search for a job and its failures.
 
-With layers in place, these are the problem as it is, in which live holders share micro-batches, and layouts that cut
-some micro-batches within a stage (`planner.layout.fixed`). If layers may move, all layouts of `planner.layout` are
-candidates, too.
+With layers in place, these are the problem as it is, in which live holders share micro-batches, and
+layouts that cut some micro-batches within a stage (`planner.layout.fixed`). If layers may move, all
+layouts of `planner.layout` are candidates, too.
 """
 
 import math
@@ -30,10 +30,10 @@ from slipstream.schedules.schedule import LayerCosts, Worker
 
 def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
                      problem: Problem | None) -> CandidateSource:
-    """Return the candidates of a search for a job and its failures: `problem`, in which layers stay in place, and
-    layouts if allowed.
+    """Return the candidates of a search for a job and its failures.
 
-    `problem` is None if it has no plan. Otherwise it is the only candidate if no layout can be better.
+    They are `problem`, in which layers stay in place (None if it has no plan), and layouts, if they
+    are allowed and can be better.
     """
     alone = options.method not in ("cp-sat", "greedy") \
         or not (options.layers == "move" or _can_layouts_gain(options, problem))
@@ -71,22 +71,14 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
 
 
 def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Return whether layouts that keep layers in place can be better than the problem as it is; False if `problem` is
-    None.
-
-    They can if they may cut micro-batches within a stage, or if workers of a column differ in memory.
-    """
+    """Return whether layouts in place can be better than the problem as it is."""
     return problem is not None and (
         problem.has_unequal_room or (options.slices and problem.can_cut_stages and problem.grid.chains == 1))
 
 
 def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
                       per_unit: Fraction = Fraction(1)) -> Problem:
-    """Return a copy of the problem that records the costs of single layers, taken from `below`, the problem from which
-    its lower bound is computed.
-
-    A tick of the problem is `per_tick` ticks of `below`, and a unit of its memory is `per_unit` units of `below`.
-    """
+    """Return a copy of the problem that records the costs of single layers of `below`."""
     costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                        **msgspec.structs.asdict(below.costs))
     return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))

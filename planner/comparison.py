@@ -1,4 +1,4 @@
-"""Compare candidates by their plans: all in a share of the time, then the best few again."""
+"""Compare candidates by their plans: first all of them, then the best few again."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
@@ -13,7 +13,7 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 class Round(NamedTuple):
-    """Options of the plans of one round of a comparison, and the time for all of them together."""
+    """Options of the plans of one round, and the seconds for all of them."""
 
     options: PlanOptions
     seconds: float
@@ -29,13 +29,13 @@ def plan_in_rounds(
     floor: float,
     deadline: float,
 ) -> Plan | None:
-    """Return the shortest plan of any candidate, the first of equals; None if none has a plan.
+    """Return the shortest plan of any candidate, the first of equals.
 
-    All candidates are planned in the first round, the `finalists` with the shortest plans in the
-    others. The function `plan_candidate` returns None for a candidate without a plan. If the first
-    round is longer than list schedules need, its choice does not depend on the clock. The
-    comparison ends early at a period of `floor` seconds, which none can beat, at Ctrl-C, or where
-    another plan would probably end after the `deadline`.
+    None if none has a plan. All candidates are planned in the first round, the `finalists` with the
+    shortest plans in the others. The function `plan_candidate` returns None for a candidate without
+    a plan. If the first round is longer than list schedules need, its choice does not depend on the
+    clock. The comparison ends early at a period of `floor` seconds, which none can beat, at Ctrl-C,
+    or where another plan would probably end after the `deadline`.
     """
     shortest: Plan | None = None
     periods: dict[Candidate, float] = {}

@@ -1,10 +1,10 @@
-"""Compile the planner's inner loops (`planner.kernel`) with numba, once per installation; the machine code is stored on
-disk.
+"""Compile the planner's inner loops (`planner.kernel`) with numba, once per installation.
 
-The install step compiles them (`python -m slipstream.planner.compiled`). Otherwise, a plan with a limit in seconds
-starts another process that compiles, and uses list schedules only until then; all other callers wait. numba compiles
-again if the source, Python, numba or the processor has changed. If no folder is writable, every process compiles for
-itself.
+The machine code is stored on disk. The install step compiles it (`python -m
+slipstream.planner.compiled`). Otherwise, a plan with a limit in seconds starts another process that
+compiles, and uses list schedules only until then; all other callers wait. numba compiles again if
+the source, Python, numba or the processor has changed. If no folder is writable, every process
+compiles for itself.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ COMPILING_EACH_TIME = "compiling the planner's inner loops, about 20 s, and each
 
 @cache
 def load_kernel() -> None:
-    """Load the machine code of the planner's inner loops into this process, in a third of a second, or compile it.
+    """Load the inner loops' machine code, a third of a second, or compile it.
 
     This plans the smallest job, since numba compiles a function at its first call.
     """
@@ -48,8 +48,7 @@ def load_kernel() -> None:
 
 
 def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
-    """Compile the planner's inner loops unless that was done before. It takes some 20 seconds, announced by a progress
-    line."""
+    """Compile the inner loops, some 20 seconds, announced by a line, unless done before."""
     if is_compiled():
         return
     progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)
@@ -62,11 +61,10 @@ def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
 
 
 def compile_in_background(progress: ProgressCallback = ignore_progress) -> None:
-    """Start another process that compiles the inner loops, and use plain Python until it is done. Do nothing if they
-    are compiled.
+    """Start a process that compiles the inner loops; use plain Python until then.
 
-    With plain Python, plans are list schedules only. If no folder for machine code is writable, compile in this process
-    and wait.
+    Do nothing if they are compiled. With plain Python, plans are list schedules only. If no folder
+    for machine code is writable, compile in this process and wait.
     """
     if is_compiled():
         return

@@ -1,8 +1,9 @@
-"""Exchange roles among live workers that are unlike: slow ones, and those with a memory of their own.
+"""Exchange roles among unlike workers: slow ones, or ones with a memory of their own.
 
-The bounds of lemma 13 (`model.bounds_roles`) say how many vacant roles and how many unlike workers each column has in
-the best distributions. Each of them gives a few assignments: who plays which role. An assignment is planned as a job in
-which every role has the speed and the memory of its player; then the players take their seats.
+The bounds of lemma 13 (`model.bounds_roles`) say how many vacant roles and how many unlike workers
+each column has in the best distributions. Each of them gives a few assignments: who plays which
+role. An assignment is planned as a job in which every role has the speed and the memory of its
+player; then the players take their seats.
 """
 
 import math
@@ -51,11 +52,11 @@ class Assignment(NamedTuple):
 
 def exchange_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, bounds: RoleBounds, clock: Clock,
                    floor: float) -> Plan | None:
-    """Return the plan with the shortest period over assignments of roles, None if there is none or if the live workers
-    are alike.
+    """Return the shortest plan over assignments of roles; None if there is none.
 
-    All candidates are planned in a share of the time, then the best few again in the rest. The search ends early at a
-    period of `floor` seconds, which none can beat, or where plans take longer than their shares.
+    There is none if the live workers are alike. All candidates are planned in a share of the time,
+    then the best few again in the rest. The search ends early at a period of `floor` seconds, which
+    none can beat, or where plans take longer than their shares.
     """
     params, seconds = options.params.roles, options.limit_seconds
     deadline = clock.now() + seconds if options.steps is None else math.inf
@@ -86,9 +87,10 @@ def unlike_workers(job: Job, failed: Collection[Worker]) -> list[Worker]:
 
 def candidate_assignments(job: Job, failed: Sequence[Worker], options: PlanOptions, bounds: RoleBounds,
                           clock: Clock) -> list[Assignment]:
-    """Return the assignments that are worth planning, best lower bound first; of equals, those that move fewer workers.
+    """Return the assignments that are worth planning, best lower bound first.
 
-    There is none if optimizer state is sharded: how much a worker keeps then depends on its column.
+    Of equals, those that move fewer workers come first. There is none if optimizer state is
+    sharded: how much a worker keeps then depends on its column.
     """
     params = options.params.roles
     if job.memory and job.memory.state:
@@ -103,7 +105,7 @@ def candidate_assignments(job: Job, failed: Sequence[Worker], options: PlanOptio
 
 
 def _bound_of(assignment: Assignment, job: Job, options: PlanOptions) -> float:
-    """Return a bound on the period of an assignment in seconds, or infinity if whole micro-batches have no room."""
+    """Return the seconds of a bound of an assignment, or infinity without room."""
     try:
         problem = bounding_problem(options, with_assignment(job, assignment), assignment.vacant)
     except NoPlanError:
@@ -112,7 +114,7 @@ def _bound_of(assignment: Assignment, job: Job, options: PlanOptions) -> float:
 
 
 def _iterate_assignments(job: Job, failed: Sequence[Worker], distribution: Distribution) -> Iterator[Assignment]:
-    """Iterate over assignments with this number of vacant roles and of unlike workers in each column."""
+    """Iterate over assignments with these numbers of vacant roles and unlike workers."""
     orders = islice(permutations(unlike_workers(job, failed)), MAX_ORDERS)
     dealt = dict.fromkeys(_deal(order, distribution) for order in orders)
     vacancies = dict.fromkeys(_iterate_vacancies(job, failed, [down for down, _ in distribution]))
@@ -127,10 +129,7 @@ def _deal(order: Sequence[Worker], distribution: Distribution) -> tuple[tuple[Wo
 
 
 def _iterate_vacancies(job: Job, failed: Sequence[Worker], counts: Sequence[int]) -> Iterator[tuple[Worker, ...]]:
-    """Iterate over sets of vacant roles, `counts[column]` of each column.
-
-    First with the most of failed workers, then in the pipelines with the fewest micro-batches, and with the most.
-    """
+    """Iterate over sets of vacant roles, `counts[column]` of each column."""
     ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
     for order in (ascending, ascending[::-1]):
         yield tuple(sorted(role for column, count in enumerate(counts) for role in sorted(
@@ -142,7 +141,7 @@ def _iterate_vacancies(job: Job, failed: Sequence[Worker], counts: Sequence[int]
 
 def _assign(job: Job, failed: Collection[Worker], vacant: tuple[Worker, ...],
             unlike: Sequence[Sequence[Worker]]) -> Assignment:
-    """Return the assignment with these vacant roles and unlike workers of each column, in which few workers move."""
+    """Return the assignment with these vacancies and unlike workers in which few workers move."""
     grid = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
     special, empty = {worker for workers in unlike for worker in workers}, {*vacant}
     usual = {worker: None for worker in grid if worker not in special and worker not in failed}
@@ -165,7 +164,7 @@ def _assign(job: Job, failed: Collection[Worker], vacant: tuple[Worker, ...],
 
 
 def with_assignment(job: Job, assignment: Assignment) -> Job:
-    """Return a copy of the job in which each role has the speed and the memory of its player."""
+    """Return a copy of the job whose roles have their players' speed and memory."""
     slow = dict(job.time.slow)
     memory = job.memory
     if memory is not None:
@@ -183,10 +182,10 @@ def with_assignment(job: Job, assignment: Assignment) -> Job:
 
 def seat_players(schedule: Schedule, job: Job, failed: Sequence[Worker], assignment: Assignment, *,
                  from_checkpoint: bool) -> Schedule | None:
-    """Return a copy of the schedule of `with_assignment` in which the players take their seats, with the job's own
-    speeds and memory.
+    """Return a copy of the schedule of `with_assignment` in which the players take their seats.
 
-    None if it breaks a rule, or if no live worker of a column has its parameters and no checkpoint does.
+    It has the job's own speeds and memory. None if it breaks a rule, or if no live worker of a
+    column has its parameters and no checkpoint does.
     """
     players, memory = dict(assignment.players), schedule.memory
     if not from_checkpoint and {player.column for player in players.values()} != {*range(job.stages)}:

@@ -1,7 +1,7 @@
-"""Schedules that a run requests when workers fail, slow down or return: from a table, or planned while the run
-continues.
+"""Schedules that a run requests when workers fail, slow down or return.
 
-All schedules are of the same job as the schedule that the run began with. NoPlanError is raised if there is none.
+They come from a table, or are planned while the run continues, and are of the same job as the
+schedule that the run began with. NoPlanError is raised if there is none.
 """
 
 import math
@@ -36,18 +36,16 @@ ROUNDING = 1e-9
 
 
 class FailurePlanner:
-    """Maker of the schedules with which a run continues after failures, for one job and the run's first schedule.
-
-    Its methods may be called from several threads.
-    """
+    """Maker, for any thread, of the schedules with which one run continues after failures."""
 
     def __init__(self, job: Job, first: Schedule, table: Table | None = None, *, settled_seconds: float | None = None,
                  params: SearchParams = DEFAULTS, progress: ProgressCallback = ignore_progress) -> None:
-        """Compile and load the planner, so that no failure waits for it and forked processes share it.
+        """Compile and load the planner, so that no failure waits for it.
 
-        The run began with the schedule `first`. Schedules that `table` has for failures are used instead of planning;
-        None: all are planned. A search for a rebalanced schedule takes `settled_seconds` (None: as `params` says).
-        `progress` receives a line if the planner is compiled here.
+        Forked processes share it. The run began with the schedule `first`. Schedules that `table`
+        has for failures are used instead of planning; None: all are planned. A search for a
+        rebalanced schedule takes `settled_seconds` (None: as `params` says). `progress` receives a
+        line if the planner is compiled here.
         """
         self._job, self._first, self._table, self._params = job, first, table, params.failures
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
@@ -57,12 +55,11 @@ class FailurePlanner:
         load_kernel()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
-        """Return the schedule to continue with when these workers are down: from the table given to the constructor, or
-        made by the list schedulers.
+        """Return the schedule to continue with when these workers are down.
 
-        Layers stay in place, with two exceptions: the table has a schedule with moved roles whose shorter period makes
-        up for the pause of loading layers within `FailureParams.pause_pays_seconds`, or no schedule exists with layers
-        in place.
+        It is from the table, or made by the list schedulers. Layers stay in place, unless no such
+        schedule exists, or the table's one with moved roles makes up for the pause of loading
+        layers within `FailureParams.pause_pays_seconds`.
         """
         with _as_no_plan_error():
             moved = self._look_up(down, roles_move=True)
@@ -75,10 +72,11 @@ class FailurePlanner:
             return moved if moved is not None and self._is_worth_its_pause(moved, in_place) else in_place
 
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return the schedule to continue with when the workers `down` have failed and others are slow.
+        """Return the schedule to continue with when `down` have failed and others are slow.
 
-        The argument `speeds` has pairs of a slow worker and the factor by which its ops take longer. Of a new plan, the
-        run's first schedule and the table's, the one with the shortest period at these speeds is returned.
+        Each of `speeds` is a worker and the factor by which its ops take longer. Of a new plan, the
+        run's first schedule and the table's, it is the one with the shortest period at these
+        speeds.
         """
         with _as_no_plan_error():
             choices = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
@@ -87,8 +85,7 @@ class FailurePlanner:
             return min(filter(None, choices), key=lambda one: period_at(one, dict(speeds)))
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return a schedule for these failures that needs no layer copied: each worker runs only layers that it has,
-        which `held` lists.
+        """Return a schedule for these failures in which each worker runs only layers in `held`.
 
         Slow workers are those in `speeds`; if it is empty, those of the job.
         """
@@ -96,10 +93,10 @@ class FailurePlanner:
         return self._with_true_bound(plan_only(options, self._job_at_speeds(speeds), down).schedule)
 
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return the best schedule for these failures, whichever layers move for it, from the table or newly planned.
+        """Return the best schedule for these failures, whichever layers move, from table or search.
 
-        The layers that each worker has now are `held`. Slow workers are those in `speeds`, for which no table is used;
-        if it is empty, those of the job.
+        The layers that each worker has now are `held`. Slow workers are those in `speeds`, for
+        which no table is used; if it is empty, those of the job.
         """
         in_table = None if speeds else self._settled_in_table(down, held)
         if in_table is not None:
@@ -109,31 +106,23 @@ class FailurePlanner:
             return self._with_true_bound(plan_only(options, self._job_at_speeds(speeds), down).schedule)
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return a schedule for these failures in which any worker may have any layer, because all workers then load a
-        checkpoint.
+        """Return a schedule for these failures in which any worker may have any layer.
 
-        Slow workers are those in `speeds`; if it is empty, those of the job.
+        All workers then load a checkpoint. Slow workers are those in `speeds`; if it is empty,
+        those of the job.
         """
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
         return self._with_true_bound(plan_only(options, self._job_at_speeds(speeds), down).schedule)
 
     def _with_true_bound(self, schedule: Schedule) -> Schedule:
-        """Return the schedule without its bound if the planner chose what the job recomputes.
-
-        The bound is of that choice alone, and a failure does not wait for one of all choices.
-        """
+        """Return the schedule, without its bound if that is of one choice alone."""
         return schedule.with_bound(0, schedule.scope) if chooses_recomputation(self._job) else schedule
 
     def _job_at_speeds(self, speeds: Speeds) -> Job:
         return with_speeds(self._job, speeds) if speeds else self._job
 
     def _is_worth_its_pause(self, moved: Schedule, in_place: Schedule) -> bool:
-        """Return whether the shorter period of `moved`, compared with `in_place`, saves more time than loading its
-        layers takes.
-
-        Savings count over `FailureParams.pause_pays_seconds`. If the job does not give the weights of layers, the pause
-        is unknown and not worth it.
-        """
+        """Return whether the shorter period of `moved` saves more than loading its layers takes."""
         loading = compute_transition(moved, self._job)
         if not loading.layers:
             return period_seconds(moved) < period_seconds(in_place)
@@ -149,12 +138,7 @@ class FailurePlanner:
         return self._table_schedule(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
-        """Return the rebalanced schedule that the table given to the constructor has for these failures; None if it has
-        none.
-
-        The table assumes that each worker holds the layers of its own column. The result is also None if `held`, the
-        layers that workers hold now, differs from that.
-        """
+        """Return the table's rebalanced schedule for these failures, if it fits `held`."""
         if any(layers != self._first.held_layers_of_column(worker.column) for worker, layers in held):
             return None
         with _as_no_plan_error():
@@ -162,13 +146,7 @@ class FailurePlanner:
 
     def _table_schedule(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                         settled: bool = False) -> Schedule | None:
-        """Return the schedule for these failures from the table given to the constructor.
-
-        The options are those of `Table.lookup`. With `roles_move`, live workers may take over other stages; with
-        `settled`, any layer may move; with `held_elsewhere`, layers of a column without a live worker can be loaded.
-        None if the table has no schedule, or it has another grid, breaks a rule, or needs more memory than a worker
-        has.
-        """
+        """Return the table's schedule for these failures, by the options of `Table.lookup`."""
         entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
             checked=False)
@@ -177,8 +155,7 @@ class FailurePlanner:
         return entry.schedule if entry is not None and fits else None
 
     def _plan_schedule(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
-        """Return a schedule for these failures, made by the list schedulers in about `seconds`. Workers take other
-        roles if a stage has no live worker. Raises KeyboardInterrupt if Ctrl-C ended the search."""
+        """Return a schedule by the list schedulers in about `seconds`."""
         params, ops = self._params, _max_changed_ops(job, down)
         options = msgspec.structs.replace(self._greedy, time_limit=seconds)
         if ops > params.large:
@@ -204,8 +181,7 @@ def period_seconds(schedule: Schedule) -> float:
 
 
 def _max_changed_ops(job: Job, down: tuple[Worker, ...]) -> int:
-    """Return an upper bound on the number of ops to plan when these workers are down: those of all pipelines that may
-    share a micro-batch of a failed worker."""
+    """Return a bound on the ops of pipelines that may share a failed worker's micro-batch."""
     most = max(job.microbatches)
     return 3 * job.stages * most * min(job.pipelines, len(down) * (1 + most))
 
@@ -220,16 +196,12 @@ def _as_no_plan_error() -> Iterator[None]:
 
 
 def with_speeds(job: Job, speeds: Speeds) -> Job:
-    """Return a copy of the job whose slow workers are those in `speeds`: pairs of a worker and the factor by which its
-    ops take longer."""
+    """Return a copy of the job with these slow workers and factors of op times."""
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
 
 
 def has_room(job: Job, schedule: Schedule) -> bool:
-    """Return whether a schedule fits into the memory of every worker to which the job gives a capacity of its own.
-
-    The schedule may be made without regard to these capacities, and may give these workers other roles.
-    """
+    """Return whether a schedule fits into workers' own capacities, in whatever roles."""
     if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
         return True
     own = _with_own_rooms(job, schedule)
@@ -237,12 +209,11 @@ def has_room(job: Job, schedule: Schedule) -> bool:
 
 
 def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return a schedule for these failures in which live workers may take other roles, as when a stage has lost all
-    workers.
+    """Return a schedule for these failures in which live workers may take other roles.
 
-    It is planned for the number of failures, spread over the stages; which workers move is chosen last. If that gives a
-    worker more than its memory holds, it is planned again with the room of every role reduced to the least that any
-    worker would have in its column. Raises NoPlanError if that does not fit either.
+    It is planned for the number of failures; which workers move is chosen last. If that gives a
+    worker more than its memory holds, it is planned again with the least room of each column's
+    roles. Raises NoPlanError if that does not fit either.
     """
     memory = job.memory
     if memory is None or not memory.capacity_of:
@@ -260,11 +231,7 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
 
 
 def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return a schedule for as many failures as there are workers in `down`: the planner chooses the roles that get no
-    worker, and live workers are assigned to all others.
-
-    Raises NoPlanError if no assignment of the live workers is possible.
-    """
+    """Return a schedule for as many failures, with live workers assigned to its roles."""
     job = slow_while_alive(job, down)
     relabelled = relabel_schedule(normal_form(job, len(down), options).schedule, down, held_elsewhere=True,
                                   nodes=job.nodes)
@@ -274,12 +241,7 @@ def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOpt
 
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
-    """Return a copy of the schedule that records the memory for activations of each live worker to which the job gives
-    a capacity of its own.
-
-    This is what the weights of its role's column leave or, if the schedule lists its held layers, what those of its own
-    column leave.
-    """
+    """Return a copy of the schedule that records rooms of workers with an own capacity."""
     assert job.memory is not None and schedule.memory is not None
     rooms = []
     for worker, _ in job.memory.capacity_of:
@@ -292,8 +254,7 @@ def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
 
 
 def _room_in_role(job: Job, worker: Worker, column: int) -> float:
-    """Return the memory for activations, in the job's unit, that a worker with an own capacity has if its role is in
-    this column."""
+    """Return the activation memory of a worker with an own capacity, by its role's column."""
     memory = job.memory
     assert memory is not None
     weights = memory.weights or (0.0,) * len(job.columns)

@@ -1,5 +1,4 @@
-"""Choose the form of the inner loops (`planner.kernel`): machine code, or plain Python while another process compiles
-it."""
+"""Choose the inner loops: machine code, or plain Python while another process compiles it."""
 
 import contextlib
 import importlib.util
@@ -13,23 +12,19 @@ from types import ModuleType
 from typing import Any
 
 LAST_INDEX_FILE = "annealing.anneal-*.nbi"
-"""Pattern for the file in numba's cache that is written last: the index of `anneal`, which is compiled last."""
+"""Pattern for the last file that numba writes: the index of `anneal`, compiled last."""
 
 
 _compiling_elsewhere = threading.Event()
 
 
 def kernel_loops() -> Any:
-    """Return the module with the inner loops to call: the compiled kernel, or its plain Python copy during
-    compilation."""
+    """Return the module with the inner loops: compiled, or plain Python during compilation."""
     return _plain_kernel() if is_plain_python() else _compiled_kernel()
 
 
 def is_plain_python() -> bool:
-    """Return whether plain Python is used because another process is still compiling.
-
-    Plain Python makes the same list schedules, a hundred times slower.
-    """
+    """Return whether plain Python, a hundred times slower, runs while another process compiles."""
     return _compiling_elsewhere.is_set() and not is_compiled()
 
 
@@ -39,10 +34,7 @@ def use_plain_python() -> None:
 
 
 def is_compiled() -> bool:
-    """Return whether the inner loops' machine code is loaded, or can be loaded without compiling.
-
-    That is so if this process has loaded it, or if its index file is not older than any file of the source.
-    """
+    """Return whether the machine code is loaded, or stored and newer than the source."""
     kernel = _compiled_kernel()
     if kernel.anneal.signatures or not can_store_machine_code():
         return bool(kernel.anneal.signatures)
@@ -51,10 +43,10 @@ def is_compiled() -> bool:
 
 
 def mark_as_compiled() -> None:
-    """Set the time of the machine code on disk to that of the source, after it was loaded or compiled.
+    """Set the time of the machine code on disk to that of the source.
 
-    Machine code is identified by the content of the source. If a checkout writes the same source again, numba does
-    not rewrite the machine code, which would then seem to be too old.
+    Machine code is identified by the content of the source. If a checkout writes the same source
+    again, numba does not rewrite the machine code, which would then seem to be too old.
     """
     changed = _time_of_sources()
     with contextlib.suppress(OSError):  # a folder that may only be read

@@ -1,18 +1,20 @@
-"""Failure normalisation: choose the roles that stay vacant where they cost least, and move live workers to the others.
+"""Choose the roles that stay vacant where they cost least, and move workers.
 
-A live worker may take over another role when it has loaded that stage's parameters from a peer. So only the number F of
-failures is given; which F roles are vacant is a choice. It is made in three steps:
+A live worker may take over another role when it has loaded that stage's parameters from a peer. So
+only the number F of failures is given; which F roles are vacant is a choice. It is made in three
+steps:
+  1. how many roles are vacant in each column: dynamic programming over columns, on the proven bound
+     of the window of a column with this number of vacant roles, for the best few distributions
+     (`WindowBounds`);
+  2. which pipelines they belong to: the same or different ones (`arrange_vacancies`);
+  3. plans of the best few candidates decide. On small grids every pattern is a candidate.
 
-1. how many roles are vacant in each column: dynamic programming over columns, on the proven bound of the window of a
-   column with this number of vacant roles, for the best few distributions (`WindowBounds`);
-2. which pipelines they belong to: the same pipelines or different ones (`arrange_vacancies`);
-3. plans of the best few candidates decide. On small grids every pattern is a candidate.
+The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel`
+then chooses which worker plays which role, so that the fewest layers are loaded. In it, slow
+workers and those with a memory of their own keep their roles; `planner.exchange` tries others.
 
-The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel` then chooses which
-worker plays which role, so that the fewest layers are loaded. In it, slow workers and those with a memory of their own
-keep their roles; `planner.exchange` tries others for them.
-
-The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP 2024, arXiv 2405.14009).
+The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP 2024, arXiv
+2405.14009).
 """
 
 import math
@@ -53,34 +55,35 @@ from slipstream.schedules.tables.pattern import (
 from slipstream.schedules.tables.relabel import relabel_schedule
 
 Counts = tuple[int, ...]
-"""Number of roles without a worker (vacant) in each column."""
+"""Number of vacant roles in each column."""
 RankedDistribution = tuple[int, int, int, Counts]
-"""Distribution of failures over columns, preceded by the values by which it is ranked; less is better.
+"""Distribution of failures over columns, after the values that rank it; less is better.
 
-It is (ticks of the longest busy window, sum of the columns' windows, sum of squared counts, vacant roles per column).
+It is (ticks of the longest busy window, sum of the columns' windows, sum of squared counts, vacant
+roles per column).
 """
 
 ProblemOf = Callable[[Sequence[Worker]], Problem]
 
 
 class WindowBounds:
-    """Lower bounds on the period by column and number of vacant roles in it (grid positions that no live worker fills),
-    and the best distributions of failures over columns.
+    """Lower bounds on the period by column and its vacant roles, and the best distributions.
 
-    Results are stored, so that one object serves all numbers of failures of a job. They are a function of the problems
-    and the number of failures alone, whatever was computed before.
+    Results are stored, so that one object serves all numbers of failures of a job. They are a
+    function of the problems and the number of failures alone, whatever was computed before.
 
-    They rank distributions, among which the search chooses: there, slow workers and those with a memory of their own
-    keep their roles. What is claimed of a plan is `bounds_roles.roles_bound`. A plan for some failures is also one for
-    fewer, in which live workers stay idle; so the failures of one column alone give a bound. It counts the
-    micro-batches of all pipelines and the live workers of that column, but not which pipelines the failures are in.
+    They rank distributions, among which the search chooses: there, slow workers and those with a
+    memory of their own keep their roles. What is claimed of a plan is `bounds_roles.roles_bound`. A
+    plan for some failures is also one for fewer, in which live workers stay idle; so the failures
+    of one column alone give a bound. It counts the micro-batches of all pipelines and the live
+    workers of that column, but not which pipelines the failures are in.
     """
 
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
         """Build the problem without failures, by `problem_of`.
 
-        That function takes the workers that are down and returns the problem in which any live holder of a stage may
-        run any micro-batch.
+        It takes the workers that are down and returns the problem in which any live holder of a
+        stage may run any micro-batch.
         """
         self._problem_of, self._kept = problem_of, params.distributions
         whole = problem_of(())
@@ -91,7 +94,7 @@ class WindowBounds:
         self._best: dict[int, list[RankedDistribution]] = {}
 
     def column_bound(self, column: int, down: int) -> int:
-        """Return a proven lower bound on the period, in ticks, if at least `down` roles of this column are vacant."""
+        """Return a proven bound, in ticks, with at least `down` vacant roles in a column."""
         if down == 0:
             column = 0  # the same plan, whatever the column
         if (column, down) not in self._bound:
@@ -102,40 +105,40 @@ class WindowBounds:
         return self._bound[column, down]
 
     def to_seconds(self, ticks: int) -> float:
-        """Convert the ticks of a bound to seconds, a little more than exact, so that an equal period never exceeds it
-        by rounding."""
+        """Convert a bound's ticks to seconds, rounded up a little for comparisons."""
         return ticks * self.tick_seconds * (1 + 1e-12)
 
     def possible_vacancies(self, column: int) -> list[Worker]:
-        """Return the roles of a column that may be vacant: all but those of slow workers, which are alive and play
-        them."""
+        """Return the roles of a column that may be vacant: not those of slow workers."""
         return [role for pipeline in range(self.grid.pipelines)
                 if (role := Worker(pipeline, column)) not in self.slow]
 
     def max_vacancies(self, column: int) -> int:
-        """Return the largest number of roles of a column that may be vacant. With two directions, another column
-        holds its layers, too."""
+        """Return the most vacant roles of a column; with two directions, another has its layers."""
         return min(self.grid.pipelines - int(self.grid.chains == 1), len(self.possible_vacancies(column)))
 
     def best_distributions(self, failures: int) -> list[RankedDistribution]:
-        """Return the best few ways to distribute failures over columns, best first, as `RankedDistribution`; the first
-        has the shortest longest busy window.
+        """Return the best few distributions of failures over columns, best first.
 
-        With best[c][f] those of f failures over columns 0 to c, of which column c has k, and w = column_bound(c, k):
+        The first has the shortest longest busy window.
+
+        With best[c][f] those of f failures over columns 0 to c, of which column c has k, and w =
+        column_bound(c, k):
 
             best[c][f] = the smallest few (`RoleParams.distributions`) of
                 { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
                   k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }
 
-        The first is exact; the others are near-best alternatives. Among equal windows, even distributions come first,
-        then those with failures in later columns, whose workers wait less.
+        The first is exact; the others are near-best alternatives. Among equal windows, even
+        distributions come first, then those with failures in later columns, whose workers wait
+        less.
         """
         if failures not in self._best:
             self._best[failures] = self._rank_distributions(failures)
         return self._best[failures]
 
     def _rank_distributions(self, failures: int) -> list[RankedDistribution]:
-        """Compute the best distributions of this number of failures, by the recursion of `best_distributions`.
+        """Compute the best distributions by the recursion of `best_distributions`.
 
         Only counts are considered that leave no more failures than the later columns can take.
         """
@@ -151,11 +154,11 @@ class WindowBounds:
         return best.get(failures, [])
 
     def _useful_counts(self, failures: int) -> list[int]:
-        """Return, for each column, the largest number of vacant roles that needs to be considered.
+        """Return, for each column, the largest number of vacant roles to consider.
 
-        Windows grow with the number of vacant roles. So the longest window is the shortest possible if each failure in
-        turn goes to the column whose window is then the shortest. One more role of each column is considered, to have a
-        choice.
+        Windows grow with the number of vacant roles. So the longest window is the shortest possible
+        if each failure in turn goes to the column whose window is then the shortest. One more role
+        of each column gives a choice.
         """
         down = [0] * self.grid.columns
         for _ in range(failures):
@@ -168,20 +171,17 @@ class WindowBounds:
 
 
 def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
-    """Return the lower bounds by column (`WindowBounds`) for plans of a job with these options.
-
-    They are valid for whole and for cut micro-batches.
-    """
+    """Return the bounds by column for a job's plans, with whole or cut micro-batches."""
     # picklable: sent to other processes
     return WindowBounds(partial(bounding_problem, options, job), options.params.roles)
 
 
 def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterator[tuple[Worker, ...]]:
-    """Iterate over sets of vacant roles (grid positions without a live worker), `counts[column]` of each column: in the
-    same pipelines, or in different ones. The bounds `windows` say which roles may be vacant.
+    """Iterate over sets of vacant roles, `counts[column]` of each column.
 
-    The former is better more often, since it disturbs fewer pipelines. Both are tried beginning with the pipelines with
-    the fewest micro-batches, and beginning with those with the most.
+    They are in the same pipelines, which disturbs fewer and is better more often, or in different
+    ones; both begin with the pipelines with the fewest micro-batches, or with the most. The bounds
+    `windows` say which roles may be vacant.
     """
     ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
     for order in (ascending, ascending[::-1]):
@@ -197,11 +197,7 @@ def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterat
 
 def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
                         params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
-    """Return sets of vacant roles that are worth planning for a number of failures, the most promising first by
-    `windows`, lower bounds on the period by column.
-
-    Of sets that differ only by an exchange of equal pipelines, there is one.
-    """
+    """Return sets of vacant roles worth planning, best first, one of each equal pattern."""
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
     by_pattern: dict[Pattern, tuple[Worker, ...]] = {}
@@ -216,11 +212,7 @@ def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
 
 
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
-    """Return all patterns (sets of `failures` failed workers up to the order of equal pipelines) if they are at most
-    `most`, else an empty list.
-
-    A pipeline has `columns` workers. The list `classes` has a number for each pipeline, equal for equal pipelines.
-    """
+    """Return all patterns of `failures` failed workers if at most `most`, else none."""
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
     few = list(islice(failure_patterns(failures, columns, classes), most + 1))
@@ -229,13 +221,13 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: WindowBounds | None = None,
                 progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Return the best plan for this number of failures if the planner may choose which roles (grid positions) no live
-    worker fills: the vacant ones.
+    """Return the best plan for this number of failures over all choices of vacant roles.
 
-    The result depends on job, number and options alone. The vacant roles are the `failed` of the plan's schedule, in
-    which every worker plays its own role. The lower bounds by column, `windows`, are those of the same job and options,
-    passed to avoid computing them again; `clock` is that of a search that this one is part of. Raises NoPlanError if so
-    many failures leave some stage without a live worker, however roles are assigned.
+    The result depends on job, number and options alone. The vacant roles are the `failed` of the
+    plan's schedule, in which every worker plays its own role. The lower bounds by column,
+    `windows`, are those of the same job and options, passed to avoid computing them again; `clock`
+    is that of a search that this one is part of. Raises NoPlanError if so many failures leave some
+    stage without a live worker, however roles are assigned.
     """
     clock = clock or options.make_clock()
     if failures == 0:
@@ -258,12 +250,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
 
 def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: PlanOptions,
                     progress: ProgressCallback, clock: Clock) -> Plan:
-    """Return the plan with the shortest period among plans for several sets of vacant roles; the first of equals.
-
-    All candidates are planned in a share of the time, then the best few again in an equal share. On huge jobs, where a
-    single plan takes longer than its share, the most promising candidate gets all the time. Raises NoPlanError if no
-    candidate has a plan.
-    """
+    """Return the shortest of plans for several sets of vacant roles; the first of equals."""
     params = options.params.roles
     seconds = params.compared * options.limit_seconds
     refusals, shortest = list[NoPlanError](), math.inf
@@ -303,12 +290,12 @@ def _describe_plan(schedule: Schedule) -> str:
 
 def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
                progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Return the best plan for these failed workers, in which live workers take other roles if that shortens the
-    period.
+    """Return the best plan for these failed workers, with other roles if they shorten it.
 
-    Moved roles, a special case of moved layers, are tried even if layers may move. Whether layers may move or not, the
-    plan is never longer than with roles in place. What an earlier search has found of the fault-free period may be
-    passed as `known`. Raises JobError for unknown workers, NoPlanError if no plan is found, in place or moved.
+    Moved roles, a special case of moved layers, are tried even if layers may move. Whether layers
+    may move or not, the plan is never longer than with roles in place. What an earlier search has
+    found of the fault-free period may be passed as `known`. Raises JobError for unknown workers,
+    NoPlanError if no plan is found, in place or moved.
     """
     clock = clock or options.make_clock()
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
@@ -338,7 +325,7 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
 
 
 def plan_moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions) -> Plan:
-    """Return the best plan found for these failed workers in which live workers may take other roles.
+    """Return the best plan found in which live workers may take other roles.
 
     It is not compared with a plan in place. Raises NoPlanError if none is found.
     """
@@ -352,11 +339,10 @@ def plan_moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions) -
 
 def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
                         progress: ProgressCallback, clock: Clock) -> Plan | None:
-    """Return the plan with the shorter period: `best`, or one for as many failures in which live workers take other
-    roles. None if neither exists.
+    """Return the shorter of `best` and a plan in which live workers take other roles.
 
-    The argument `moving` is True if layers may move in `best`, too. Otherwise the bound of the result also holds for
-    plans with moved roles.
+    None if neither exists. With `moving`, layers may move in `best`, too. Otherwise the bound of
+    the result also holds for plans with moved roles.
     """
     job = _with_usual_rooms(slow_while_alive(job, failed), failed)
     try:
@@ -396,7 +382,7 @@ def _improve_with_roles(best: Plan | None, job: Job, failed: Sequence[Worker], o
 
 
 def _shorter_plan(best: Plan | None, found: Plan, schedule: Schedule) -> Plan:
-    """Return `best` or, if it has no shorter period, the plan `found` with its roles played as in `schedule`."""
+    """Return `best`, or, if shorter, the plan `found` with roles as in `schedule`."""
     if best is not None and schedule.seconds(schedule.period_ticks) >= best.period:
         return best
     violations = check(schedule)
@@ -406,10 +392,7 @@ def _shorter_plan(best: Plan | None, found: Plan, schedule: Schedule) -> Plan:
 
 
 def _with_usual_rooms(job: Job, workers: Collection[Worker]) -> Job:
-    """Return a copy of the job in which these workers have at least the usual memory of their column.
-
-    A failed worker's role has the memory of whoever plays it.
-    """
+    """Return a copy of the job whose `workers` have at least their column's memory."""
     if job.memory is None:
         return job
     rooms = tuple((worker, max(room, job.memory.capacity[worker.column]) if worker in workers else room)
@@ -418,7 +401,6 @@ def _with_usual_rooms(job: Job, workers: Collection[Worker]) -> Job:
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
-    """Return a copy of the job in which failed workers are at usual speed, since the role of a slow worker is never
-    left vacant."""
+    """Return a copy of the job with failed workers at usual speed. Slow roles are never vacant."""
     alive = tuple((worker, factor) for worker, factor in job.time.slow if worker not in failed)
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))

@@ -1,14 +1,16 @@
-"""Reductions that overlap compute: add them, on the links (`[network] overlap`), to a plan made without them.
+"""Add reductions that overlap compute (`[network] overlap`) to plans made without them.
 
-A schedule is first searched as if reductions took no time: they delay no compute op of the same iteration. If the
-result is not proven to be the best, a second one is searched as if they took half their time, so that workers that
-reduce most finish first. The last micro-batches of each worker then take routes of single layers, so that their W can
-be done layer by layer: the reduction of some layers begins while the W of others is still to be done (DDP's buckets, Li
-et al., VLDB 2020, arXiv 2006.15704, where the backward itself is cut, from the last layer on). Ops keep their worker
-and their order except for these W. Several numbers of cut micro-batches and two orders of the W are tried.
+A schedule is first searched as if reductions took no time: they delay no compute op of the same
+iteration. If the result is not proven to be the best, a second one is searched as if they took half
+their time, so that workers that reduce most finish first. The last micro-batches of each worker
+then take routes of single layers, so that their W can be done layer by layer: the reduction of some
+layers begins while the W of others is still to be done (DDP's buckets, Li et al., VLDB 2020, arXiv
+2006.15704, where the backward itself is cut, from the last layer on). Ops keep their worker and
+their order except for these W. Several numbers of cut micro-batches and two orders of the W are
+tried.
 
-The reduction of the layers whose W is last cannot be hidden: bounds count it by `bounding_problem`, and, if layers may
-move, by `min_exposed_ticks`.
+The reduction of the layers whose W is last cannot be hidden: bounds count it by `bounding_problem`,
+and, if layers may move, by `min_exposed_ticks`.
 """
 
 from collections import defaultdict
@@ -49,9 +51,9 @@ from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
 from slipstream.schedules.schedule import compute_period_ticks as window_ticks
 
 ROUNDING = 1e-5
-"""Relative tolerance when a bound is compared with a plan in finer ticks, since times are then rounded differently."""
+"""Relative tolerance when a bound is compared with a plan in other, finer ticks."""
 FLOAT_ERROR = Fraction(1, 2**50)
-"""Relative error of a quotient of exact seconds and a tick, which may be a rounded float."""
+"""Relative error of exact seconds divided by a tick, which may be a rounded float."""
 WEIGHT_KINDS = (OpKind.W, OpKind.B)
 LAYER_TIMES = ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer")
 STAGE_TIMES = (*LAYER_TIMES, "optimizer_of_layer")
@@ -65,10 +67,10 @@ def has_overlapping_reductions(job: Job) -> bool:
 
 
 def without_reductions(job: Job, share: float = 0.0) -> Job:
-    """Return a copy of the job whose gradient reductions take only this share of their time and do not overlap compute.
+    """Return a copy of the job whose reductions take only this share of their time.
 
-    The time by which overlapped reductions slow down a stage's compute, which is the same whenever they run, is added
-    to its optimizer step.
+    They do not overlap compute. The time by which overlapped reductions slow down a stage's
+    compute, which is the same whenever they run, is added to its optimizer step.
     """
     return replace(job, network=Network(), time=replace(
         job.time, all_reduce=tuple(round_to_four_digits(share * seconds) for seconds in job.time.all_reduce),
@@ -77,10 +79,10 @@ def without_reductions(job: Job, share: float = 0.0) -> Job:
 
 
 def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker], *, down: bool = False) -> Problem:
-    """Return the problem of a job with failures for which bounds on the period are proven.
+    """Return the problem of a job with failures for which bounds are proven.
 
-    In it any live holder of a stage may run any micro-batch, whole or cut. Costs are rounded up, or down if `down`.
-    Raises NoPlanError if no schedule can exist.
+    In it any live holder of a stage may run any micro-batch, whole or cut. Costs are rounded up, or
+    down if `down`. Raises NoPlanError if no schedule can exist.
     """
     if not has_overlapping_reductions(job):
         return options.make_shared_problem(job, failed, down=down)
@@ -88,10 +90,10 @@ def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker], *
 
 
 def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
-    """Return a copy of a problem without reductions that has, for each worker, the reduction that no compute can hide.
+    """Return a copy of a problem with each worker's reduction that cannot be hidden.
 
-    Each worker reduces the one of its layers that takes the least time. At least that remains after its last compute
-    op, which is a W. So a bound for this problem that allows for cut micro-batches holds for the job, too.
+    At least that of the layer that takes the least time remains after a worker's last compute op, a
+    W. So a bound for this problem that allows for cut micro-batches holds for the job, too.
     """
     grid, job_layers = problem.grid, _JobLayers.of(job)
     if job_layers is None:
@@ -105,19 +107,17 @@ def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
 
 
 def _unit_divisor(unit: float, layer_unit: Fraction) -> int:
-    """Return the number of parts, at least 1, into which to divide a tick or memory unit of size `unit`, so that a part
-    is no larger than `layer_unit`, the unit of the costs of single layers."""
+    """Return the parts into which to divide `unit` so that one is at most `layer_unit`."""
     return max(1, ceil(limited_ratio(unit, float(layer_unit))))
 
 
 def _with_scaled_values(of: T, factor: int, names: Sequence[str]) -> T:
-    """Return a copy of a struct in which all values of its tuple fields `names` are multiplied by `factor`."""
+    """Return a copy of a struct whose tuple fields `names` are multiplied by `factor`."""
     return replace(of, **{name: tuple(factor * value for value in getattr(of, name)) for name in names})
 
 
 def keep_column_minimum(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
-    """Return a copy of `ticks`, given by stage, in which each column keeps only its smallest value; the others are
-    0."""
+    """Return a copy of `ticks`, by stage, with only each column's smallest; else 0."""
     ticks_by_stage = [0] * len(ticks)
     for column in range(grid.columns):
         least = min(grid.stages_of_column(column), key=lambda stage: ticks[stage])
@@ -126,13 +126,14 @@ def keep_column_minimum(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
 
 
 def min_exposed_ticks(schedule: Schedule) -> int:
-    """Return by how many ticks at least a schedule would be shorter without its reductions, whoever holds which layers.
+    """Return by how many ticks at least a schedule would be shorter without reductions.
 
-    The last W of a worker is of some layer. The reduction of that layer begins no earlier than this W ends, takes at
-    least as long as the layer's reduction by itself, and ends before O of the worker begins. Without reductions each O
-    may begin as much earlier, and so all windows end as much earlier. The result is 0 if all O wait for the last W of
-    all workers, since then other windows may be as long without reductions, or if the schedule does not record the
-    costs of layers.
+    The last W of a worker is of some layer. The reduction of that layer begins no earlier than this
+    W ends, takes at least as long as the layer's reduction by itself, and ends before O of the
+    worker begins. Without reductions each O may begin as much earlier, and so all windows end as
+    much earlier, whoever holds which layers. The result is 0 if all O wait for the last W of all
+    workers, since then other windows may be as long without reductions, or if the schedule does not
+    record the costs of layers.
     """
     costs = schedule.times.of_layers
     if not costs or schedule.optimizer != "staggered":
@@ -142,11 +143,12 @@ def min_exposed_ticks(schedule: Schedule) -> int:
 
 def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
                                params: OverlapParams) -> Schedule:
-    """Add the job's gradient reductions, which overlap compute, to a schedule that was made without them.
+    """Add the job's overlapping reductions to a schedule that was made without them.
 
-    Return the shortest schedule found in the budget. In it, each worker's last micro-batches may run range by range of
-    a slice's layers (they are cut), so that reductions start earlier. The given `bound`, in ticks of `tick_seconds`,
-    allows for such cuts; if layers may move, it counts no reductions.
+    Return the shortest schedule found in the budget. In it, each worker's last micro-batches may
+    run range by range of a slice's layers (they are cut), so that reductions start earlier. The
+    given `bound`, in ticks of `tick_seconds`, allows for such cuts; if layers may move, it counts
+    no reductions.
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     job_layers = _JobLayers.of(job)
@@ -162,8 +164,7 @@ def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_
 
 
 def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
-    """Return a copy of the schedule that records, for its bound, the costs of layers and the reduction of each layer
-    alone. It is unchanged if `job_layers` is None: the job has stages without layers."""
+    """Return a copy of the schedule that records the costs of layers for its bound."""
     if job_layers is None:
         return schedule
     recorded, tick = schedule.times.of_layers, exact_decimal(schedule.tick_seconds)
@@ -178,19 +179,14 @@ def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Sc
 
 
 def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> float:
-    """Return approximately the period of the schedule that `add_overlapping_reductions` would find, in seconds.
-
-    It is for callers that need hundreds of periods: fewer ways to run the last micro-batches in ranges of layers are
-    tried.
-    """
+    """Return about the seconds of `add_overlapping_reductions`, with fewer cuts tried."""
     job_layers = _JobLayers.of(job)
     schedule = _in_layer_ticks(schedule, job_layers)
     return schedule.seconds(_shortest_cut(schedule, job, job_layers, params.few[:2], params).period_ticks)
 
 
 def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
-    """Return a copy of the schedule in ticks and memory units that are fine enough for the costs of single layers. It
-    is unchanged if `job_layers` is None: the job has stages without layers."""
+    """Return a copy of the schedule in units that are fine enough for single layers."""
     if job_layers is None:
         return schedule
     memory, costs = schedule.memory, schedule.times.of_layers
@@ -215,12 +211,7 @@ def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Sche
 
 def _shortest_cut(schedule: Schedule, job: Job, job_layers: "_JobLayers | None", counts: Sequence[int],
                   params: OverlapParams, budget: Budget | None = None) -> Schedule:
-    """Return the shortest schedule with reductions that is found if the last n micro-batches of each worker run in
-    ranges of layers, with n = 0 or a number from `counts`.
-
-    The numbers from `counts` are tried only while the budget lasts, and not if `job_layers` is None: the job has stages
-    without layers.
-    """
+    """Return the shortest schedule with reductions over several numbers of cut micro-batches."""
     best = _OverlapBuilder(schedule, job, job_layers, 0, 1).build_schedule()
 
     def try_cut(count: int, pieces: int, *, ascending: bool) -> bool:
@@ -272,28 +263,24 @@ class _JobLayers:
         return self._least + sum(self._beyond[slice(*layers)], Fraction(0))
 
     def reduction_ticks(self, tick: Fraction) -> tuple[int, ...]:
-        """Return the ticks that the reduction of each layer takes by itself, rounded down, given the seconds of a tick.
-
-        A quotient within `FLOAT_ERROR` below a whole number counts as that number.
-        """
+        """Return the ticks of the reduction of each layer by itself, rounded down."""
         return tuple(floor(self.reduction_seconds((layer, layer + 1)) / tick * (1 + FLOAT_ERROR))
                      for layer in range(len(self._is_reduced)))
 
 
 class _LayerParts(NamedTuple):
-    """Program of a worker whose last micro-batches run in ranges of layers: its compute ops, and the ranges of layers
-    that it reduces."""
+    """Compute ops of a worker, and the ranges of layers that it reduces."""
 
     ops: list[ProgramOp]
     reduced: list[LayerRange]
 
 
 class _OverlapBuilder:
-    """Builder of a schedule with overlapping reductions, in which each worker's last `count` micro-batches are cut into
-    ranges of layers.
+    """Builder of a schedule with reductions, with the last `count` micro-batches cut.
 
-    Layers that are reduced together are divided into at most `pieces` ranges, each reduced by itself. With `ascending`,
-    the W of a micro-batch are ordered by layer, the lowest first, instead of by Johnson's rule.
+    Layers that are reduced together are divided into at most `pieces` ranges, each reduced by
+    itself. With `ascending`, the W of a micro-batch are ordered by layer, the lowest first, instead
+    of by Johnson's rule.
     """
 
     def __init__(self, schedule: Schedule, job: Job, job_layers: _JobLayers | None, count: int, pieces: int, *,
@@ -306,7 +293,7 @@ class _OverlapBuilder:
         self._values = [list(values) for values in zip(
             times.forward, times.backward_input, times.backward_weight,
             *((memory.activation, memory.weight_stash) if memory else ()), strict=True)]
-        """Ticks of F, I and W, activation and weight stash of each slice, by slice number."""
+        """Ticks of F, I and W, activation and weight stash, by slice number."""
         self._pieces = pieces
         self._within: dict[LayerRange, list[LayerRange]] = {}
         self._turn: dict[int, int] = {}
@@ -328,7 +315,7 @@ class _OverlapBuilder:
         return _with_start_times(cut_schedule, [part.reduced for part in parts], self._number)
 
     def _reduction_ticks(self) -> tuple[int, ...]:
-        """Return the ticks of the gradient reduction of each slice, by slice number, rounded up."""
+        """Return the ticks of the reduction of each slice, rounded up."""
         tick, job_layers = exact_decimal(self._old.tick_seconds), self._job_layers
         durations = [exact_decimal(seconds) for seconds in self._job.time.all_reduce]
         if job_layers is not None:
@@ -336,14 +323,14 @@ class _OverlapBuilder:
         return tuple(ceil(seconds / tick * (1 - FLOAT_ERROR)) for seconds in durations)
 
     def _weight_turns(self) -> dict[int, int]:
-        """Return the place of each layer, by layer, in the order in which the W of a micro-batch are done; empty if the
-        order makes no difference.
+        """Return the place of each layer in the order of a micro-batch's W.
 
-        Jobs pass two machines in turn, here the W of a worker and then its link. They are all done earliest by
-        Johnson's rule (Nav. Res. Logist. Q. 1, 1954): first those that take less time on the first machine, shortest
-        first; then those that take less time on the second, longest on it first. The rule ignores other workers: of two
-        that share a layer, the one whose window ends first, which is the one with lower layers, waits until both are
-        ready. In ascending order it waits least.
+        It is empty if any order will do. Jobs pass two machines in turn, here the W of a worker and
+        then its link. They are all done earliest by Johnson's rule (Nav. Res. Logist. Q. 1, 1954):
+        first those that take less time on the first machine, shortest first; then those that take
+        less time on the second, longest on it first. The rule ignores other workers: of two that
+        share a layer, the one whose window ends first, which is the one with lower layers, waits
+        until both are ready. In ascending order it waits least.
         """
         job_layers = self._job_layers
         if not self._count or job_layers is None:
@@ -361,7 +348,7 @@ class _OverlapBuilder:
         return {layer: turn for turn, piece in enumerate(sorted(pieces, key=sort_key)) for layer in range(*piece)}
 
     def _cut_program(self, program: Program) -> _LayerParts:
-        """Return a worker's program in which its last `count` micro-batches are cut into ranges of layers."""
+        """Return a worker's program with its last `count` micro-batches cut."""
         reduced = [self._old.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None]
         if not self._count:
             return _LayerParts([op for op in program if op.kind not in (OpKind.A, OpKind.O)], sorted(reduced))
@@ -393,15 +380,14 @@ class _OverlapBuilder:
         return _LayerParts(ops, pieces)
 
     def _divide_range(self, layers: LayerRange) -> list[LayerRange]:
-        """Divide layers that are reduced together into at most `pieces` ranges that are reduced one after the other."""
+        """Divide layers into at most `pieces` ranges, reduced one after the other."""
         first, end = layers
         count = min(self._pieces, end - first)
         edges = [first + (end - first) * piece // count for piece in range(count + 1)]
         return list(pairwise(edges))
 
     def _slices_within(self, slice_: int, edges: Sequence[int]) -> list[int]:
-        """Return the numbers of the slices into which slice number `slice_` is cut before each layer in `edges`, in
-        order."""
+        """Return the numbers of the slices into which the `edges` cut a slice, in order."""
         layers = self._layers[slice_]
         if layers not in self._within:
             first, end = layers
@@ -412,10 +398,7 @@ class _OverlapBuilder:
         return [self._number[piece] for piece in self._within[layers]]
 
     def _add_slices(self, slice_: int, pieces: Sequence[LayerRange]) -> None:
-        """Add the ranges `pieces` of a slice as new slices, each with its share of the slice's times and memory.
-
-        A range that is part of two slices gets the larger value of the two.
-        """
+        """Add ranges of a slice as slices, with their shares of times and memory."""
         assert self._job_layers is not None
         costs, whole = self._job_layers.costs, self._values[slice_]
         by_layer = costs.forward, costs.backward_input, costs.backward_weight, costs.activation, costs.weight_stash
@@ -440,11 +423,7 @@ class _OverlapBuilder:
 
 def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]],
                       number: Mapping[LayerRange, int]) -> Schedule:
-    """Return a schedule whose compute ops have new start times, and whose workers also run reductions.
-
-    The argument `reduced[n]` has the ranges of layers that program number n reduces; `number` maps each range to its
-    slice number. Every op starts as early as the order allows; each worker begins at the same time as before.
-    """
+    """Return a schedule with new start times of compute ops, and with reductions."""
     computed = _place_compute(schedule)
     reductions = _place_reductions(schedule, computed, reduced, number)
     is_synchronous = schedule.optimizer == "synchronous"
@@ -467,8 +446,7 @@ def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]
 
 
 def _place_compute(schedule: Schedule) -> dict[Worker, list[Op]]:
-    """Return the compute ops of each worker with new times, as early as the order in its program and the inputs of each
-    op allow."""
+    """Return each worker's compute ops as early as their order and inputs allow."""
     programs, transfer = programs_of(schedule), schedule.times.transfer
     free = {worker: min((op.start_ticks for op in ops), default=0) for worker, ops in programs.items()}
     placed: dict[Worker, list[Op]] = {worker: [] for worker in programs}
@@ -497,12 +475,7 @@ def _place_compute(schedule: Schedule) -> dict[Worker, list[Op]]:
 
 def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], reduced: Sequence[Sequence[LayerRange]],
                       number: Mapping[LayerRange, int]) -> dict[Worker, list[Op]]:
-    """Return the reductions of each worker with start times, given its compute ops (`computed`).
-
-    The argument `reduced[n]` has the ranges of layers that program number n reduces; `number` maps each range to its
-    slice number. A reduction follows the last W of its layers as soon as the links of all holders are free; those that
-    can begin first come first.
-    """
+    """Return the reductions of each worker with start times, given its compute ops."""
     ends: dict[LayerRange, int] = defaultdict(int)
     for op in chain.from_iterable(computed.values()):
         if op.kind in WEIGHT_KINDS and op.slice is not None:

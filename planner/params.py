@@ -32,12 +32,12 @@ Changes = Annotated[tuple[tuple[Field, AtLeastOne], ...], Meta(min_length=1)]
 
 
 class ParamsError(ValueError):
-    """Error for a file of parameters that cannot be read. The message names the file, the key and what is expected."""
+    """Error for a file of parameters that cannot be read. The message names the file, the key and
+    what is expected."""
 
 
 class Choice(NamedTuple):
-    """Pair of an assignment rule (which peer runs a re-routed micro-batch) and a dispatch rule (which op a worker
-    starts) that is tried before all others."""
+    """Pair of an assignment rule and a dispatch rule that is tried before all others."""
 
     assignment: Annotated[int, Meta(ge=0, le=3)]
     """Index of the assignment rule in `ASSIGNMENT_RULES`."""
@@ -51,10 +51,11 @@ class Choice(NamedTuple):
 
 
 class LayoutChoice(NamedTuple):
-    """Dispatch rule (which op a worker starts) that is tried first if a layout gives the worker of each unit.
+    """Dispatch rule that is tried first if a layout gives the worker of each unit.
 
-    The fields are those of `DispatchRule`, except that `fill_wait` is in durations of an F: before a worker's first I
-    or B, the worker starts no F if an I or B is known to become ready within that time.
+    The fields are those of `DispatchRule`, except that `fill_wait` is in durations of an F: before
+    a worker's first I or B, the worker starts no F if an I or B is known to become ready within
+    that time.
     """
 
     forward_order: Literal["deepest", "oldest"]
@@ -66,45 +67,42 @@ class LayoutChoice(NamedTuple):
 
 
 class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of list schedules: a grid of dispatch rules (which op a worker starts) under several assignments of
-    units to workers, then random changes of the best rules."""
+    """Parameters of list schedules: a grid of rules and assignments, then random changes."""
 
     share: Share = 0.3
-    """Share of the search's time for list schedules, if other searches follow and there is only one layout."""
+    """Share of the time for list schedules, if other searches follow one layout."""
     most_steps: Count = 1000
     """Largest number of randomly changed dispatch rules that are tried for one problem."""
     fewest_steps: Count = 8
-    """Number of randomly changed dispatch rules that may be tried however large the problem is, while there is time."""
+    """Number of random rules tried however large the problem, while there is time."""
     most_ops: Count = 20_000_000
-    """Largest number of ops that all schedules by randomly changed rules may have together, for one problem."""
+    """Largest number of ops of all schedules by random rules together, for one problem."""
     starts: AtLeastOne = 4
     """Number of the best dispatch rules of the grid from which random changes start."""
     stale_steps: AtLeastOne = 150
-    """Number of random changes in a row without improvement after which they restart from one of the best rules."""
+    """Number of changes in a row without improvement before they restart from a best rule."""
     stale_starts: AtLeastOne = 10
-    """Number of restarts in a row without improvement after which the search of dispatch rules ends."""
+    """Number of restarts without improvement in a row after which the search ends."""
     grid_share: Share = 0.3
-    """Share of the list schedules' time for the grid of dispatch rules, if random changes may be of the assignment,
-    too."""
+    """Share of the list schedules' time for the grid, if assignments may change, too."""
     assignment_steps: Share = 0.5
-    """Share of the random changes that change the assignment of units to workers instead of the dispatch rule."""
+    """Share of the random changes that change the assignment instead of the rule."""
     changes: Changes = (
         ("in_flight", 28), ("fill_wait", 15), ("lookahead", 14), ("forward_lookahead", 7), ("places", 6),
         ("gradient_places", 6), ("ignore_transfers", 6), ("load_share", 4), ("make_room", 3), ("rerouted", 2))
-    """Fields of a dispatch rule among which a random change chooses, with their weights. Half of a weight is how often
-    a change of the field made a plan shorter; the other half is mostly on limits in flight. The mean of both did best
-    on the grids of benchmarks.quality."""
+    """Fields of a dispatch rule among which a random change chooses, with their weights. Half of a
+    weight is how often a change of the field made a plan shorter; the other half is mostly on
+    limits in flight. The mean of both did best on the grids of benchmarks.quality."""
     changes_of_layouts: Changes = (
         ("fill_wait", 25), ("places", 12), ("gradient_places", 12), ("gradient_advance", 12), ("lookahead", 12),
         ("forward_lookahead", 9), ("advance", 6), ("in_flight", 6), ("ignore_transfers", 2), ("make_room", 1))
-    """Fields of a dispatch rule among which a random change chooses if a layout assigns the units, with their weights:
-    how often each made a plan of benchmarks.layers shorter."""
+    """Fields that may change in rules for layouts, weighted by gains in benchmarks.layers."""
     changes_twice: Share = 0.3
     """Share of the random changes that change two fields of a dispatch rule."""
     load_shares: Annotated[tuple[float, ...], Meta(min_length=1)] = (0.0, 0.5, 1.0, 1.5, 2.0)
     """Values from which `DispatchRule.load_share` is drawn."""
     places: Annotated[tuple[float, ...], Meta(min_length=1)] = (-4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0)
-    """Numbers of places, of which one is drawn, by which a micro-batch goes before its turn; negative: after it."""
+    """Numbers of places by which a micro-batch goes before its turn; negative: after."""
     least_advance: int = -32
     """Smallest value that is drawn for `DispatchRule.advance`, times `fractions`."""
     most_advance: int = 48
@@ -116,8 +114,9 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         (0, (1.25, 0), 0.0, False), (1, (1.0, 0), 0.5, True), (0, (2.0, 1), 0.0, False), (1, (1.25, 1), 0.5, True),
         (0, (1.5, 0), 0.5, False), (0, (1.25, 0), 0.5, False), (1, (1.0, 2), 0.5, True), (0, (1.0, 2), 1.0, True),
         (1, (2.0, 0), 0.0, False), (1, (1.0, 1), 1.0, False))))
-    """Choices that are tried before the grid. They are the fewest whose best was the best of all choices on 31 jobs
-    with failures and little, more and much memory. The first is for much memory."""
+    """Choices that are tried before the grid. They are the fewest whose best was the best of all
+    choices on 31 jobs with failures and little, more and much memory. The first is for much memory.
+    """
     shortlist_of_layouts: tuple[LayoutChoice, ...] = tuple(itertools.starmap(LayoutChoice, (
         ("oldest", 0.5, 0.5, 0.5, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.5, 0.5, 4.0), ("deepest", 0.0, 1.0, 0.0, 0.0, 0.0),
         ("oldest", 0.25, 0.5, 0.5, 2.0, 2.0), ("deepest", 0.0, 0.25, 0.0, 0.0, 0.0),
@@ -126,25 +125,24 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ("deepest", 0.5, 0.5, 0.5, 2.0, 0.0), ("oldest", 0.25, 0.5, 0.5, -1.0, 4.0),
         ("oldest", 0.0, 0.5, 0.0, 2.0, 2.0), ("oldest", 0.5, 0.5, 0.0, 0.0, 0.0),
         ("deepest", 0.5, 0.5, 0.0, 0.0, 0.0))))
-    """Rules that are tried for layouts before `shortlist`. They are the best of a grid on instances of
-    benchmarks.layers, the most frequent winners first."""
+    """Rules that are tried for layouts before `shortlist`. They are the best of a grid on instances
+    of benchmarks.layers, the most frequent winners first."""
     largest_untimed: Count = 20_000
-    """Number of ops up to which the baseline schedules are also tried after the time is up."""
+    """Number of ops up to which baselines are also tried after the time is up."""
 
 
 class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of the division into subproblems: pipelines that have lost workers, with healthy ones that help
-    them."""
+    """Parameters of the division into subproblems of broken and helping pipelines."""
 
     largest: Count = 60_000
     """Number of ops up to which a subproblem gets more healthy pipelines than it needs."""
     shedding: Count = 3
-    """Factor on the number of healthy pipelines of a subproblem if live workers may hand on their own micro-batches."""
+    """Factor on a subproblem's healthy pipelines if live workers may hand on their own work."""
     largest_shedding: Count = 6_000
     """Number of ops up to which a subproblem gets `shedding` times as many healthy pipelines."""
     few: Count = 2
-    """Number of micro-batches for each stage below which live workers may hand on their own. With so few, one more
-    micro-batch on a worker delays all others of its pipeline."""
+    """Number of micro-batches for each stage below which live workers may hand on their own. With
+    so few, one more micro-batch on a worker delays all others of its pipeline."""
 
 
 class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -155,66 +153,58 @@ class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cold: Factor
     """Temperature at the end of the cycle, in mean durations of an op."""
     pull: Number
-    """Weight, in the cost, of the sum by which all busy windows exceed the goal of the cycle. A large weight leads away
-    from plateaus where many windows are the longest."""
+    """Weight in the cost of windows' excess over the goal; if large, it leaves plateaus."""
     begin: Share = 0.0
-    """Start of the part of the plan that this cycle may change, as a share (0 to 1) of the plan's length."""
+    """Start of the part that this cycle may change, as a share of the plan."""
     end: Share = 1.0
-    """End of the part of the plan that this cycle may change, as a share (0 to 1) of the plan's length. Pipelines that
-    fill or drain bear higher temperatures than the rest."""
+    """End of the plan's part that changes, a share; filling and draining bear more heat."""
 
 
 class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of simulated annealing of the order of ops and of the workers that run them."""
+    """Parameters of simulated annealing of the order and the workers of ops."""
 
     cycles: Annotated[tuple[Cooling, ...], Meta(min_length=1)] = (
         Cooling(hot=0.15, cold=0.02, pull=3.0), Cooling(hot=1.0, cold=0.1, pull=3.0, end=0.3),
         Cooling(hot=1.0, cold=0.1, pull=3.0, begin=0.7), Cooling(hot=0.3, cold=0.1, pull=10.0),
         Cooling(hot=0.3, cold=0.1, pull=30.0))
-    """Cooling cycles, run in turn; none is the best on all jobs. The first must be of the whole plan. After all of
-    them, the number of steps doubles."""
+    """Cooling cycles, run in turn; none is the best on all jobs. The first must be of the whole
+    plan. After all of them, the number of steps doubles."""
     steps_per_op: AtLeastOne = 60
     """Number of steps of each of the first cooling cycles, for each op."""
     ops_per_cycle: AtLeastOne = 800_000_000
-    """Largest product of the steps of a first cooling cycle and the ops of one pipeline."""
+    """Largest product of a first cycle's steps and the ops of one pipeline."""
     fewest_steps: AtLeastOne = 2_000
     """Least number of steps of a cooling cycle."""
     aim: Share = 0.5
-    """Share of the way from the best plan's period to the bound at which a cycle's goal lies: only longer windows
-    cost."""
+    """Share of the way from best period to bound for the goal. Only longer windows cost."""
     steps_per_round: AtLeastOne = 10_000
     """Maximum number of steps between two reads of the clock, which take some 50 ms."""
     ops_per_round: AtLeastOne = 30_000_000
-    """Maximum product of the steps between two reads of the clock and the ops of one pipeline."""
+    """Maximum product of steps between two reads of the clock and ops of a pipeline."""
     trade: Share = 2 / 24
-    """Share of the steps in which two units of a slice trade workers and places, if units may change workers."""
+    """Share of the steps in which two units trade workers and places, where allowed."""
     move: Share = 1 / 24
-    """Share of the steps in which a unit moves to another worker; all others exchange neighbouring runs of ops."""
+    """Share of the steps in which a unit moves; all others exchange runs of ops."""
     steps_per_shift: AtLeastOne = 60
-    """Number of steps, for each pipeline of a subproblem, of which one shifts the deadline of a group's compute ops."""
+    """Steps for each pipeline of a subproblem of which one shifts a group's deadline."""
     ops_per_shift: AtLeastOne = 8
-    """Divisor of a subproblem's number of ops that gives the least number of steps of which one shifts a deadline. It
-    matters for large subproblems: a shift recomputes the times of all ops."""
+    """Divisor of the ops that gives the least steps between shifts, which retime all ops."""
     largest_run: AtLeastOne = 6
-    """Largest number of neighbouring ops of a worker that exchange places with the ops next to them."""
+    """Largest number of neighbouring ops that exchange places with those next to them."""
     longest_jump: AtLeastOne = 16
     """Largest number of ops of its worker over which a single op jumps."""
     margin: Number = 0.3
-    """Amount by which a busy window may become longer if others may become shorter, in mean durations of an op."""
+    """Mean durations of an op by which a window may grow if others may shrink."""
     steps_per_path: AtLeastOne = 16
-    """Maximum number of steps that try ops of one critical path, so that all critical paths are tried."""
+    """Maximum steps on one critical path, so that all critical paths are tried."""
     ops_per_step: AtLeastOne = 8
-    """Divisor of a subproblem's number of ops that gives the steps after which all earliest starts are recomputed.
-
-    So recomputing takes no longer than the steps themselves.
-    """
+    """Divisor of the ops that gives the steps between recomputations, which take as long."""
     chains: AtLeastOne = 2
-    """Number of annealing runs of a subproblem in parallel threads; constant, so that no plan depends on the
-    machine."""
+    """Number of parallel annealing runs of a subproblem, the same on any machine."""
     spare_units: Count = 8
-    """Number of units that a worker may run beyond the number of the busiest worker when annealing begins."""
+    """Number of units that a worker may run beyond the busiest worker's at the start."""
     begin_seconds: Number = 12e-6
-    """Seconds per op to begin annealing, run one round and time the result; with less time left, it does not begin."""
+    """Seconds per op that annealing needs to begin, for one round and its timing."""
 
     def __post_init__(self) -> None:
         if self.trade + self.move > 1:
@@ -225,16 +215,18 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Parameters of CP-SAT, which proves bounds and improves plans of small subproblems."""
 
     largest_proof: Count = 1500
-    """Number of ops, each counted once for each worker that may run it, up to which CP-SAT improves a subproblem's plan
-    and tries to prove it optimal."""
+    """Number of ops, once for each possible worker, up to which CP-SAT tries a proof."""
     largest_layered: Count = 400
-    """Number of ops of single layers, each counted once for each worker, up to which CP-SAT also plans a job as a whole
-    if layers may move or micro-batches may be cut."""
+    """Number of single layers' ops up to which CP-SAT also plans a job whole.
+
+    Each counts once for each worker. It does so if layers may move or micro-batches may be cut.
+    """
     proof_share: Share = 0.6
     """Share of the time left that CP-SAT may spend on each subproblem."""
     largest_relaxed: Count = 1000
-    """Number of ops up to which linear relaxations pay: proofs end a third sooner. In larger models they exceed the
-    time limit by seconds and prove nothing (the worked example; 8 pipelines x 8 stages x 16 micro-batches)."""
+    """Number of ops up to which linear relaxations pay: proofs end a third sooner. In larger models
+    they exceed the time limit by seconds and prove nothing (the worked example; 8 pipelines x 8
+    stages x 16 micro-batches)."""
     hint_cycles: AtLeastOne = 3
     """Number of cooling cycles of annealing that a plan gets before it is CP-SAT's hint."""
 
@@ -243,182 +235,169 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Parameters of the search over candidates: the problem with layers in place, and layouts."""
 
     quick_share: Share = 0.2
-    """Share of the time, if limited in seconds, for a plan by list schedules before the search in which layers may
-    move."""
+    """Share of the seconds for a plan by list schedules before layers may move."""
     most: AtLeastOne = 17
     """Maximum number of layouts that are considered."""
     fewest: Count = 4
-    """Minimum number of layouts that a search by list schedules alone considers, however short the time."""
+    """Minimum number of layouts in a search by list schedules, however short."""
     seconds: Factor = 6e-5
-    """Seconds for each micro-batch at a stage that a search by list schedules alone needs for each layout."""
+    """Seconds per micro-batch and stage that list schedules alone need for each layout."""
     share: Share = 0.4
     """Share of the search's time for the first, few list schedules of all candidates."""
     first_share_fixed: Share = 0.25
-    """Share of the list schedules' time for the problem with layers in place, if layers may not move."""
+    """Share of list schedules' time for the problem in place, if layers may not move."""
     first_share_move: Share = 0.1
-    """Share of the list schedules' time for the problem with layers in place, if layers may move."""
+    """Share of list schedules' time for the problem in place, if layers may move."""
     first: Number = 2.0
-    """Factor on each layout's equal share of the time for list schedules, since many a later layout cannot be the
-    best."""
+    """Factor on layouts' equal shares of time: many a later one cannot be the best."""
     undivided: AtLeastOne = 8
-    """Number of pipelines up to which a layout is made of all together; with more, of groups that share work."""
+    """Number of pipelines up to which a layout is made of all, not of groups."""
     most_helpers: Count = 16
     """Largest number of healthy pipelines that share the work of a replica with lost workers."""
     fewer_helpers: Share = 0.005
-    """Share by which the longest load of a group of pipelines may be longer if fewer healthy ones are in it."""
+    """Share by which a group's longest load may grow for fewer healthy pipelines."""
     largest_shared: Count = 100_000
-    """Product of micro-batches and stages up to which layouts are made in which all pipelines share their work."""
+    """Product of micro-batches and stages up to which all pipelines may share their work."""
     largest_narrow: Count = 100
-    """Product of micro-batches and stages up to which a layout is made in which replicas have as few workers as memory
-    allows, down to whole models on single workers: they fill and drain no pipeline."""
+    """Product of micro-batches and stages up to which a layout with narrow replicas is made.
+
+    Replicas have as few workers as memory allows, down to whole models on single workers: they fill
+    and drain no pipeline.
+    """
     parts: AtLeastOne = 4
     """Number of equal parts into which stages are cut in layouts with short slices."""
     few_parts: AtLeastOne = 2
     """Smaller number of parts of a stage, tried before `parts`."""
     largest_fine: Count = 40_000
-    """Product of micro-batches and parts of stages up to which layouts with short slices are made."""
+    """Product of micro-batches and parts of stages up to which slices are short."""
     separate_parts: AtLeastOne = 3
-    """Number of parts of a stage if shared micro-batches have few replicas of their own: thirds are the best most
-    often."""
+    """Parts of a stage if few replicas share micro-batches: thirds are mostly best."""
     finest_parts: AtLeastOne = 6
     """Larger number of parts of a stage, tried too if the job is small."""
     largest_finest: Count = 10_000
     """Product of micro-batches and parts of stages up to which `finest_parts` is tried."""
     least_share: Share = 0.25
-    """Least share of a stage that a worker runs of a micro-batch if few replicas share it. Shorter slices wait longer
-    than they take."""
+    """Least share of a stage in a shared slice. Shorter ones wait longer than they take."""
     fewer_sets: Share = 0.01
-    """Share of the period by which loads may grow so that there are more and smaller sets of replicas that share
-    work."""
+    """Share of the period by which loads may grow for smaller sets of sharing replicas."""
     fine_rate: Number = 10_000.0
-    """Product of micro-batches and parts of stages up to which short slices are tried, for each second of list
-    schedules."""
+    """Product of micro-batches and parts for short slices, per second of list schedules."""
     small_share: Share = 0.25
-    """Share of the time left after the list schedules for the problem with layers in place, if CP-SAT can improve
-    it."""
+    """Share of the later time for the problem in place, if CP-SAT can improve it."""
     restarts: Rounds = ((7, 0.25), (3, 0.35))
-    """Rounds of random changes of dispatch rules for the most promising layouts. A round is (number of layouts, share
-    of the time left that they have together)."""
+    """Rounds of random changes of dispatch rules for the most promising layouts. A round is (number
+    of layouts, share of the time left that they have together)."""
     large_restarts: Rounds = ((7, 0.4), (3, 0.5))
     """Rounds as in `restarts`, used if a layout has more than `largest_annealed` ops."""
     largest_annealed: Count = 15_000
-    """Number of ops of a layout beyond which annealing could change but a few of them in the time."""
+    """Number of a layout's ops beyond which annealing could change but a few."""
     restart_steps: Count = 10_000
-    """Largest number of random changes of dispatch rules for a layout in a round of `restarts`."""
+    """Largest number of random changes of rules for a layout in a round of `restarts`."""
     largest_alone: Count = 5_000
-    """Number of ops up to which a list schedule spends at least half of its time in the interpreter. For larger
-    layouts, random changes of rules run in two threads."""
+    """Number of ops from which on random changes run in two threads, mostly compiled."""
     halvings: Rounds = ((7, 0.25), (2, 0.3))
-    """Rounds of annealing of the most promising candidates: (number of candidates, share of the time left for them
-    together). Then one candidate has the rest (successive halving, Karnin et al. 2013)."""
+    """Rounds (candidates, share of time) of annealing (successive halving, Karnin et al. 2013)."""
     again: Number = 3.0
-    """Gain that is expected of a candidate's next annealing, as a multiple of what the last one gained."""
+    """Expected gain of a candidate's next annealing, as a multiple of its last one."""
 
 
 class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of jobs that are planned in blocks of micro-batches, and of the time for work other than the
-    search."""
+    """Parameters of plans in blocks, and of the time for work other than the search."""
 
     certain: Count = 50_000
-    """Number of compute ops that any machine plans and checks in less than a second; up to it, pace is not measured."""
+    """Number of ops up to which pace is not measured: under a second anywhere."""
     quick: Count = 20_000
-    """Number of compute ops up to which pace is not measured if a plan may not exceed its time limit."""
+    """Number of ops up to which pace is not measured if the limit is strict."""
     sample: AtLeastOne = 21_000
-    """Number of compute ops of the part of a job by which the planner's pace on this machine is measured."""
+    """Number of compute ops of the part of a job that measures the planner's pace."""
     grace_seconds: Number = 1.0
-    """Seconds by which a plan may exceed its time limit; the larger of this and `grace_share` counts."""
+    """Seconds by which a plan may exceed its limit, if more than `grace_share`."""
     grace_share: Number = 0.2
     """Share of the time limit by which a plan may exceed it."""
     margin: Factor = 1.25
-    """Factor on the measured time of each op when blocks are joined, since large jobs take longer for each op."""
+    """Factor on an op's measured time when blocks are joined: large jobs take longer."""
     whole_margin: Factor = 1.75
-    """Factor on the measured seconds per op when it is decided whether a job is planned without blocks."""
+    """Factor on the measured seconds per op in the choice between whole and blocks."""
     share: Share = 0.3
-    """Share of the time that the first plans of all blocks of micro-batches may take; the rest improves them."""
+    """Share of the time for the first plans of all blocks; the rest improves them."""
     largest_moved: Count = 500_000
-    """Number of compute ops up to which a job whose layers may move is never cut into blocks: layers cannot move in
-    blocks."""
+    """Number of ops up to which jobs whose layers may move are planned whole."""
     largest_baseline: Count = 200_000
-    """Number of compute ops up to which a baseline assigns the micro-batches of the dead among all pipelines, not in
-    groups."""
+    """Number of ops up to which a baseline re-routes among all pipelines, not in groups."""
     piecewise: Count = 30_000
-    """Number of compute ops up to which a job whose period alone is needed is planned as a whole, not by
-    subproblems."""
+    """Number of ops up to which a job is planned whole for its period alone."""
     recomputed_share: Share = 0.2
     """Share of the search's time for the choice of the stages that recompute their activations."""
     largest_compared: Count = 50_000
-    """Number of compute ops of a job up to which alternatives to its plan are planned, too."""
+    """Number of compute ops up to which alternatives to a plan are planned, too."""
     reference_share: Share = 0.15
-    """Share of the search's time that the plan without failures, needed for comparison, may take."""
+    """Share of the search's time that the plan without failures, needed for comparison, may
+    take."""
     finish_seconds: Number = 15e-6
     """Seconds for each op that are reserved to put a plan together and check it."""
     finish_share: Share = 0.4
-    """Maximum share of the time that is reserved to put a plan together and check it."""
+    """Maximum share of the time reserved to assemble a plan and check it."""
 
 
 class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of the choice of vacant roles (places in the grid without a worker), if live workers may take over
-    other roles."""
+    """Parameters of the choice of vacant roles, if live workers may take over others."""
 
     exhaustive: Count = 60
-    """Number of failure patterns (failures up to the order of equal pipelines) up to which all are planned."""
+    """Number of failure patterns up to which all are planned."""
     distributions: AtLeastOne = 4
     """Number of distributions of failures over columns that the dynamic programme stores."""
     compared: Share = 0.3
-    """Share of the time to plan all sets of vacant roles, and again to plan the best few; the best one has the rest."""
+    """Share of the time for all vacant sets, and again for the best few."""
     finalists: AtLeastOne = 3
     """Number of sets of vacant roles that are planned a second time."""
     share: Share = 0.5
-    """Share of the time for plans with moved roles if layers stay in place; the plan with roles in place has the
-    rest."""
+    """Share of the time for plans with moved roles, if layers stay in place."""
     share_of_layers: Share = 0.25
-    """Share of the time for plans with moved roles if layers may move; the plan with moved layers has the rest."""
+    """Share of the time for plans with moved roles, if layers may move."""
 
 
 class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Parameters of plans whose reductions overlap compute (`[network] overlap`)."""
 
     cut: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-    """Numbers of last micro-batches of each worker that are run layer by layer, ascending; the best number is used."""
+    """Numbers of last micro-batches of each worker to run layer by layer, ascending."""
     few: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (2, 6, 16)
-    """Numbers from `cut` that are tried first; then the neighbours of the best one are tried while they are better."""
+    """Numbers from `cut` tried first; then the best one's neighbours, while they are better."""
     pieces: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (32, 8, 4, 2)
-    """Numbers of ranges into which layers that are reduced together are divided at most. Only the first is tried if a
-    reduction has no latency."""
+    """Numbers of ranges into which layers that are reduced together are divided at most. Only the
+    first is tried if a reduction has no latency."""
     share: Share = 0.5
-    """Share of the time of gradient reductions that occupies workers in the second of two searches."""
+    """Share of reductions' time that occupies workers in the second of two searches."""
     first_share_fixed: Share = 0.5
-    """Share of the time for the search without gradient reductions if layers stay in place: its plan is often
-    optimal."""
+    """Share of the time for the first search, in place. Its plan is often optimal."""
     first_share_move: Share = 0.2
     """Share of the time for the search without reductions if layers may move."""
     largest: Count = 200_000
-    """Number of ops up to which all numbers in `cut` are tried; with more, only the middle one."""
+    """Number of ops up to which all of `cut` are tried; beyond, the middle one."""
 
 
 class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Parameters of plans that are made for failures during a run."""
 
     at_once_seconds: Factor = 0.3
-    """Seconds to plan while all workers wait. If no plan is found in them, the first one found later is used."""
+    """Seconds to plan while all workers wait. If no plan is found in them, the first one found
+    later is used."""
     meanwhile_seconds: Factor = 2.0
     """Seconds to plan for other speeds of workers, while these continue."""
     large_seconds: Factor = 10.0
-    """Time limit of a plan that is too large to be put together within the other limits."""
+    """Time limit of a plan too large to be assembled within the other limits."""
     roles_seconds: Factor = 10.0
     """Time limit of a plan in which workers take over other roles: several are planned."""
     settled_seconds: Factor = 10.0
     """Seconds to plan a rebalanced schedule, while all workers train."""
     pause_pays_seconds: Factor = 3600.0
-    """Seconds of training within which a schedule with moved roles must make up for the pause to load their layers."""
+    """Seconds of training in which moved roles must make up for loading layers."""
     joining_seconds: Factor = 1.0
-    """Seconds by which the pause for moved roles is longer than the loading of their layers."""
+    """Seconds of the pause for moved roles beyond the loading of their layers."""
     large: Count = 30_000
-    """Number of ops above which no micro-batch is cut in a plan, because the search for cuts takes longer than they
-    save."""
+    """Number of ops above which nothing is cut. The search takes longer than it saves."""
     largest: Count = 500_000
-    """Number of ops up to which a plan without cuts is found within seconds; above `large`, the first one found is
-    used."""
+    """Number of ops up to which plans without cuts take seconds, the first above `large`."""
 
 
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -446,7 +425,7 @@ DEFAULTS = SearchParams()
 
 
 def read_params(path: Path) -> SearchParams:
-    """Read parameters of searches from a TOML file; those that it does not give have their defaults.
+    """Read parameters of searches from a TOML file, with defaults for the others.
 
     Raises ParamsError if the file cannot be read, or has an unknown key or a wrong value.
     """

@@ -1,14 +1,15 @@
-"""Periods of a job by the number of failed workers of each stage, for callers that need hundreds of them but no
-schedule.
+"""Compute periods of a job by the number of failed workers of each stage.
 
-A simulation needs the period of every state that a fleet enters. Swapping roles within a stage costs nothing, so a
-period depends only on how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
-(`planner.normalise.arrange_vacancies`) are planned by list schedules within a short time, and the best one counts.
+They are for callers that need hundreds of them but no schedule, as a simulation does for every
+state that a fleet enters. Swapping roles within a stage costs nothing, so a period depends only on
+how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
+(`planner.normalise.arrange_vacancies`) are planned by list schedules, and the best one counts.
 
-A job of more than `BlockParams.piecewise` ops is planned by subproblems (`planner.model.decompose`), each different one
-once. Its period is that of the slowest. Subproblems meet only at the all-reduces; if their workers end at different
-times, the assembled schedule can be a little longer. If reductions overlap compute, the part of them that remains is
-not counted in such a job.
+A job of more than `BlockParams.piecewise` ops is planned by subproblems
+(`planner.model.decompose`), each different one once. Its period is that of the slowest. Subproblems
+meet only at the all-reduces; if their workers end at different times, the assembled schedule can be
+a little longer. If reductions overlap compute, the part of them that remains is not counted in such
+a job.
 """
 
 import math
@@ -45,13 +46,10 @@ Solver = Callable[[Problem], Incumbent]
 
 
 class Periods:
-    """Calculator of the periods of one job without slow workers, for any failures; each subproblem is planned once."""
+    """Calculator of one job's periods for any failures; each subproblem is planned once."""
 
     def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = ignore_progress) -> None:
-        """Compile the planner if necessary, and build the job's problem with the options of the search.
-
-        Raises NoPlanError if no schedule can run the job.
-        """
+        """Compile the planner and build the problem. Raises NoPlanError if nothing can run."""
         ensure_compiled(progress)
         self._given, self._overlaps = job, has_overlapping_reductions(job)
         self._job, self._options = without_reductions(job) if self._overlaps else job, options
@@ -68,8 +66,8 @@ class Periods:
     def affected_job(self, failures: int) -> Job:
         """Return the job with only as many pipelines as this number of failures can affect.
 
-        The other pipelines are equal and change nothing. With f failures and M micro-batches per pipeline, f (M + 1)
-        pipelines are affected at most: if each peer runs one more micro-batch, that is all the work of f broken
+        The others are equal and change nothing. With f failures and M micro-batches per pipeline, f
+        (M + 1) are affected at most: if each peer runs one more, that is all the work of f broken
         pipelines.
         """
         count = self._job.microbatches[0]
@@ -79,43 +77,37 @@ class Periods:
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 
     def window_bounds(self, failures: int) -> WindowBounds:
-        """Return the lower bounds on the period (`WindowBounds`), by column and number of vacant roles in it, for the
-        pipelines that this number of failures can affect."""
+        """Return the bounds (`WindowBounds`) for the pipelines that so many failures can affect."""
         job = self.affected_job(failures)
         if job.pipelines not in self._windows:
             self._windows[job.pipelines] = window_bounds_of(job, self._options)
         return self._windows[job.pipelines]
 
     def planned_period(self, down: Counts) -> tuple[float, bool]:
-        """Return the shortest period of the planner's list schedules, in seconds, and whether it meets its lower bound.
+        """Return the shortest period of list schedules, and whether it meets its lower bound.
 
-        The argument `down` has the number of failed workers of each column.
+        It is in seconds; `down` has the number of failed workers of each column.
         """
         return self._shortest_period(down, self._options, self._plan_quickly)
 
     def round_robin_period(self, down: Counts, options: PlanOptions) -> float:
-        """Return the shortest period found, in seconds, if healthy pipelines take micro-batches of failed workers in
+        """Return the shortest period found if healthy pipelines take re-routed micro-batches in
         turn.
 
-        The argument `down` has the number of failed workers of each column. This is the rule of ReCycle. The best of
-        some list schedules represents ReCycle's solver; with fused backwards, the memory is that of 1F1B.
+        It is in seconds; `down` has the number of failed workers of each column. This is the rule
+        of ReCycle. The best of some list schedules represents ReCycle's solver; with fused
+        backwards, the memory is that of 1F1B.
         """
         return self._shortest_period(down, options, _plan_round_robin)[0]
 
     def one_f_one_b_period(self, microbatches: int) -> float:
-        """Return the period of 1F1B (fused, synchronous) on one pipeline with this number of micro-batches, in
-        seconds."""
+        """Return the seconds of 1F1B (fused, synchronous) on a pipeline of `microbatches`."""
         job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
         problem = PlanOptions(method="1f1b").make_problem(job)
         return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
 
     def _shortest_period(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
-        """Return the shortest period found if `down` workers of each column fail, in seconds, and whether it meets its
-        bound.
-
-        The failures are spread over pipelines in several ways, and each is planned by `solver`. The period is infinite
-        if a column has no live worker.
-        """
+        """Return the shortest period in seconds, and whether it meets its bound."""
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
@@ -126,12 +118,7 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return one problem for each of several ways to spread failures over pipelines; `down` has the number of
-        failures of each column.
-
-        Ways that differ only by an exchange of equal pipelines count as one. The problems of a large job are sorted by
-        the size of their largest subproblem; those with a large one are left out, except for the first.
-        """
+        """Return one problem for each of several ways to spread failures over pipelines."""
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))
         for failed in arrange_vacancies(job, self.window_bounds(sum(down)), down) if any(down) else [()]:
@@ -152,15 +139,13 @@ class Periods:
                                    Budget(deadline=clock.now() + self._options.limit_seconds, clock=clock))
 
     def _period_of(self, problem: Problem, solver: Solver) -> float:
-        """Return the period in seconds of a problem that the function `solver` plans. It is that of the whole or, if
-        this is large, of the slowest subproblem, each planned by itself."""
+        """Return the period in seconds of a problem; of a large one, its slowest subproblem's."""
         if problem.operation_count > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
         return self._period_seconds(solver(problem))
 
     def _period_seconds(self, solved: Incumbent) -> float:
-        """Return the period of a candidate's best solution in seconds, with reductions added if they overlap
-        compute."""
+        """Return the period of a candidate in seconds, with reductions that overlap compute."""
         if not self._overlaps:
             return solved.period_seconds
         grid = solved.problem.grid
@@ -175,17 +160,12 @@ class Periods:
 
 
 def work_bound_seconds(job: Job, failed: Sequence[Worker]) -> float:
-    """Return a lower bound on the period, in seconds, whichever layers live workers hold: they share all work
-    evenly."""
+    """Return a bound in seconds by evenly shared work, whichever layers workers hold."""
     return float(work_bound(build_layered_problem(job, failed, down=True)) * choose_tick(job, layer_costs(job)))
 
 
 def _plan_round_robin(problem: Problem) -> Incumbent:
-    """Plan each subproblem with micro-batches of failed workers given to peers in turn, and return the candidate with
-    its solutions.
-
-    Each solution is the best of some list schedules or, with fused backwards, the schedule of 1F1B.
-    """
+    """Plan each subproblem with micro-batches of failed workers given to peers in turn."""
     return order_pieces(problem, decompose(problem), _best_round_robin)
 
 
@@ -205,11 +185,7 @@ def _best_round_robin(problem: Problem) -> Solution:
 
 
 def _round_robin_rules(problem: Problem) -> Iterator[DispatchRule]:
-    """Iterate over dispatch rules with different limits on micro-batches in flight: only that of memory, that of 1F1B,
-    or twice that of 1F1B.
-
-    If transfers take time, each limit comes with a rule that ignores them and one that does not.
-    """
+    """Iterate over dispatch rules with the in-flight limit of memory, 1F1B, or twice 1F1B."""
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
             yield DispatchRule(ignore_transfers=ignore, in_flight=scale_in_flight_limits(problem, factor) if factor

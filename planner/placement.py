@@ -1,17 +1,18 @@
-"""Choose the pipeline itself: virtual stages, their workers and their layers, together with the order in time.
+"""Choose the pipeline itself: virtual stages, their workers, layers and order.
 
-All that a job file can state is searched: one stage after another, interleaved, V and zig-zag with any number of
-virtual stages for each worker, both directions, any column for each virtual stage, and any division of the layers.
-Healthy pipelines are equal, so one of them decides, with at most a limited number of ops (`COMPARED_OPS`), plus the
-busiest worker's work of the other micro-batches:
-
-1. every placement with the division whose busiest worker has least to do, by a few list schedules;
-2. the best few of different placements are changed at random (a layer goes to the next virtual stage, two virtual
-   stages exchange workers); a change that is no worse is kept, again by list schedules;
-3. the best of these, and the job's own, by the whole search (successive halving);
-4. if failures count, each finalist is planned with 1, 2 ... K vacant roles (`planner.normalise`), and the one with the
-   highest mean throughput is taken;
-5. the rest of the time plans the whole job, beginning with the best order of step 3.
+All that a job file can state is searched: one stage after another, interleaved, V and zig-zag with
+any number of virtual stages for each worker, both directions, any column for each virtual stage,
+and any division of the layers. Healthy pipelines are equal, so one of them decides, with at most a
+limited number of ops (`COMPARED_OPS`), plus the busiest worker's work of the other micro-batches:
+  1. every placement with the division whose busiest worker has least to do, by a few list
+     schedules;
+  2. the best few of different placements are changed at random (a layer goes to the next virtual
+     stage, two virtual stages exchange workers); a change that is no worse is kept, again by list
+     schedules;
+  3. the best of these, and the job's own, by the whole search (successive halving);
+  4. if failures count, each finalist is planned with 1, 2 ... K vacant roles (`planner.normalise`),
+     and the one with the highest mean throughput is taken;
+  5. the rest of the time plans the whole job, beginning with the best order of step 3.
 
 A placement whose busiest worker has more work than the best known period is not considered.
 """
@@ -53,43 +54,38 @@ COMPARED_OPS = 6_000
 """Maximum number of ops of the pipeline that is planned to compare placements."""
 SEEDS, FINALISTS = 6, 3
 FIRST_SHARE, CHANGES_SHARE, FINAL_SHARE, FAILURES_SHARE = 0.12, 0.4, 0.45, 0.5
-"""Shares of the search's remaining time for its first four steps: all placements, random changes, finalists,
-failures."""
+"""Shares of the time left for all placements, random changes, finalists and failures."""
 QUICK_TRIES = 10
 """Number of list schedules of a placement that is compared."""
 MAX_WEIGHED_FAILURES = 64
 """Maximum number of failures that a search for a placement takes into account."""
 MEAN_DOWN_SHARE = 0.01
-"""Default share of the workers that are down on average, which decides how much each number of failures counts."""
+"""Default mean share of workers down, which weighs the numbers of failures."""
 RECOMPUTED_SHARES = (0.0, 0.5, 1.0)
-"""Shares of a pipeline's stages, from the first on, that are tried as recomputing when placements are compared."""
+"""Shares of the stages, from the first on, that recompute when placements are compared."""
 
 
 class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Placement and division of a job's layers for which the search has found plans, with their periods without and
-    with failures."""
+    """Placement and division of a job's layers, with its periods, also with failures."""
 
     arrangement: Arrangement
     job: Job
     period: float
-    """Period in seconds with all workers alive; that of one pipeline until the whole job is planned."""
+    """Period in seconds with all workers alive; at first that of one pipeline."""
     again: tuple[int, ...] = ()
     """Stages that recompute their activations."""
     with_failures: tuple[float, ...] = ()
     """Periods in seconds with 1, 2 ... roles vacant."""
 
     def mean_period(self, weights: Sequence[float]) -> float:
-        """Return the period, in seconds, that corresponds to the mean throughput over 0, 1, 2 ... failures.
-
-        `weights` has the probability of each number of failures.
-        """
+        """Return the seconds of the mean throughput over failures, by their probabilities."""
         periods = (self.period, *self.with_failures)
         used = weights[:len(periods)]
         return sum(used) / sum(weight / period for weight, period in zip(used, periods, strict=True))
 
 
 class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a search for a placement: the job file with it, the job, and its plan."""
+    """Result of a search for a placement: job file, job and plan."""
 
     text: str
     """Text of the job file with the placement and division that were found."""
@@ -99,33 +95,29 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Plan with all workers alive. Its bound holds for all placements if that can be proven."""
     recomputation: Recomputation | None
     own_period: float | None
-    """Period in seconds of the best plan found for the job's own placement; None if there is no such plan."""
+    """Period in seconds of the job's own placement; None if it has no plan."""
     with_failures: tuple[float, ...]
     """Periods in seconds with 1, 2 ... roles vacant; empty if the search did not count failures."""
     mean_period: float
-    """Period, in seconds, that corresponds to the mean throughput over numbers of failures; without failures, that of
-    the plan."""
+    """Seconds of the mean throughput over numbers of failures, or without any."""
     looked_at: int
     """Number of placements and divisions for which a plan was found."""
 
 
 def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                    progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> FoundPlacement:
-    """Search for the placement and division of a job's layers with the largest mean throughput, and plan it, both
-    within about the time limit of one plan.
+    """Search for the placement of a job's layers with the largest mean throughput; plan it.
 
-    The job file in `text` must extend no other. The mean is over 0 to `failures` workers down at once, where each
-    worker is down for a share `down` of the time. Raises JobError if the file is wrong or a stage has no layer,
-    NoPlanError if nothing fits.
+    Both take about the time limit of one plan. The job file in `text` must extend no other. The
+    mean is over 0 to `failures` workers down at once, where each worker is down for a share `down`
+    of the time. Raises JobError if the file is wrong or a stage has no layer, NoPlanError if
+    nothing fits.
     """
     return _Search(MovableLayers(text), options, failures, down, progress, clock or options.make_clock()).find_best()
 
 
 def failure_weights(workers: int, failures: int, down: float) -> list[float]:
-    """Return the probabilities that 0, 1 ... `failures` of all workers are down at once.
-
-    Each is down independently for a share `down` of the time.
-    """
+    """Return the probabilities of 0 to `failures` down, each for a share `down` of time."""
     return [math.exp(math.lgamma(workers + 1) - math.lgamma(count + 1) - math.lgamma(workers - count + 1)
                      + count * math.log(down) + (workers - count) * math.log1p(-down))
             for count in range(min(failures, workers) + 1)]
@@ -135,7 +127,7 @@ def failure_weights(workers: int, failures: int, down: float) -> list[float]:
 
 
 def movable_layers_problem(layers: MovableLayers, options: PlanOptions) -> Problem:
-    """Return a problem in which each layer costs at most what it costs in any placement, for lower bounds."""
+    """Return a problem in which layers cost at most what any placement costs, for bounds."""
     job = layers.job
     own = options.make_problem(job)
     below = build_layered_problem(job, (), LayoutScope(layers="move"), backward=own.backward, optimizer=own.optimizer,
@@ -157,16 +149,13 @@ def movable_layers_problem(layers: MovableLayers, options: PlanOptions) -> Probl
 
 
 def bound_over_placements(layers: MovableLayers, options: PlanOptions) -> tuple[Bound, Problem]:
-    """Return a lower bound on the period over all placements, and the problem in whose ticks it is given."""
+    """Return a bound on the period over all placements, and the problem of its ticks."""
     below = movable_layers_problem(layers, options)
     return placement_bound(below, input_free=layers.input_free), below
 
 
 def _with_placement_bound(schedule: Schedule, layers: MovableLayers, options: PlanOptions) -> Schedule:
-    """Return a copy of the schedule with the lower bound over all placements.
-
-    It keeps its own bound if micro-batches leave their pipelines or reductions overlap compute.
-    """
+    """Return a copy of the schedule with the bound over placements, where it holds."""
     if schedule.scope is not Scope.OWN or schedule.has_overlap:
         return schedule
     bound, below = bound_over_placements(layers, options)
@@ -224,11 +213,7 @@ class _Search:
     # --- Quickly ---
 
     def _evaluate_all(self, own: Arrangement, budget: Budget) -> None:
-        """Evaluate the job's own placement, `own`, then those of the literature, each with its balanced division, and
-        store the results in `_tried`.
-
-        The most promising come first. The budget ends this after three of them at the earliest.
-        """
+        """Evaluate the job's own placement, then the literature's, the most promising first."""
         stages = self._layers.job.stages
         self._evaluate(own)
         candidates = [self._loads.balance_layers(order, chunks) for order,
@@ -239,8 +224,7 @@ class _Search:
             self._evaluate(arrangement)
 
     def _change_best(self, budget: Budget) -> None:
-        """Change the best of the evaluated placements and divisions at random, the more promising ones for longer, and
-        store the results in `_tried`."""
+        """Change the best evaluated placements at random, the more promising ones for longer."""
         chance = random.Random(self._options.seed)
         starts = sorted((tried for tried in self._tried.values() if tried), key=lambda tried: tried.period)[:SEEDS]
         fewer = [count for count in (SEEDS, SEEDS // 2, 1) if count <= len(starts)] or [1]
@@ -251,12 +235,7 @@ class _Search:
                 starts[index] = self._random_walk(at, turn.with_share(1 / (len(starts) - index)), chance)
 
     def _random_walk(self, at: TriedPlacement, budget: Budget, chance: random.Random) -> TriedPlacement:
-        """Change the placement or division `at` at random, step by step, keeping changes that are no worse; return the
-        last one kept, which is the best.
-
-        It ends with the budget or after 200 changes in a row without improvement. The random numbers are those of
-        `chance`.
-        """
+        """Change a placement at random, keeping changes that are no worse; return the last."""
         unsuccessful = 0
         while budget.seconds_left > 0 and unsuccessful < 200:
             other = change_at_random(at.arrangement, self._layers.job.stages, self._loads, chance)
@@ -272,11 +251,7 @@ class _Search:
         return at
 
     def _evaluate(self, arrangement: Arrangement, shortest: float = math.inf) -> TriedPlacement | None:
-        """Return this placement and division with the period of one pipeline, the best of a few list schedules.
-
-        Return None if it does not fit, or if its busiest worker shows that its period cannot be below `shortest`
-        seconds. The first result for an arrangement is stored, and returned by later calls.
-        """
+        """Return this placement with the period of one pipeline, by a few list schedules."""
         if arrangement in self._tried:
             return self._tried[arrangement]
         tried = None
@@ -291,12 +266,7 @@ class _Search:
         return tried
 
     def _evaluate_quickly(self, arrangement: Arrangement, most: int) -> TriedPlacement | None:
-        """Return the best result of a few list schedules of one pipeline with this placement and division. If the
-        planner chooses recomputation, none, the first half or all of the stages recompute.
-
-        The pipeline has `most` micro-batches; if they are many, fewer are scheduled, and the work of the others is
-        added. None if nothing fits.
-        """
+        """Return the best of a few list schedules of one pipeline; None if nothing fits."""
         job = parse_job(self._layers.arranged_job_text(arrangement))
         fewer = min(most, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))
         fewer += (most - fewer) % job.chains
@@ -310,10 +280,7 @@ class _Search:
         return None if best is None else TriedPlacement(arrangement=arrangement, job=job, period=best[0], again=best[1])
 
     def _list_period(self, job: Job) -> float | None:
-        """Return the period, in seconds, of the best of a few list schedules of a job.
-
-        None if they get stuck for lack of memory or nothing fits.
-        """
+        """Return the period, in seconds, of a few list schedules; None if nothing fits."""
         with suppress(NoPlanError, StuckError):
             problem = self._options.make_problem(job)
             known = divide_problem(problem, Bound(0, problem.bound_scope))
@@ -326,8 +293,7 @@ class _Search:
     # --- In earnest ---
 
     def _plan_finalists(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
-        """Plan one pipeline of each of these placements, with all its micro-batches, by the whole search; return them
-        with the periods found."""
+        """Plan one whole pipeline of each placement by the whole search."""
         budget = self._budget_share(FINAL_SHARE)
         planned = []
         for number, tried in enumerate(some):
@@ -340,8 +306,7 @@ class _Search:
         return planned or list(some)
 
     def _plan_with_failures(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
-        """Plan each placement with 1, 2 ... vacant roles until there is no plan. Return, with their periods, those that
-        have plans for the largest number of vacant roles."""
+        """Plan each placement with 1, 2 ... vacant roles; return those with the most plans."""
         budget = self._budget_share(FAILURES_SHARE)
         quick = self._options.for_comparison
         planned = []
@@ -359,8 +324,7 @@ class _Search:
         return [tried for tried in planned if len(tried.with_failures) == most]
 
     def _plan_whole_job(self, best: TriedPlacement, own: TriedPlacement | None) -> FoundPlacement:
-        """Plan the whole job with the best placement, in the rest of the time, and return it with what is known of the
-        job's own placement, `own` (None: it has no plan)."""
+        """Plan the whole job with the best placement, in the rest of the time."""
         arrangement = best.arrangement
         text = self._layers.arranged_job_text(arrangement, f"{arrangement.description}.")
         job, again = best.job, None
@@ -381,7 +345,7 @@ class _Search:
 
 
 def _one_pipeline(job: Job, microbatches: int) -> Job:
-    """Return a copy of the job that has one healthy pipeline with this number of micro-batches."""
+    """Return a copy of the job with one healthy pipeline of so many micro-batches."""
     memory = job.memory and msgspec.structs.replace(job.memory, capacity_of=())
     return msgspec.structs.replace(job, pipelines=1, microbatches=(microbatches,), nodes=(), memory=memory,
                                    time=msgspec.structs.replace(job.time, slow=()))

@@ -1,7 +1,8 @@
 """Plan a checked schedule for a job and its failed workers.
 
-`planner.search.engine` finds the best of the candidates (`planner.candidates`). If there is not enough time for the
-whole job, `planner.blockwise` plans a part of it. `planner.reference` finds the fault-free period to compare with.
+`planner.search.engine` finds the best of the candidates (`planner.candidates`). If there is not
+enough time for the whole job, `planner.blockwise` plans a part of it. `planner.reference` finds the
+fault-free period to compare with.
 """
 
 import gc
@@ -53,25 +54,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     schedule: Schedule
     fault_free: FaultFree | None = None
-    """Period and bound by the same method with no worker down; None if not requested, or if there was no time for
-    it."""
+    """Period and bound with no worker down; None if not requested or without time."""
     solve_seconds: float = 0.0
     """Seconds spent on the plan, on the clock of its search."""
     evidence: str | None = None
-    """Words that explain a period above the bound: which of the two is likely to blame, and why. None if optimal."""
+    """Words that explain a period above the bound; None if optimal."""
     interrupted: bool = False
     """True if Ctrl-C stopped the search; the schedule is the best one found until then."""
     fixed_period: float | None = None
-    """Period in seconds of the best plan in which no layers change hands, if they do in this one."""
+    """Period in seconds of the best plan without moved layers; set if layers move."""
     tally: Tally | None = None
-    """Counts of how often each search technique was tried, and how often it shortened the plan."""
+    """Counts of how often each search technique was tried, and how often it helped."""
     end: SearchEnd | None = None
     """Reason why the search ended, if known."""
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
-        """Return a plan of this schedule. The text `evidence`, which says why its period is above the bound, is dropped
-        if the schedule is optimal; `others` are more fields of the plan."""
+        """Return a plan of this schedule, with more fields in `others`.
+
+        The words `evidence`, which say why its period is above the bound, are dropped if it is
+        optimal.
+        """
         return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
     def __repr__(self) -> str:
@@ -92,14 +95,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
              steps: int | None = None, seed: int = 0, progress: ProgressCallback = ignore_progress) -> Plan:
-    """Plan a schedule for a job with failed workers within about `time_limit` seconds, or within `steps` search steps.
+    """Plan a schedule for a job with failed workers.
 
-    With steps, one seed gives one plan. If the inner loops are not compiled yet, another process compiles them, and
-    this plan is made of list schedules; with steps, this call waits for it.
+    The search takes about `time_limit` seconds, or `steps` counted steps, with which one seed gives
+    one plan. If the inner loops are not compiled yet, another process compiles them, and this plan
+    is made of list schedules; with steps, this call waits for it.
 
-    The `method` is "cp-sat" (the whole search), "greedy" (list schedules alone), or "1f1b" or "recycle" for comparison.
-    By default `backward` is split and `optimizer` staggered; for 1f1b they are fused and synchronous, as it is defined.
-    Raises JobError if a failed worker is not in the job, NoPlanError if no schedule can exist.
+    The `method` is "cp-sat" (the whole search), "greedy" (list schedules alone), or "1f1b" or
+    "recycle" for comparison. By default `backward` is split and `optimizer` staggered; for 1f1b
+    they are fused and synchronous, as it is defined. Raises JobError if a failed worker is not in
+    the job, NoPlanError if no schedule can exist.
     """
     options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, steps=steps,
                           seed=seed)
@@ -108,10 +113,10 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
               progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Plan a schedule for a job with failed workers, and find the fault-free period to compare it with.
+    """Plan a schedule for a job with failed workers, and its fault-free period.
 
-    If an earlier search has found a fault-free period and bound, `known`, less is searched. If this plan is part of a
-    larger search, `clock` is that of the search.
+    If an earlier search has found a fault-free period and bound, `known`, less is searched. If this
+    plan is part of a larger search, `clock` is that of the search. Raises as `plan_job` does.
     """
     require_workers(failed, job)
     clock = clock or options.make_clock()
@@ -144,8 +149,8 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
               solved: list[SolvedPiece] | None = None) -> Plan:
     """Plan one schedule, without a fault-free plan for comparison.
 
-    If this plan is part of a larger search, `clock` is that of the search, and `solved` has the subproblems that it has
-    solved so far, to which those of this plan are added. Raises NoPlanError if no schedule can exist.
+    As part of a larger search, it takes that search's `clock`, and `solved`, the subproblems solved
+    so far, to which its own are added. Raises NoPlanError if no schedule can exist.
     """
     ensure_compiled()
     clock = clock or options.make_clock()
@@ -161,18 +166,16 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
 
 
 def _plan_reference(options: PlanOptions, job: Job, budget: Budget, speed: Speed) -> Schedule:
-    """Return the best schedule with no worker down; the extra time of a large job (grace) is left to the plan
-    itself."""
+    """Return the best schedule with no worker down; `grace` is left to the plan itself."""
     return _plan_whole_or_blocks(options, job, (), budget, speed, grace=False).schedule
 
 
 def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
-    """Return the best plan found within the budget, never longer than that of a simpler search.
+    """Return the best plan within the budget, never longer than that of simpler searches.
 
-    If layers may move, a search limited by the clock begins with a quick one by list schedules alone. With counted
-    steps, a second search with as many steps follows, which leaves layers in place or, if the first one did so, cuts no
-    micro-batch within a stage; it is left out if its lower bound shows that it cannot find a shorter plan. `speed`
-    measures how many ops can be planned in the time.
+    If layers may move, a cp-sat search limited by the clock begins with a quick one by list
+    schedules alone. With counted steps, a second search follows, with layers in place or, if they
+    were, without cut micro-batches, unless its lower bound shows that it finds no shorter plan.
     """
     seconds_given = budget.seconds_left
     quick_plan = None
@@ -209,11 +212,7 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
 
 def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
                      search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
-    """Return the best plan whose gradient reductions overlap compute, made from plans of the function `search`, which
-    have no reductions.
-
-    Micro-batches are cut for the reductions. So only those bounds hold that allow for cuts and count no reductions.
-    """
+    """Return the best plan with overlapping reductions, from plans of `search` without any."""
     params = options.params.overlap
     share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
     at_first = msgspec.structs.replace(budget.with_seconds(share * budget.seconds_left),
@@ -239,10 +238,7 @@ def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], b
 
 def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
                     params: OverlapParams) -> Plan:
-    """Return a copy of a plan with the job's overlapping reductions added to its schedule, which was made without them.
-
-    The `bound` is in ticks of `tick_seconds`.
-    """
+    """Return a copy of a plan with the job's overlapping reductions."""
     schedule = add_overlapping_reductions(found.schedule, job, bound, tick_seconds, budget, params)
     plan = Plan.from_schedule(schedule, evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
     # What the searches told had no reductions, or a part of them.
@@ -252,12 +248,7 @@ def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, bu
 
 def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
                           grace: bool = True) -> Plan:
-    """Return the best plan of a job within the budget; if time is short for the whole, plan it in blocks of
-    micro-batches.
-
-    With `grace`, a large plan may take somewhat longer than the budget. `speed` measures how many ops can be planned in
-    the time.
-    """
+    """Return the best plan of a job, in blocks if time is short."""
     if has_overlapping_reductions(job):
         return _plan_overlapped(options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace))
     rooms = job.memory.capacity_of if job.memory else ()
@@ -303,7 +294,8 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
 
 def _solve_and_check(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
                      budget: Budget) -> Plan:
-    """Return the best plan over all candidates (problem in place, layouts) for these failures, checked."""
+    """Return the best plan over all candidates (problem in place, layouts) for these failures,
+    checked."""
     solved = find_best_candidate(build_candidates(options, job, failed, problem), options.method, budget,
                                  options.params)
     return Plan.from_schedule(_checked_schedule(solved), fixed_period=solved.fixed_period, end=solved.end,
@@ -311,7 +303,7 @@ def _solve_and_check(options: PlanOptions, job: Job, failed: Sequence[Worker], p
 
 
 def _checked_schedule(solved: Incumbent) -> Schedule:
-    """Return the schedule of a candidate's solutions. Raises AssertionError if it does not pass the checker."""
+    """Return the schedule of a candidate's solutions, checked."""
     schedule = solved.make_schedule()
     violations = check(schedule)
     if violations:
@@ -321,10 +313,7 @@ def _checked_schedule(solved: Incumbent) -> Schedule:
 
 @contextmanager
 def _disable_garbage_collection() -> Iterator[None]:
-    """Return a context without garbage collection, which would take a quarter of a large plan's time.
-
-    A plan is millions of small objects without cycles.
-    """
+    """Return a context without garbage collection, a quarter of a large plan's time."""
     on = gc.isenabled()
     gc.disable()
     try:

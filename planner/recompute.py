@@ -44,10 +44,7 @@ class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[int, ...]
     """Numbers of the stages that recompute, in the order of a micro-batch."""
     period: float
-    """Period in seconds of the best plan of one pipeline with the choice.
-
-    All workers are alive.
-    """
+    """Period in seconds of the best plan of one pipeline with the choice. All workers are alive."""
     without: float | None
     """Period in seconds of the best such plan without recomputation; None if memory allows none."""
 
@@ -127,10 +124,7 @@ def _better_choice(
     options: PlanOptions,
     clock: Clock,
 ) -> tuple[int, ...]:
-    """Return the better of two choices of stages by the period of a list schedule.
-
-    It is `best` if they are equal. Periods in seconds are kept in `periods`, by choice.
-    """
+    """Return the better of two choices of stages by the period of a list schedule."""
     if stages not in periods:
         periods[stages] = _list_period(
             with_recomputation(job, stages), options, periods.get(best), clock
@@ -146,10 +140,7 @@ def _compare_with_none(
     options: PlanOptions,
     clock: Clock,
 ) -> tuple[int, ...]:
-    """Return `best`, or no stage if that is no worse by the whole search.
-
-    Periods in seconds in `periods`, by choice, are replaced by shorter ones.
-    """
+    """Return `best`, or no stage if that is no worse by the whole search."""
     for stages in (best, ()):
         shortest = _list_period(with_recomputation(job, stages), options, None, clock)
         periods[stages] = min(filter(None, (periods[stages], shortest)))
@@ -161,11 +152,7 @@ def _compare_with_none(
 def _list_period(
     job: Job, options: PlanOptions, shortest: float | None, clock: Clock
 ) -> float | None:
-    """Return the period, in seconds, of a job's list schedule with these options.
-
-    Return None if no plan fits or is found in time, or if the lower bound is not less than
-    `shortest` seconds (None: no limit).
-    """
+    """Return the period, in seconds, of a job's list schedule with these options."""
     try:
         problem = options.make_problem(job)
         if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
@@ -281,10 +268,7 @@ def _choices_bound(
 
 
 def _with_least_memory(chosen: Job, job: Job, stage: int) -> Job:
-    """Return `chosen` with the least memory that any choice gives the other stages.
-
-    The room that the recomputation of `stage` reserves is taken from its column alone.
-    """
+    """Return `chosen` with the least memory that any choice gives the other stages."""
     recomputed = with_recomputation(job, range(job.depth))
     assert chosen.memory is not None and recomputed.memory is not None
     places = range(len(job.columns))
@@ -319,21 +303,14 @@ def _bound_in_scope(
 
 
 def _largest_layer(job: Job, stage: int) -> float:
-    """Return the most memory that a layer of a stage holds from F to I.
-
-    It is in the job's unit.
-    """
+    """Return the most memory, in the job's unit, that a stage's layer holds until I."""
     counts = layer_counts(job)
     first = sum(counts[:stage])
     return float(max(layer_costs(job).activation[first:first + counts[stage]]))
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return the values of each layer, changed for recomputation.
-
-    By stage, `chosen` is true if it recomputes, `late` if it does so in W. None if the job divides
-    stages evenly.
-    """
+    """Return the values of each layer, changed for recomputation."""
     if job.layer_values is None:
         return None
     costs = layer_costs(job)

@@ -1,7 +1,4 @@
-"""Find the fault-free period of a job, with which plans for its failures are compared.
-
-Commands store what a search has found under a key of all that it depends on (`reference_key`).
-"""
+"""Find the fault-free period of a job, stored under all it depends on (`reference_key`)."""
 
 import hashlib
 from collections.abc import Callable
@@ -21,11 +18,11 @@ from slipstream.schedules.schedule import Schedule
 VERSION = 2
 """Version of the stored fault-free periods.
 
-Periods are those of valid plans and bounds are proven, so a better planner needs no new version. Until version 1,
-periods of other kinds of plans were also stored.
+Periods are those of valid plans and bounds are proven, so a better planner needs no new version.
+Until version 1, periods of other kinds of plans were also stored.
 """
 CLOSE = 1e-3
-"""Relative gap between period and bound up to which no better fault-free plan is searched for."""
+"""Relative gap to the bound up to which no better fault-free plan is searched for."""
 
 
 class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,46 +31,45 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     period: float
     """Period, in seconds, of the best plan found."""
     bound: float
-    """Proven lower bound on the period, in seconds. For 1F1B and ReCycle, which make one plan each, the period."""
+    """Proven bound on the period, in seconds; for 1F1B and ReCycle, the period itself."""
 
     @property
     def is_close(self) -> bool:
-        """True if the period is so close to its bound that a better plan would make no difference."""
+        """True if the period is so close to its bound that better plans hardly matter."""
         return self.period <= self.bound * (1 + CLOSE)
 
     def merged_with(self, other: "FaultFree | None") -> "FaultFree":
-        """Return a copy with the shorter period and the larger bound of this result and `other`, one for the same job
-        (None: there is none)."""
+        """Return a copy with the shorter period and the larger bound of this and `other`."""
         if other is None:
             return self
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def capped_at(self, period: float) -> "FaultFree":
-        """Return a copy in which period and bound are at most `period`, that of a plan with fewer workers alive: all
-        workers together could do as well."""
+        """Return a copy with period and bound at most `period`, of fewer workers."""
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 
 def reference_options(options: PlanOptions) -> PlanOptions:
-    """Return a copy of the options for the plan with which others are compared: layers stay in place, and no
-    micro-batch changes workers within a stage.
+    """Return the options for a plan with layers in place and no micro-batch cut.
 
-    This is how the job runs when nothing has failed, even if the options allow both after a failure.
+    This is how the job runs when nothing has failed, even if the options allow both after a
+    failure.
     """
     return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
 
 
 def is_reference_kind(schedule: Schedule) -> bool:
-    """Return whether a schedule keeps layers and roles in place and cuts no micro-batch, as a fault-free plan does.
+    """Return whether layers and roles stay in place and no micro-batch is cut.
 
-    If reductions overlap compute, micro-batches may be cut for them, as long as all stay on their own workers.
+    If reductions overlap compute, micro-batches may be cut for them, as long as all stay on their
+    own workers.
     """
     in_place = not schedule.slices or (schedule.has_overlap and not schedule.rerouted and not schedule.shed)
     return in_place and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
 
 
 def reference_key(options: PlanOptions, job: Job) -> str:
-    """Return a digest of all that the fault-free period of a job depends on; the period is stored under it."""
+    """Return a digest of all that the fault-free period of a job depends on."""
     problem = reference_options(options).make_problem(job)
     rules = (VERSION, options.method, problem.backward, problem.optimizer,
              *([job.network] if job.network.overlap else []))
@@ -82,12 +78,15 @@ def reference_key(options: PlanOptions, job: Job) -> str:
 
 
 class ReferenceSearch:
-    """Search for the fault-free period with which plans are compared. With counted steps it has its own clock, so that
-    plans do not depend on whether an earlier search has found this period."""
+    """Search for the fault-free period with which plans are compared.
+
+    With counted steps it has its own clock, so that plans do not depend on whether an earlier
+    search has found this period.
+    """
 
     def __init__(self, options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget, speed: Speed,
                  search: Callable[[PlanOptions, Job, Budget, Speed], Schedule]) -> None:
-        """Search by the function `search`; None for `known`: no earlier search has found the period."""
+        """Search by the function `search`; None for `known`: no period is known."""
         clock = options.make_clock()
         self._search = search
         self._options, self._job, self.best = reference_options(options), job, known
@@ -95,8 +94,7 @@ class ReferenceSearch:
         self._speed = speed if options.steps is None else Speed(options.limit_seconds, clock, options.params.blocks)
 
     def improve(self, seconds: float, progress: ProgressCallback = ignore_progress) -> None:
-        """Search for this number of seconds, unless the period known is already close to its bound or no time is
-        left."""
+        """Search for `seconds`, unless no time is left or the period is near its bound."""
         budget = msgspec.structs.replace(self._budget.with_seconds(seconds), progress=SearchProgress(progress))
         if self.best and (self.best.is_close or budget.seconds_left < 0.0):
             return
@@ -104,11 +102,11 @@ class ReferenceSearch:
             self.add_schedule(self._search(self._options, self._job, budget, self._speed))
 
     def add_schedule(self, schedule: Schedule) -> None:
-        """Update `best` with a schedule that has no worker down: keep the shorter of the two periods, and the larger
-        of the two bounds.
+        """Update `best` with the period and bound of a schedule that has no worker down.
 
-        If the method is a baseline (1F1B or ReCycle), the schedule's own period serves as its bound: the method makes
-        no shorter one, so that the search can end.
+        The shorter period and the larger bound are kept. The own period of a baseline's schedule
+        (1F1B or ReCycle) serves as its bound: the method makes no shorter one, so that the search
+        can end.
         """
         schedule = with_rounded_bound(schedule, self._options, self._job, ())
         period = schedule.seconds(schedule.period_ticks)

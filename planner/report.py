@@ -1,4 +1,4 @@
-"""Report what a plan moves, what alternatives there are, and the answer of `slipstream plan --json`."""
+"""Report what a plan moves, its alternatives, and the answer of `slipstream plan --json`."""
 
 import math
 from collections import defaultdict
@@ -24,7 +24,8 @@ from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 
 
 def format_gigabytes(count: float) -> str:
-    """Format a number of bytes in gigabytes: to three significant digits, and without an exponent."""
+    """Format a number of bytes in gigabytes: to three significant digits, and without an
+    exponent."""
     gigabytes = count / 1e9
     if not gigabytes:
         return "0"
@@ -37,23 +38,22 @@ def format_gigabytes(count: float) -> str:
 
 
 BANDWIDTH = 12.5e9
-"""Default bytes per second at which each rank of a worker sends or receives layers: a port of 100 Gb/s."""
+"""Default bytes per second of each rank for layers: a port of 100 Gb/s."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """Copying of layers to workers that hold them in a plan and did not hold them before any failure."""
+    """Copying of layers to workers that hold them in a plan and did not before."""
 
     layers: int
     """Number of layers copied, counted once for each worker that receives them."""
     bytes: float | None
-    """Bytes of all layers copied; None if the job gives no weights. They include gradients and undo copies, which need
-    not be sent."""
+    """Bytes of all layers copied, with gradients and undo copies; None without weights."""
     seconds: float | None
-    """Seconds until the busiest worker has sent or received its layers; None if the bytes are not known."""
+    """Seconds until the busiest worker has its layers; None if bytes are not known."""
 
 
 def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
-    """Return which copying of layers a schedule needs, at `bandwidth` bytes per second for each rank of a worker."""
+    """Return what layers a schedule copies, at `bandwidth` bytes a second and rank."""
     received = layers_received(schedule)
     count = sum(map(len, received.values()))
     if not count:
@@ -66,29 +66,23 @@ def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDT
 
 
 def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
-    """Return the number of iterations after which a plan has saved more time, compared with layers in place, than
-    copying the layers in `moved` takes, if training stops for that.
+    """Return the number of iterations that make up for copying a plan's layers.
 
-    Training need not stop, since layers can be streamed while it continues. None if nothing is gained or the bytes are
-    not known.
+    It is compared with layers in place, if training stops for the copying; it need not, since
+    layers can be streamed meanwhile. None if nothing is gained or the bytes are not known.
     """
     gained = (plan.fixed_period or plan.period) - plan.period
     return math.ceil(moved.seconds / gained) if moved.seconds is not None and gained > 0 else None
 
 
 def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
-    """Return, by worker, the layers that it holds in the schedule and did not hold before; only workers that receive
-    some."""
+    """Return, by worker that receives some, the layers that it did not hold before."""
     received = {seat.worker: sorted(missing_layers(schedule, seat)) for seat in schedule.seats}
     return {worker: layers for worker, layers in received.items() if layers}
 
 
 def _busiest_bytes(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:
-    """Return the larger one of the most bytes that a worker sends and the most that one receives, if each layer comes
-    from its least busy live holder.
-
-    The layers that each worker receives are in `received`; `size` has the bytes of each layer.
-    """
+    """Return the most bytes that a worker sends or receives, from least busy holders."""
     grid = schedule.grid
     holders: dict[int, list[Worker]] = defaultdict(list)
     for seat in schedule.seats:
@@ -117,7 +111,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     option: str | None
-    """Option of `slipstream plan`, or key of the job file, that requests it; None if the planner does not plan it."""
+    """Option of `slipstream plan`, or job key, that requests it; None if none does."""
     period: float
     """Period in seconds of the best plan found in a short time."""
     throughput: float
@@ -125,17 +119,18 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     batch: float = 1.0
     """Share of the samples of an iteration that are still used."""
     effort: str | None = None
-    """Most time or steps in which a plan was searched for, in words; None if there is but one plan."""
+    """Most time or steps of its search, in words; None for a single plan."""
     found: bool = True
-    """False if no shorter plan was found: the period is then that of a plan with less freedom."""
+    """False if no shorter plan was found; the period is one of less freedom."""
 
 
 def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
                       seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
-    """Iterate over other ways to handle the same failures, planning each by list schedules within `seconds` in all.
+    """Iterate over other ways to handle the same failures, each by list schedules.
 
-    They are compared with `plan`, which was made with these options; `normalise` is True if live workers could take
-    other roles in it. With no worker down, the only other ways are more memory, recomputation and moved layers.
+    All take `seconds` together. They are compared with `plan`, made with these options; `normalise`
+    is True if live workers could take other roles in it. With no worker down, the only other ways
+    are more memory, recomputation and moved layers.
     """
     if plan.fault_free is None or options.method in BASELINES:
         return
@@ -174,10 +169,7 @@ def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: P
 
 def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock, *,
                  normalise: bool) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
-    """Iterate over alternatives as (name, option that requests it, function that plans it within a number of seconds).
-
-    Moved roles are no alternative with `normalise`: the plan could already move them.
-    """
+    """Iterate over alternatives as (name, option, function that plans it within seconds)."""
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
 
     def planner_of(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
@@ -201,16 +193,14 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock
 
 
 def _plan_recomputed(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
-    """Return a schedule with recomputed activations; None if the planner chooses no stage to recompute."""
+    """Return a schedule with recomputed activations; None if the planner chooses no stage to
+    recompute."""
     chosen = choose_recomputation(job, options, clock)
     return plan_only(options, chosen.job, failed, clock).schedule if chosen.stages else None
 
 
 def _drop_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:
-    """Return the alternative that stops all pipelines with failed workers; the others continue with a smaller batch.
-
-    The fault-free period is `whole` seconds.
-    """
+    """Return the alternative that stops all pipelines with failed workers."""
     broken = {worker.pipeline for worker in failed}
     kept = sum(count for pipeline, count in enumerate(job.microbatches) if pipeline not in broken)
     batch = kept / sum(job.microbatches)
@@ -229,8 +219,8 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
                 again: Recomputation | None = None) -> dict[str, object]:
     """Return the answer of `slipstream plan --json` about a plan, by key.
 
-    Durations are in seconds, memory in the job's unit, bandwidth in bytes per second for each rank. `again` is the
-    planner's choice of recomputed stages, if it made one.
+    Durations are in seconds, memory in the job's unit, bandwidth in bytes per second for each rank.
+    `again` is the planner's choice of recomputed stages, if it made one.
     """
     schedule, moved = plan.schedule, compute_transition(plan.schedule, job, bandwidth)
     return {
@@ -263,8 +253,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
 
 
 def placement_report(found: FoundPlacement) -> dict[str, object]:
-    """Return what `--placement any` adds to the answer of `slipstream plan --json`, by key. Durations are in
-    seconds."""
+    """Return what `--placement any` adds to `plan --json`, by key, in seconds."""
     return {
         "placement": found.arrangement.placement_table,
         "own_placement_period": found.own_period,
@@ -275,8 +264,7 @@ def placement_report(found: FoundPlacement) -> dict[str, object]:
 
 
 def shared_ticks(schedule: Schedule) -> Fraction:
-    """Return the number of ticks that an iteration's compute ops would take if all live workers, each at its speed,
-    shared them without idling."""
+    """Return the ticks of an iteration's compute ops if all live workers shared them evenly."""
     grid, times = schedule.grid, schedule.times
     stages = range(grid.depth)  # those of the other chains are copies
     work = sum(times.forward[stage] + times.backward_input[stage] + times.backward_weight[stage] for stage in stages)
@@ -285,8 +273,7 @@ def shared_ticks(schedule: Schedule) -> Fraction:
 
 
 def peak_memory(schedule: Schedule) -> float | None:
-    """Return the largest memory that any worker holds at any time, in the job's unit; None if the job gives no
-    memory."""
+    """Return the largest memory that any worker holds, in the job's unit; None without memory."""
     if schedule.memory is None:
         return None
     return max(memory_peaks(schedule).values(), default=0) * schedule.memory.unit

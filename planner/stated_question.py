@@ -66,7 +66,7 @@ def _has_exchanged_directions(schedule: Schedule) -> bool:
 
 
 def _check_scope(schedule: Schedule) -> Iterator[str]:
-    """Yield a message if the schedule is not one of those that its bound's scope includes."""
+    """Yield a message if the schedule is outside its bound's scope."""
     scope, own = schedule.scope, narrowest_scope(schedule)
     if scope is Scope.PLACE and own is Scope.LAYERS and schedule.times.of_layers:
         return  # planned for layers where they are now, after an earlier move
@@ -84,10 +84,7 @@ def _check_scope(schedule: Schedule) -> Iterator[str]:
 
 
 def _check_unused_stages(schedule: Schedule) -> Iterator[str]:
-    """Yield messages for unused stages that cost more than the slices run in their place.
-
-    Times and memory of slices are rounded up: slices that cover a stage cost as much or more.
-    """
+    """Yield messages for unused stages that cost more than the slices run in their place."""
     used: dict[OpKind, set[int]] = defaultdict(set)
     for program in schedule.programs:
         for op in program:
@@ -124,11 +121,7 @@ def _check_covered(
     shown: Collection[int],
     covers: Collection[Sequence[int]],
 ) -> Iterator[str]:
-    """Yield messages for stages not in `shown` whose value exceeds what a cover allows.
-
-    That is the sum over its slices that meet the stage. A cover is a set of slices that together
-    have all layers; `values` has one value for each slice.
-    """
+    """Yield messages for stages not in `shown` whose value exceeds what a cover allows."""
     # Of times that are finer than ticks, each may be rounded by one.
     rounded = _longest_ticks(schedule) // MAX_TICKS
     for stage, layers in enumerate(schedule.grid.layers_by_stage):
@@ -154,7 +147,7 @@ def _overlap(one: LayerRange, other: LayerRange) -> bool:
 
 
 def _check_steps(schedule: Schedule) -> Iterator[str]:
-    """Yield a message for each column whose optimizer step is not the sum over its layers."""
+    """Yield a message for each column whose optimizer step is not its layers' sum."""
     by_layer = schedule.times.optimizer_of_layer
     if not by_layer:
         return
@@ -173,10 +166,7 @@ def _check_steps(schedule: Schedule) -> Iterator[str]:
 
 
 def _check_layer_costs(schedule: Schedule) -> Iterator[str]:
-    """Yield messages for costs of single layers that are not those of the slices they are part of.
-
-    Both are rounded: those of layers down, in units of their own, and those of slices up.
-    """
+    """Yield messages for costs of layers that contradict those of slices."""
     costs = schedule.times.of_layers
     if not costs:
         return
@@ -217,10 +207,7 @@ def _check_times(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[s
 
 
 def _check_reductions(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
-    """Check the reductions of all layers against that of each slice.
-
-    With overlap, they are those of each layer by itself, which has a minimum time of its own.
-    """
+    """Check the reductions of all layers against that of each slice."""
     per_tick, values = Fraction(*costs.per_tick), getattr(costs, name)
     if not schedule.has_overlap:
         yield from _compare(
@@ -300,11 +287,7 @@ def _compare(
     *,
     below: bool = True,
 ) -> Iterator[str]:
-    """Yield messages for slices whose cost is not that of their layers, `told`.
-
-    The costs of layers are in units of 1 / `per`. `shown` has the cost by slice. Each is a sum of
-    `values` rounded numbers. Without `below`, layers may cost less.
-    """
+    """Yield messages for slices whose cost is not that of their layers, `told`."""
     # Ticks may have been divided after costs were rounded to them, to no less than that.
     off = max(Fraction(1), Fraction(_longest_ticks(schedule), MAX_TICKS))
     reduced = _only_reduced_slices(schedule)

@@ -34,10 +34,7 @@ Route = Sequence[int]
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """Broken rule of a schedule, with the op or worker if known.
-
-    The message is one line with ids and values.
-    """
+    """Broken rule of a schedule, as one line, with the op or worker if known."""
 
     rule: str
     message: str
@@ -57,10 +54,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """Numbers of the pipelines whose ops are checked.
-
-        Of several pipelines that behave identically, only one is checked.
-        """
+        """Numbers of the pipelines that are checked, one of several that behave identically."""
         return tuple(
             sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0])
         )
@@ -72,10 +66,8 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ops(self) -> Mapping[OpKey, Op]:
-        """Compute ops by key (kind, slice, pipeline, micro-batch).
-
-        If an op is there twice, only one of them is kept; `check_each_once` reports this.
-        """
+        """Compute ops by key (kind, slice, pipeline, micro-batch), one of each
+        (`check_each_once`)."""
         return {op_key(op): op for op in self.compute_ops()}
 
     def compute_ops(self) -> Iterator[Op]:
@@ -84,10 +76,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reductions(self) -> Mapping[Worker, list[tuple[LayerRange, Op]]]:
-        """All-reduces of each worker, in order.
-
-        Each is a pair of the layers whose gradients it sums and the op.
-        """
+        """All-reduces of each worker, in order, as pairs of the layers summed and the op."""
         layers = self.schedule.layers_by_slice
         reductions: dict[Worker, list[tuple[LayerRange, Op]]] = {}
         for worker, ops in self.programs.items():
@@ -98,10 +87,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def op_kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of op that a micro-batch must run at each slice, in order.
-
-        F, I, W; or F, B with a fused backward; or F alone.
-        """
+        """Kinds of op to run at each slice, in order. F, I, W; or F, B; or F alone."""
         if self.forwards:
             return (OpKind.F,)
         split = self.schedule.backward == "split"
@@ -109,10 +95,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def gradient_kind(self) -> OpKind:
-        """Kind of op that makes the gradient for the slice before.
-
-        I, or B if the backward is fused.
-        """
+        """Kind of op that makes the gradient for the slice before: I or B."""
         return self.op_kinds[1]
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
@@ -123,10 +106,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def has_only_stage_routes(self) -> bool:
-        """True if every micro-batch passes the stages of its direction, and nothing else runs.
-
-        Each op runs once.
-        """
+        """True if every micro-batch passes its direction's stages once, and nothing else runs."""
         grid, kinds = self.schedule.grid, self.op_kinds
         expected = (
             (kind, stage, pipeline, microbatch)
@@ -144,8 +124,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """Slices at which each micro-batch (pipeline, number) runs F, in the order of their layers.
-        """
+        """Slices at which each micro-batch (pipeline, number) runs F, in order of layers."""
         visited: dict[tuple[int, int], list[int]] = defaultdict(list)
         for kind, slice, pipeline, microbatch in self.ops:
             if kind is OpKind.F:
@@ -166,17 +145,12 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reduced_ranges(self) -> list[LayerRange]:
-        """Ranges of layers that are all-reduced (A), each once, ascending.
-
-        They are disjoint if `check_reduced_together` has passed.
-        """
+        """Ranges of layers that are all-reduced, once each, ascending
+        (`check_reduced_together`)."""
         return sorted({layers for reduced in self.reductions.values() for layers, _ in reduced})
 
     def reduced_ranges_sharing(self, layers: LayerRange) -> Iterator[LayerRange]:
-        """Iterate over the ranges in `reduced_ranges` that share a layer with `layers`.
-
-        Those ranges must be disjoint.
-        """
+        """Iterate over the disjoint `reduced_ranges` that share a layer with `layers`."""
         ranges = self.reduced_ranges
         for index in range(max(0, bisect_left(ranges, (layers[0], 0)) - 1), len(ranges)):
             if ranges[index][0] >= layers[1]:
@@ -185,17 +159,11 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
                 yield ranges[index]
 
     def covers_layers(self, ranges: Sequence[LayerRange], layers: LayerRange) -> bool:
-        """Return whether all of `layers` are within one of `ranges`.
-
-        They are ascending and do not touch.
-        """
+        """Return whether one of `ranges`, ascending and apart, has all of `layers`."""
         return any(first <= layers[0] and layers[1] <= end for first, end in ranges)
 
     def transfer_ticks(self, before: Op, after: Op) -> int:
-        """Return the ticks that a tensor needs from one op to another.
-
-        0 if one worker runs both.
-        """
+        """Return the ticks of a tensor from one op to another; 0 on one worker."""
         return 0 if before.worker == after.worker else self.schedule.times.transfer
 
     def op_text(self, op: Op) -> str:
@@ -243,10 +211,7 @@ def check_live_workers(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_roles(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each role that two seats have.
-
-    A role outside of the grid is a violation, too.
-    """
+    """Yield a violation for each role outside of the grid, or that two seats have."""
     grid, played = case.schedule.grid, set[Worker]()
     for seat in case.schedule.seats:
         role = seat.role
@@ -355,10 +320,7 @@ def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
 
 
 def _describe_untiled(case: CheckContext, route: Route) -> str:
-    """Describe where the slices of a route skip a layer or pass one twice.
-
-    "" if they cover all layers once.
-    """
+    """Describe where the slices of a route skip a layer or pass one twice."""
     reached, before = 0, None
     for slice in route:
         first, end = case.schedule.layers_of(slice)
@@ -408,10 +370,7 @@ def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violation]:
-    """Yield a violation for each all-reduce that does not match the worker's held layers.
-
-    Held layers that it does not reduce are a violation, too.
-    """
+    """Yield a violation for each all-reduce that does not match the worker's held layers."""
     ranges = case.schedule.held_layers(worker)
     reductions = sorted(case.reductions[worker], key=lambda reduced: reduced[0])
     if ranges == tuple(layers for layers, _ in reductions):
@@ -453,10 +412,7 @@ def _reduction_text(case: CheckContext, op: Op) -> str:
 def _subtract_ranges(
     ranges: Sequence[LayerRange], others: Sequence[LayerRange]
 ) -> list[LayerRange]:
-    """Return the layers of `ranges` that are in none of `others`, as ranges.
-
-    Both arguments are ascending, and the ranges in `ranges` do not touch.
-    """
+    """Return the layers of `ranges` that are in none of `others`, as ranges."""
     kept, removed = [], merge_ranges(others)
     for first, end in ranges:
         for low, high in removed:
@@ -470,10 +426,7 @@ def _subtract_ranges(
 
 
 def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation where holders of a layer do not all-reduce it together.
-
-    They may not reduce it as parts of different ranges of layers.
-    """
+    """Yield a violation where holders reduce a layer apart, or in different ranges."""
     one_of: dict[LayerRange, Op] = {}
     for reduced in case.reductions.values():
         for layers, op in reduced:
@@ -570,12 +523,7 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
 
 
 def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
-    """Iterate over pairs of a worker's ops that must not overlap.
-
-    The second may not start before the end of the first. They are consecutive in `ops` or, if
-    reductions overlap compute (`overlaps`), consecutive in `ops` without A, or in the A and O of
-    `ops`.
-    """
+    """Iterate over pairs of a worker's ops that must not overlap."""
     if not overlaps:
         yield from pairwise(ops)
         return
@@ -628,10 +576,7 @@ def check_weight_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) -> Violation:
-    """Return the violation of `rule` by an op that starts too early.
-
-    It needs the result of `before`, which has not arrived.
-    """
+    """Return the violation of `rule` by an op that starts too early."""
     hop = case.transfer_ticks(before, op)
     arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
     return Violation(
@@ -839,10 +784,7 @@ FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
     (check_hosts, check_one_at_a_time, check_forward_order, check_period, check_bound),
     (check_deadlock,),
 )
-"""Rules for schedules of forwards only (`schedules.forwards`), in tiers.
-
-A later tier relies on the earlier ones.
-"""
+"""Rules, tier by tier, for schedules of forwards only (`schedules.forwards`)."""
 
 
 def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:

@@ -29,28 +29,18 @@ from slipstream.schedules.schedule import (
 FORMAT = "slipstream.schedule"
 VERSION = 2
 OLDER_VERSIONS = (1,)
-"""Older versions of schedule files that can be read. Version 1 has neither slices nor held layers.
-"""
+"""Older versions that can be read; version 1 has neither slices nor held layers."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
-"""Largest number of ops of all workers in a schedule file.
-
-A program is stored once, so a small file could represent far more.
-"""
+"""Largest number of ops of all workers in a file; programs are stored once."""
 MAX_NAME = 200
 MAX_LAYERS = 2**17
 MAX_SLICE_LAYERS = 2**22
-"""Maximum total number of layers in all slices.
-
-It is also the maximum total number of held ranges in all seats.
-"""
+"""Maximum total of layers in all slices, and of held ranges in all seats."""
 
 
 class ScheduleError(DocumentError):
-    """Error of a schedule file that cannot be read, or of too large a schedule.
-
-    The message is one line.
-    """
+    """Error, in one line, of a schedule that cannot be read or is too large."""
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,10 +86,7 @@ def encode(schedule: Schedule) -> bytes:
 
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
-    """Decode a schedule from the bytes of a file, named `source` in errors.
-
-    Raises ScheduleError with a one-line message.
-    """
+    """Decode a schedule from a file's bytes. Raises ScheduleError that names `source`."""
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
@@ -118,10 +105,7 @@ def read(path: Path) -> Schedule:
 
 
 def write(schedule: Schedule, path: Path) -> None:
-    """Write a schedule file atomically.
-
-    Raises OSError, or ScheduleError if the schedule is too large.
-    """
+    """Write a schedule atomically. Raises OSError, or ScheduleError if it is too large."""
     write_atomically(path, encode(schedule))
 
 
@@ -140,10 +124,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _require_version_1(schedule: Schedule) -> None:
-    """Raise ValueError if a schedule of version 1 uses keys of later versions.
-
-    So old files keep their meaning.
-    """
+    """Raise ValueError if a schedule of version 1 uses keys of later versions."""
     has_holdings = any(seat.holds is not None for seat in schedule.seats)
     weights = schedule.memory is not None and schedule.memory.weights
     for key, used in (
@@ -219,11 +200,7 @@ def _validate_grid(grid: Grid) -> None:
 
 
 def _validate_chains(grid: Grid) -> None:
-    """Raise ValueError unless the directions of a bidirectional pipeline match.
-
-    They have equally many stages and pass every column. The copies of a stage in several directions
-    must lie on different workers and hold the same layers.
-    """
+    """Raise ValueError unless the directions of a bidirectional pipeline match."""
     _require_in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return
@@ -252,10 +229,7 @@ def _validate_chains(grid: Grid) -> None:
 
 
 def _validate_slices(schedule: Schedule) -> None:
-    """Raise ValueError unless slices are distinct ranges of layers.
-
-    All stages say which layers they have, or none does.
-    """
+    """Raise ValueError unless slices are distinct ranges of layers."""
     grid, slices = schedule.grid, schedule.slices
     named = any(stage.layers is not None for stage in grid.stages)
     contiguous = grid.layers_by_stage == tuple(stage.layers for stage in grid.stages)
@@ -274,11 +248,7 @@ def _validate_slices(schedule: Schedule) -> None:
 
 
 def _validate_holdings(schedule: Schedule) -> None:
-    """Raise ValueError unless held layers are ascending ranges that do not touch.
-
-    If any seat lists its layers, the optimizer ticks of each layer are required and, with memory
-    limits, the memory of each layer's weights.
-    """
+    """Raise ValueError unless held layers are ascending ranges that do not touch."""
     layers = schedule.grid.layer_count
     seats = [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:
@@ -301,10 +271,7 @@ def _validate_holdings(schedule: Schedule) -> None:
 
 
 def _require_ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
-    """Raise ValueError unless each range is a non-empty part of the model's layers.
-
-    The message names the key `name`.
-    """
+    """Raise ValueError unless each range is a non-empty part of the model's layers."""
     for first, end in ranges:
         if not 0 <= first < end <= layers:
             raise ValueError(
@@ -348,15 +315,7 @@ def _slice_unit_text(schedule: Schedule) -> str:
 
 
 def _describe_op_error(op: ProgramOp, slices: int, pipelines: int) -> str | None:
-    """Return what is wrong with an op of a program; None if nothing is.
-
-    The words follow the op's name in a message. There are `slices` slices and `pipelines`
-    pipelines. The words follow the op's name in a message. There are `slices` slices and
-    `pipelines` pipelines.
-
-    The caller adds the name only to a message, because building it for each of the many correct ops
-    would be slow.
-    """
+    """Return what is wrong with an op of a program; None if nothing is."""
     if (op.slice is None) != (op.kind is OpKind.O):
         return f": {op.kind} {'needs a' if op.slice is None else 'takes no'} slice"
     if op.slice is not None and op.slice >= slices:

@@ -34,10 +34,7 @@ class Crossing(NamedTuple):
     source: Worker
     target: Worker
     made: int
-    """Position, in the source's program, of the op that makes the tensor.
-
-    The field `taken` is the position, in the target's program, of the op that takes it.
-    """
+    """Position of the making op in the source's program; `taken` is the taking op's."""
     taken: int
 
 
@@ -95,10 +92,7 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Cro
 
 
 class _OpPlace(NamedTuple):
-    """Where and when an op that makes or takes a tensor is planned.
-
-    In a sort, the start comes first, then the position on the route (backwards after forwards).
-    """
+    """Where and when an op that makes or takes a tensor is planned."""
 
     start_ticks: int
     way: int
@@ -135,10 +129,7 @@ def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the keys of the ops that send a tensor, in the order of `order_transfers`.
-
-    The workers are those of these pipelines; `places` is the result of `_places_by_op`.
-    """
+    """Return the keys of the ops that send a tensor, in the order of `order_transfers`."""
     found: dict[OpKey, None] = {}
     for tensor in order_transfers(schedule, programs_of(schedule, pipelines)):
         path = schedule.route_of(tensor.pipeline, tensor.microbatch)
@@ -154,10 +145,7 @@ def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places
 
 
 def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
-    """Return the tensors that go between workers, numbered in the order of their ops.
-
-    The argument `order` has the keys of these ops, and `places` is the result of `_places_by_op`.
-    """
+    """Return the tensors that go between workers, numbered in the order of their ops."""
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
     for key in order:

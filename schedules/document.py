@@ -1,7 +1,4 @@
-"""Read JSON files that may be truncated, malicious or of another kind.
-
-Memory is bounded, and errors are one line.
-"""
+"""Read JSON that may be truncated or malicious, in bounded memory, with one-line errors."""
 
 import json
 from dataclasses import dataclass, field
@@ -44,17 +41,11 @@ class DocumentKind(Generic[T]):
     version: int
     content: type[T]
     bulk: tuple[str, ...]
-    """Keys whose values are most of the file.
-
-    These values contain no JSON objects, so they cannot have duplicate keys.
-    """
+    """Keys of most of the file, whose values have no objects, so no duplicate keys."""
     max_bytes: int
     error: type[DocumentError]
     damaged: type[DocumentError] | None = None
-    """Type of error for a file that is not JSON or not of this form.
-
-    None: `error`.
-    """
+    """Type of error for a file that is not JSON or not of this form. None: `error`."""
     older: tuple[int, ...] = ()
     """Older versions that can be read besides `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
@@ -95,10 +86,7 @@ class DocumentKind(Generic[T]):
         return document
 
     def read_bytes(self, path: Path) -> bytes:
-        """Return the bytes of a file of at most `max_bytes`.
-
-        Raises `error` if it is larger or cannot be read.
-        """
+        """Return a file's bytes. Raises `error` if over `max_bytes`, or unreadable."""
         return read_at_most(path, self.max_bytes, self.error, self._size_remark)
 
     @property
@@ -107,11 +95,7 @@ class DocumentKind(Generic[T]):
         return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """Raise ValueError if an object in the document has a key twice.
-
-        The values of the keys in `bulk`, most of the file, are cut out first: they contain no
-        objects.
-        """
+        """Raise ValueError if an object in the document has a key twice."""
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)

@@ -1,7 +1,4 @@
-"""Read files in bounded memory and write them atomically.
-
-Neither a reader nor a crash sees half a file.
-"""
+"""Read files in bounded memory and write them atomically, never half a file."""
 
 import contextlib
 import os
@@ -65,10 +62,7 @@ def write_atomically(path: Path, data: bytes, mode: int = READABLE_BY_ALL) -> No
 
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Return a context that yields a new folder, which replaces `folder` at the end.
-
-    It does not if the body raises. Raises OSError.
-    """
+    """Yield a new folder, which replaces `folder` unless the body raises. Raises OSError."""
     folder = folder.resolve()
     draft = folder.with_name(f".{folder.name}-{os.getpid()}")
     old = folder.with_name(f".{folder.name}-{os.getpid()}-old")

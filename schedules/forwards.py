@@ -61,10 +61,7 @@ def schedule_forwards(schedule: Schedule) -> Schedule:
 
 
 def _makespan_and_period(ops: Iterable[Op]) -> tuple[int, int]:
-    """Return the end of the last op, and the longest busy window of a worker.
-
-    A window reaches from a worker's first start to its last end. Both are in ticks.
-    """
+    """Return, in ticks, the end of the last op and the longest busy window."""
     ops = list(ops)
     return max((op.end_ticks for op in ops), default=0), compute_period_ticks(ops)
 
@@ -122,10 +119,7 @@ def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int,
 def _store_programs(
     schedule: Schedule, moved: dict[Worker, list[Op]]
 ) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return a seat for each live worker, and the new programs that seats number.
-
-    A worker runs the ops that `moved` has for it. Equal programs are stored once.
-    """
+    """Return a seat for each live worker, and the new programs that seats number."""
     number: dict[Program, int] = {}
     seats = []
     for seat in schedule.seats:
@@ -138,10 +132,7 @@ def _store_programs(
 
 
 def _work_bound(schedule: Schedule, forwards: list[Op]) -> int:
-    """Return the ticks of all forwards at the fastest speed, shared by all live workers.
-
-    Rounded up.
-    """
+    """Return the ticks of all forwards at the fastest speed, shared by all live workers."""
     quickest = min(schedule.times.per_mille_of.get(seat.worker, 1000) for seat in schedule.seats)
     work = sum(schedule.times.forward[op.slice or 0] * quickest for op in forwards)
     return -(-work // (1000 * len(schedule.seats)))

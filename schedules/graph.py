@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Gradient all-reduce of a range of layers, a node of the graph of ops.
+    """Gradient all-reduce of a range of layers, a node of the graph.
 
     All live workers that hold the layers take part.
     """
@@ -66,11 +66,10 @@ Node = Op | Transfer | Collective
 def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
     """Return the tensors that are sent, in an order that cannot deadlock.
 
-    All workers can follow it. The argument `programs` has the ops of each worker. Transfers are
-    ordered like the ops that make them in a topological order of the op graph. With each transfer
-    inserted right after its op, this order remains topological, even if transfers between the same
-    two workers wait for each other in turn. Raises ValueError if the ops alone already wait for
-    each other in a circle.
+    All workers, with their ops in `programs`, can follow it. Transfers are ordered like the ops
+    that make them in a topological order of the op graph. With each transfer inserted right after
+    its op, this order remains topological, even if transfers between the same two workers wait for
+    each other in turn. Raises ValueError if the ops alone already wait for each other in a circle.
     """
     by_key = _ops_by_key(programs)
     ordered = []
@@ -102,12 +101,7 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
     }
 
     def end_of_last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
-        """Return the index in `own_transfers` after the last of these tensors.
-
-        0 if none of them is sent between workers. The argument `tensors` has pairs (key of the op
-        that takes the tensor, kind of tensor). With `sends`, the worker is their sender, else their
-        receiver.
-        """
+        """Return the index in `own_transfers` after the last of these tensors, or 0."""
         return 1 + max(
             (numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor),
             default=-1,
@@ -138,9 +132,9 @@ def dependency_edges(
 ) -> Iterator[tuple[Node, Node]]:
     """Iterate over pairs of ops and all-reduces: the second waits for the first.
 
-    The pairs that follow from the order of each worker's ops come first, then data dependencies.
-    The argument `programs` has the ops of the workers to look at: all workers, or those of
-    pipelines that share no micro-batch with the rest.
+    The pairs that follow from the order of each worker's ops come first, then data dependencies. In
+    `programs` are the ops of all workers, or those of pipelines that share no micro-batch with the
+    rest.
     """
     for ops in programs.values():
         if schedule.has_overlap:
@@ -223,9 +217,6 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
     Ties are broken by planned time; `programs` has the ops of each worker. Raises ValueError if
     they wait for each other in a circle.
-
-    Ties are broken by planned time; `programs` has the ops of each worker. Raises ValueError if
-    they wait for each other in a circle.
     """
     nodes = list(
         dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops)
@@ -254,10 +245,7 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raise ValueError if ops and all-reduces wait for each other in a circle.
-
-    The message describes the circle. This check is cheaper than `topological_order`.
-    """
+    """Raise ValueError, which describes the circle, if ops and all-reduces wait in one."""
     sorter: TopologicalSorter[Node] = TopologicalSorter()
     for before, after in dependency_edges(schedule, programs):
         sorter.add(after, before)
@@ -268,10 +256,7 @@ def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
 
 
 def _deadlock_error(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
-    """Build the error for a circle, in which each node waits for the one before.
-
-    The first node is also the last.
-    """
+    """Build the error for a circle, in which each node waits for the one before."""
     texts = []
     for node in circle:
         texts.append(schedule.op_text(node) if isinstance(node, Op) else str(node))
@@ -306,10 +291,7 @@ def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
 
 
 def component_roots(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """Return, for each number below `count`, the smallest number of its connected component.
-
-    The edges are `pairs`. Uses union-find with path halving.
-    """
+    """Return the smallest number of each one's component by `pairs` (union-find, path halving)."""
     above = list(range(count))
 
     def find_root(number: int) -> int:

@@ -1,7 +1,4 @@
-"""Define the shape of a job: workers, virtual stages and their layers.
-
-The ranges of numbers are those that reading a file checks.
-"""
+"""Define a job's shape: workers, stages, layers, in the ranges that reading checks."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -38,10 +35,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the name of a worker, `pipeline.column`.
-
-        Raises ValueError, which quotes the text, if it has another form.
-        """
+        """Parse a worker's name, `pipeline.column`. Raises ValueError, which quotes the text."""
         pipeline, dot, column = text.partition(".")
         are_numbers = pipeline.isdecimal() and column.isdecimal() and text.isascii()
         if not (dot and are_numbers and len(text) <= 16):
@@ -50,10 +44,7 @@ class Worker(NamedTuple):
 
 
 Speeds = tuple[tuple[Worker, float], ...]
-"""Workers that do not run at the usual speed, sorted.
-
-Each has the factor by which its ops take longer.
-"""
+"""Workers at unusual speed, sorted, with the factors by which ops take longer."""
 HeldLayers = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
 """Layers of the schedule's model that each live worker holds, sorted by worker."""
 
@@ -112,10 +103,7 @@ class Grid(
         return (stage + 1) % self.depth == 0
 
     def original_stage(self, stage: int) -> int:
-        """Return the stage of the first chain that has the same layers.
-
-        In pipelines of one direction, it is the stage itself.
-        """
+        """Return the stage of the first chain with the same layers; itself in one direction."""
         return stage % self.depth
 
     def workers(self) -> Iterator[Worker]:
@@ -137,10 +125,7 @@ class Grid(
 
     @cached_property
     def held_layers_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
-        """Layers of the stages of each column, indexed by column.
-
-        They are ascending ranges that do not touch.
-        """
+        """Layers of each column's stages, as ascending ranges that do not touch."""
         return tuple(
             merge_ranges(map(self.layers_of, stages)) for stages in self._stages_by_column
         )

@@ -14,10 +14,7 @@ def layers_text(layers: LayerRange) -> str:
 
 
 def compact_layers_text(ranges: Iterable[LayerRange]) -> str:
-    """Return short text for ranges of layers in a drawing, such as `0-2,5`.
-
-    The last layer of a range is included.
-    """
+    """Return ranges of layers as short text with the last ones included: `0-2,5`."""
     texts = []
     for first, end in ranges:
         texts.append(str(first) if end == first + 1 else f"{first}-{end - 1}")
@@ -46,8 +43,5 @@ def prefix_sums(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def sum_over_ranges(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
-    """Return the sum of values over all layers in these ranges.
-
-    `before` has the values' prefix sums (`prefix_sums`).
-    """
+    """Return the sum of values over ranges of layers, from `prefix_sums` in `before`."""
     return sum(before[end] - before[first] for first, end in ranges)

@@ -1,7 +1,4 @@
-"""Read and write measured traces: when each op of some iterations ran.
-
-The runtime writes, `slipstream show` reads.
-"""
+"""Read and write measured traces: when each op ran, for `slipstream show`."""
 
 import math
 from collections import defaultdict
@@ -61,10 +58,7 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Ops of all workers in one iteration: `[iteration, ops]`.
-
-    Times are on one clock, from the iteration's start.
-    """
+    """Ops of all workers in one iteration, timed from its start: `[iteration, ops]`."""
 
     iteration: int
     ops: tuple[MeasuredOp, ...]
@@ -91,10 +85,7 @@ _KIND = DocumentKind(
 
 
 def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
-    """Decode a measured trace from the bytes of a file, named `source` in errors.
-
-    Raises MeasuredTraceError.
-    """
+    """Decode a measured trace. Raises MeasuredTraceError, which names `source`."""
     trace = _KIND.decode(data, source)
     for iteration in trace.iterations:
         for op in iteration.ops:
@@ -125,10 +116,7 @@ def write_measured_trace(trace: MeasuredTrace, path: Path) -> None:
 
 
 def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
-    """Return each worker's measured ops as ops of a schedule, sorted by start.
-
-    Their tick is TICK_SECONDS.
-    """
+    """Return each worker's measured ops as a schedule's, by start, in TICK_SECONDS."""
     ops: dict[Worker, list[Op]] = defaultdict(list)
     for op in iteration.ops:
         ops[op.worker].append(

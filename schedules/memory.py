@@ -17,17 +17,11 @@ from slipstream.schedules.schedule import Grid, Memory, Op, OpKind, Schedule, Se
 
 Amount = TypeVar("Amount", int, float)
 CHANGING_AT_START = frozenset({OpKind.F})
-"""Kinds of op that change the memory of their worker when they start.
-
-The others change it when they end.
-"""
+"""Kinds of op that change their worker's memory at the start; others at the end."""
 
 
 def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
-    """Return the change that a compute op makes to the memory of its worker.
-
-    From F to I, `activation` is held, and from I to W, `stash`.
-    """
+    """Return an op's change of memory: `activation` lasts from F to I, `stash` to W."""
     if kind is OpKind.F:
         return activation
     if kind is OpKind.I:
@@ -36,10 +30,7 @@ def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
 
 
 def peak_memory(activation: int, stash: int) -> int:
-    """Return the most memory that a micro-batch takes at a slice or layer.
-
-    From F to I, `activation` is held, and from I to W, `stash`.
-    """
+    """Return a micro-batch's most memory: `activation` from F to I, then `stash` to W."""
     return max(
         accumulate(
             memory_change(kind, activation, stash) for kind in (OpKind.F, OpKind.I, OpKind.W)
@@ -65,10 +56,7 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
 
 
 def weights_of(memory: Memory | None, ranges: Iterable[LayerRange]) -> int:
-    """Return the memory of some layers' parameters, gradients and optimizer state.
-
-    It is in multiples of `memory.unit`; 0 if `memory` is None or has no weights.
-    """
+    """Return layers' parameters, gradients and state, in `memory.unit`; 0 without weights."""
     return sum_over_ranges(memory.weights_before, ranges) if memory and memory.weights else 0
 
 

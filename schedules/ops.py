@@ -1,7 +1,4 @@
-"""Define ops, as programs store them and as they happen, and what they take.
-
-They take time, in ticks, and room on a worker.
-"""
+"""Define ops, as stored and as they happen, and what they take: ticks and memory."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -56,10 +53,7 @@ class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     role: Worker
     program: Natural
     holds: tuple[LayerRange, ...] | None = None
-    """Layers that the worker holds, as ascending ranges that do not touch.
-
-    None: the layers of its role's stages.
-    """
+    """Layers that the worker holds, ascending and apart; None: its role's stages'."""
 
 
 class Op(msgspec.Struct, frozen=True, gc=False, order=True):
@@ -131,10 +125,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     transfer: Ticks
     slow: tuple[Slow, ...] = ()
     optimizer_of_layer: tuple[Ticks, ...] = ()
-    """Optimizer ticks of each layer.
-
-    The O of a seat with `holds` takes the sum over the layers that it holds.
-    """
+    """Optimizer ticks of each layer; the O of a seat with `holds` takes their sum."""
     of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
     """Costs of single layers. A file has this key only if its bound also covers other layouts."""
     overlap: bool | msgspec.UnsetType = msgspec.UNSET
@@ -147,9 +138,9 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
         """Return the duration of an op in ticks on a physical worker.
 
-        Compute ops take longer or shorter on a worker in `slow`. The argument `where` is the number
-        of the op's slice, for A too: stages are numbered first, then the other slices of the
-        schedule (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
+        Compute ops take longer or shorter on a worker in `slow`. The op's slice is number `where`,
+        for A too: stages are numbered first, then the other slices of the schedule
+        (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
         `optimizer_ticks` for a worker whose seat lists its layers. All durations of single ops are
         looked up here.
         """
@@ -164,10 +155,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
 
     def optimizer_ticks(self, seat: Seat) -> int:
-        """Return the ticks of a live worker's optimizer step.
-
-        They follow from its column, or from its layers if its seat lists them.
-        """
+        """Return the ticks of a live worker's step, by its column or listed layers."""
         if seat.holds is None:
             return self.optimizer[seat.role.column]
         return sum_over_ranges(self._optimizer_before, seat.holds)
@@ -209,31 +197,16 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     capacity: tuple[Ticks, ...]
     """Room for activations of a worker that holds its own stages, one value per column."""
     activation: tuple[Ticks, ...]
-    """Memory of a micro-batch from the start of F to the end of I.
-
-    There is one value per slice, stages first.
-    """
+    """Memory of a micro-batch from F's start to I's end, by slice, stages first."""
     weight_stash: tuple[Ticks, ...]
-    """Memory of a micro-batch from the end of I to the end of W.
-
-    There is one value per slice, stages first.
-    """
+    """Memory of a micro-batch from I's end to W's end, by slice, stages first."""
     weights: tuple[Ticks, ...] = ()
-    """Memory of parameters, gradients and optimizer state, one value per layer.
-
-    It counts for seats with `holds`.
-    """
+    """Memory of parameters, gradients and state by layer, for seats with `holds`."""
     capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Workers whose capacity differs from that of their column.
-
-    A file has this key only if there are any.
-    """
+    """Workers whose capacity differs from their column's; left out if there are none."""
 
     def capacity_for(self, worker: Worker, column: int) -> int:
-        """Return the memory for activations of a worker that holds the layers of `column`.
-
-        It is the worker's own value if `capacity_of` has one, else that of the column.
-        """
+        """Return a worker's memory for activations with `column`'s layers, or its own value."""
         return self._capacity_of.get(worker, self.capacity[column])
 
     @cached_property
@@ -264,8 +237,7 @@ def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
 def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
     """Return a copy of a program in which re-routed micro-batches have new pipeline numbers.
 
-    The argument `numbers` has the new numbers by the old ones. If none changes, the program itself
-    is returned.
+    `numbers` has the new ones by the old ones. If none changes, the program itself is returned.
     """
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
@@ -279,10 +251,7 @@ def _with_pipeline_number(op: ProgramOp, numbers: Mapping[int, int] | Sequence[i
 
 
 def compute_period_ticks(ops: Iterable[Op]) -> int:
-    """Return the longest time of a worker from its first start to its last end.
-
-    It is the period, in ticks; 0 without ops.
-    """
+    """Return the ticks of the longest window, first start to last end; 0 without ops."""
     first: dict[Worker, int] = {}
     last: dict[Worker, int] = {}
     for op in ops:

@@ -29,16 +29,10 @@ class Rule(NamedTuple):
     awaited: OpKind
     step: Literal[-1, 0, 1]
     tensor: Tensor | None
-    """Tensor that the op takes from the awaited op; between two workers it takes `times.transfer`.
-
-    None if it takes none.
-    """
+    """Tensor taken from the awaited op; between workers it takes `times.transfer`. Or None."""
 
     def positions_in_route(self, depth: int) -> range:
-        """Return the positions in a route at which this rule makes an op wait.
-
-        The route has `depth` slices.
-        """
+        """Return the positions in a route of `depth` slices at which this rule counts."""
         first, last = {"first": (0, 0), "last": (depth - 1, depth - 1), "any": (0, depth - 1)}[
             self.position
         ]
@@ -56,9 +50,7 @@ RULES = (
 
 
 def op_key(op: Op) -> OpKey:
-    """Return the identity of a compute op: (kind, slice, pipeline, microbatch), whichever worker
-    runs it.
-    """
+    """Return a compute op's key (kind, slice, pipeline, microbatch), on any worker."""
     assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
     return (op.kind, op.slice, op.pipeline, op.microbatch)
 
@@ -66,8 +58,8 @@ def op_key(op: Op) -> OpKey:
 def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
     """Iterate over the ops that this op waits for, each with its `Rule`.
 
-    Ops are given by key, and the rules are of `RULES`. The argument `path` is the slices of the
-    micro-batch's route, in order. An op at a slice that is not in `path` waits for nothing.
+    Ops are given by key, and the rules are of `RULES`; `path` is the slices of the micro-batch's
+    route, in order. An op at a slice that is not in it waits for nothing.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:
@@ -78,18 +70,15 @@ def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 
 def producer_keys(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
-    """Iterate over the keys of the ops that must end before this op may start.
-
-    `path` has the slices of its route, in order.
-    """
+    """Iterate over the keys of ops that an op on `path` must wait for."""
     return (producer for producer, _ in producers_with_rules(key, path))
 
 
 def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
     """Iterate over the ops that wait for this op, each with its `Rule`.
 
-    Ops are given by key, and the rules are of `RULES`. The argument `path` is the slices of the
-    micro-batch's route, in order.
+    Ops are given by key, and the rules are of `RULES`; `path` is the slices of the micro-batch's
+    route, in order.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:
@@ -101,20 +90,14 @@ def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the `RULES` by which other ops wait for an op of this kind.
-
-    It is at this position of a route of `length` slices.
-    """
+    """Return the `RULES` by which other ops wait for an op of this kind."""
     return tuple(rule for rule in RULES if rule.awaited == kind
                  and position - rule.step in rule.positions_in_route(length))
 
 
 @cache
 def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the `RULES` by which an op of this kind waits for others.
-
-    It is at this position of a route of `length` slices.
-    """
+    """Return the `RULES` by which an op of this kind waits for others."""
     return tuple(
         rule for rule in RULES if rule.kind == kind and position in rule.positions_in_route(length)
     )

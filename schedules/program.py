@@ -33,10 +33,9 @@ from slipstream.schedules.precedence import Tensor
 from slipstream.schedules.schedule import COMPUTE_KINDS, BackwardMode, Grid, Op, OpKind, OptimizerMode, Schedule, Worker
 
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
-"""Ranges of layers over which a worker reduces gradients, each with all workers that take part."""
+"""Ranges of layers whose gradients a worker reduces, each with all workers."""
 Ties = tuple[tuple[int, tuple[Worker, ...]], ...]
-"""Groups of layers with shared (tied) parameters of which a worker holds any: (number of the group,
-all holders)."""
+"""Groups of layers with tied parameters that a worker holds: (number, all holders)."""
 
 
 class TransferKind(StrEnum):
@@ -62,7 +61,10 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
 
     kind: OpKind | TransferKind
     slice: int | None = None
-    """Slice of the op, or of the op that takes a received tensor or has made a sent one; None for O."""
+    """Slice of the op, or of a tensor's taker or maker; None for O.
+
+    A received tensor is taken there; a sent one is made there.
+    """
     pipeline: int | None = None
     """Pipeline of the micro-batch, whose number in it is `microbatch`; None for A and O."""
     microbatch: int | None = None
@@ -71,7 +73,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
     number: int = 0
     """Number of a transfer, by which both ends name it."""
     frees: int = 0
-    """How many of the first tensors that this worker sends to `peer` in an iteration have arrived there.
+    """Number of first tensors of this worker to `peer` that have arrived there.
 
     Before `peer` made what is received here, it took these as inputs.
     """
@@ -87,9 +89,9 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def parse(cls, text: str, pipelines: Sequence[int] | None = None) -> "Instruction":
-        """Parse a line of text; `pipelines` has the number of each pipeline that the text names.
+        """Parse a line of text, with pipelines named as in `pipelines`.
 
-        By default, the text has the numbers. Raises ProgramError.
+        By default, the text has their numbers. Raises ProgramError.
         """
         match = _LINE.fullmatch(text)
         kind = None if match is None else _KINDS.get(match[2])
@@ -114,7 +116,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
 
 
 class ValueName(NamedTuple):
-    """Name of an activation or gradient: the one that passes before layer `layer` of a micro-batch."""
+    """Name of the activation or gradient before layer `layer` of a micro-batch."""
 
     tensor: Tensor
     layer: int
@@ -123,7 +125,7 @@ class ValueName(NamedTuple):
 
 
 class WorkerProgram(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Program of one live worker in every iteration, with all that the worker must know of the schedule."""
+    """Program of one live worker, with all that it must know of the schedule."""
 
     worker: Worker
     grid: Grid
@@ -168,12 +170,12 @@ class WorkerProgram(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return OpKind.A in kinds and not COMPUTE_KINDS.isdisjoint(kinds[kinds.index(OpKind.A):])
 
     def layers_of(self, slice: int) -> LayerRange:
-        """Return the range of layers of a slice, by its number: stages come first, then `slices`."""
+        """Return the layers of a slice, by its number: stages first, then `slices`."""
         stages = self.grid.layers_by_stage
         return stages[slice] if slice < len(stages) else self.slices[slice - len(stages)]
 
     def input_of(self, instruction: Instruction) -> ValueName | None:
-        """Return the name of the value that an op or a send takes; None if it takes none."""
+        """Return the name of the value that an op or a send takes, if any."""
         match instruction.kind:
             case OpKind.F | TransferKind.SEND_B:
                 return self._value_at(instruction, instruction.kind is OpKind.F, begins=True)
@@ -182,7 +184,7 @@ class WorkerProgram(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return None
 
     def output_of(self, instruction: Instruction) -> ValueName | None:
-        """Return the name of the value that an op or a receive makes; None if it makes none."""
+        """Return the name of the value that an op or a receive makes, if any."""
         match instruction.kind:
             case OpKind.I | OpKind.B | TransferKind.RECV_F:
                 return self._value_at(instruction, instruction.kind is TransferKind.RECV_F, begins=True)
@@ -191,7 +193,7 @@ class WorkerProgram(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return None
 
     def _value_at(self, instruction: Instruction, activation: bool, *, begins: bool) -> ValueName | None:
-        """Return the value where the slice of an instruction begins or ends; None where the model does."""
+        """Return the value at an end of an instruction's slice; None at the model's."""
         assert instruction.slice is not None and instruction.pipeline is not None
         assert instruction.microbatch is not None
         layer = self.layers_of(instruction.slice)[0 if begins else 1]
@@ -204,7 +206,7 @@ class WorkerProgram(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def build_program(schedule: Schedule, worker: Worker, ties: Sequence[Sequence[Worker]] = ()) -> WorkerProgram:
     """Lower a schedule to the program of one live worker.
 
-    The argument `ties` has all holders of each group of layers with shared parameters.
+    `ties` has all holders of each group of layers with shared parameters.
     """
     seat = schedule.seat_of[worker]
     group = next(group for group in pipeline_groups(schedule) if seat.role.pipeline in group)
@@ -225,10 +227,7 @@ def find_reduced_ranges(schedule: Schedule) -> list[set[LayerRange]]:
 
 
 def find_reductions(schedule: Schedule) -> dict[LayerRange, tuple[Worker, ...]]:
-    """Return, for each range of layers whose gradients are summed together, all live workers that take part.
-
-    The ranges are in ascending order.
-    """
+    """Return all live workers that sum gradients together, by range of layers, ascending."""
     ranges = find_reduced_ranges(schedule)
     workers: dict[LayerRange, set[Worker]] = defaultdict(set)
     for seat in schedule.seats:
@@ -241,8 +240,8 @@ def lower_ops(schedule: Schedule, worker: Worker, crossings: Sequence[Crossing])
     """Iterate over the instructions of a live worker; `crossings` are its transfers, by number.
 
     A send comes directly after the op that has made the tensor. A receive comes before the op that
-    takes it, before all transfers of higher numbers, and before each reduction that does not start before
-    the tensor is made: the sender may take part in it, and sends first.
+    takes it, before all transfers of higher numbers, and before each reduction that does not start
+    before the tensor is made: the sender may take part in it, and sends first.
     """
     ops = schedule.ops(worker)
     before: dict[int, list[Instruction]] = defaultdict(list)
@@ -262,7 +261,7 @@ def lower_ops(schedule: Schedule, worker: Worker, crossings: Sequence[Crossing])
 
 
 def _find_latest_receive(schedule: Schedule, ops: Sequence[Op], crossing: Crossing) -> int:
-    """Return the position of the target's op before which it receives a tensor at the latest."""
+    """Return the position of the op before which the target receives a tensor."""
     reductions = [] if schedule.has_overlap else [
         place for place, op in enumerate(ops[:crossing.taken]) if op.kind is OpKind.A]
     if not reductions:
@@ -274,7 +273,7 @@ def _find_latest_receive(schedule: Schedule, ops: Sequence[Op], crossing: Crossi
 def _lower_transfers(ops: Sequence[Op], worker: Worker, crossings: Sequence[Crossing]) -> Iterator[Instruction]:
     """Iterate over the instructions for these transfers of a worker."""
     last_taken: dict[Worker, list[int]] = defaultdict(list)
-    """For each target, how far its program must be to have taken all sends up to one."""
+    """Places, by target, of its program when it has taken all sends up to one."""
     for crossing in crossings:
         forward = crossing.tensor == "activation"
         if crossing.source == worker:

@@ -40,10 +40,7 @@ Rows = Mapping[Worker, tuple[Cell, ...]]
 
 
 def build_rows(schedule: Schedule) -> Rows:
-    """Return the rows of all live workers.
-
-    Raises NotWholeError if they do not run whole stages in place.
-    """
+    """Return the rows of live workers. Raises NotWholeError unless stages are whole, in place."""
     rows = _RowWriter(require_whole_stages(schedule)).write_cells()
     return {worker: tuple(cells) for worker, cells in rows.items()}
 

@@ -1,15 +1,16 @@
 """Define schedules as plain, frozen data that planner, checker, runtime and command line share.
 
-A model is a sequence of layers. A *slice* is a range of layers that one worker runs for one micro-batch; usually it is
-a stage. The *route* of a micro-batch is the slices that it passes: together they cover all layers in order, and each is
-run by a worker that holds its layers.
+A model is a sequence of layers. A *slice* is a range of layers that one worker runs for one
+micro-batch; usually it is a stage. The *route* of a micro-batch is the slices that it passes:
+together they cover all layers in order, and each is run by a worker that holds its layers.
 
-Times are integer ticks of `tick_seconds` each; intervals are half-open, [start, end). Memory is counted in integer
-multiples of `Memory.unit`. A program is stored once and shared by every worker that runs it. Its ops therefore name the
-pipeline of a micro-batch only if it differs from the pipeline of the role that runs them.
+Times are integer ticks of `tick_seconds` each; intervals are half-open, [start, end). Memory is
+counted in integer multiples of `Memory.unit`. A program is stored once and shared by every worker
+that runs it. Its ops therefore name the pipeline of a micro-batch only if it differs from the
+pipeline of the role that runs them.
 
-This module defines a whole schedule. It also has the names of its parts: `schedules.grid` defines the shape of a job,
-and `schedules.ops` ops with what they take.
+This module defines a whole schedule. It also has the names of its parts: `schedules.grid` defines
+the shape of a job, and `schedules.ops` ops with what they take.
 """
 
 from collections import defaultdict
@@ -60,15 +61,15 @@ T = TypeVar("T")
 
 
 class NoScheduleError(RuntimeError):
-    """Error: no schedule exists for the given failures and speeds of workers. The message is one line with the reason;
-    it is empty if the run has no planner for this case."""
+    """Error: no schedule exists for the given failures and speeds of workers. The message is one
+    line with the reason; it is empty if the run has no planner for this case."""
 
 
 Origin = Literal["own", "rerouted", "shed"]
 """Relation of a worker to a micro-batch that it runs.
 
-`own`: the micro-batch is of the worker's own pipeline. `rerouted`: it is of another pipeline whose own worker is down.
-`shed`: it is of another pipeline whose own worker is alive.
+`own`: the micro-batch is of the worker's own pipeline. `rerouted`: it is of another pipeline whose
+own worker is down. `shed`: it is of another pipeline whose own worker is alive.
 """
 
 
@@ -76,26 +77,28 @@ Origin = Literal["own", "rerouted", "shed"]
 
 
 class Scope(StrEnum):
-    """Set of schedules of which none is shorter than a lower bound. Scopes differ in what workers may hold and run.
+    """Set of schedules of which none is shorter than a lower bound. Scopes differ in what workers
+    may hold and run.
 
-    The scopes `OWN` to `LAYERS` are ordered from the narrowest to the widest: a bound for a wider one also holds for a
-    narrower one. `PLACEMENT` is outside of this order: of the others, its bounds hold for `OWN` only.
+    The scopes `OWN` to `LAYERS` are ordered from the narrowest to the widest: a bound for a wider
+    one also holds for a narrower one. `PLACEMENT` is outside of this order: of the others, its
+    bounds hold for `OWN` only.
     """
 
     OWN = "own micro-batches"
-    """Workers keep their layers. A live worker runs its stages for all micro-batches of its pipeline; of other
-    pipelines it runs only micro-batches of failed workers."""
+    """Workers keep their layers. A live worker runs its stages for all micro-batches of its
+    pipeline; of other pipelines it runs only micro-batches of failed workers."""
     STAGES = "whole stages"
-    """Workers keep their layers, and any holder of a stage may run it for any micro-batch."""
+    """Workers keep their layers; any holder of a stage may run any micro-batch."""
     PLACE = "layers in place"
-    """Workers keep their layers, and slices of a micro-batch may begin and end within a stage."""
+    """Workers keep their layers; slices may begin and end within a stage."""
     ROLES = "roles"
-    """Any roles may be vacant, as many as workers failed, and any live workers may play the others."""
+    """As many roles as failures are vacant; any live workers may play the others."""
     LAYERS = "any layers"
     """Any live worker may hold any layers."""
     PLACEMENT = "any placement"
-    """No worker has failed, and pipelines run their own micro-batches. Their workers may hold any virtual stages, and
-    may recompute activations."""
+    """No worker has failed, and pipelines run their own micro-batches. Their workers may hold any
+    virtual stages, and may recompute activations."""
 
     def is_valid_for(self, narrower: "Scope") -> bool:
         """Return whether a bound that is proven for this scope is also proven for `narrower`."""
@@ -125,15 +128,14 @@ Status = Literal["optimal", "feasible"]
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Schedule of one iteration of all live workers, repeated every `period_ticks`. Its rules are those of
-    `schedules.check`."""
+    """Schedule of one iteration of all live workers, repeated every `period_ticks`. Its rules are
+    those of `schedules.check`."""
 
     job: str
     tick_seconds: TickSeconds
     grid: Grid
     slices: tuple[LayerRange, ...] = ()
-    """Ranges of layers that a worker runs for a micro-batch and that are no stages; their numbers follow the
-    stages'."""
+    """Ranges of layers that workers run and that are no stages, numbered after these."""
     times: Times
     memory: Memory | None
     backward: BackwardMode
@@ -149,19 +151,17 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     status: Status
     method: str
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
-    """Scope of the lower bound (what the schedules that it covers may change), if the file gives it. Older files do
-    not."""
+    """Scope of the lower bound, which older files do not give."""
 
     def __repr__(self) -> str:
-        """Return one line about the schedule without its ops, which can be hundreds of thousands of characters."""
+        """Return one line about the schedule without its ops."""
         down = ", ".join(map(str, self.failed[:8])) + (", ..." if len(self.failed) > 8 else "")
         return (f"Schedule({self.job!r}: {self.grid.pipelines} pipelines x {self.grid.columns} stages, "
                 f"{f'{down} down, ' if down else ''}period {self.seconds(self.period_ticks):.6g} s, {self.status})")
 
     @cached_property
     def scope(self) -> Scope:
-        """Scope of the lower bound: what the schedules that it covers may change. If the file gives no scope, it is the
-        narrowest one that includes this schedule."""
+        """Scope of the lower bound; by default the narrowest that includes this schedule."""
         if self.bound_scope is not msgspec.UNSET:
             return self.bound_scope
         if any(seat.holds is not None for seat in self.seats):
@@ -171,8 +171,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return Scope.STAGES if self.failed or self.times.slow or len(set(self.grid.microbatches)) > 1 else Scope.OWN
 
     def with_bound(self, ticks: int, scope: Scope | msgspec.UnsetType) -> "Schedule":
-        """Return a copy of this schedule with another proven lower bound, in ticks, and the scope for which it is
-        proven."""
+        """Return a copy with another proven lower bound, in ticks, and its scope."""
         assert ticks <= self.period_ticks, f"a bound of {ticks} ticks is above the period of {self.period_ticks}"
         return msgspec.structs.replace(self, lower_bound_ticks=ticks, bound_scope=scope,
                                        status="optimal" if ticks == self.period_ticks else "feasible")
@@ -199,15 +198,15 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Seats whose worker plays a role other than its own. For a role of another column, the worker must load
-        layers."""
+        """Seats in another role; for one of another column, the worker loads layers."""
         return tuple(seat for seat in self.seats if seat.worker != seat.role)
 
     @cached_property
     def equivalence_class_of(self) -> Mapping[Worker, int]:
-        """Number of the class of each live worker; workers of one class run the same ops at the same times and speed.
+        """Number of each live worker's class, in order of first appearance.
 
-        Even thousands of workers usually have few classes. Numbers are in order of first appearance.
+        Workers of one class run the same ops at the same times and speed. Even thousands of workers
+        usually have few classes.
         """
         numbers: dict[tuple[object, ...], int] = {}
         return {seat.worker: numbers.setdefault(
@@ -223,8 +222,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return list(first.values())
 
     def compute_for_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
-        """Return the result of `value` for each live worker, by worker. The result must depend only on the worker's
-        ops: `value` is called once per class of equivalent workers."""
+        """Return `value` of each live worker, computed once per class, from its ops alone."""
         values = [value(seat.worker) for seat in self.representative_seats]
         return {worker: values[number] for worker, number in self.equivalence_class_of.items()}
 
@@ -239,7 +237,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             yield from place_ops(self.programs[seat.program], seat, self.times)
 
     def ops_on_compute(self, worker: Worker) -> list[Op]:
-        """Return the ops that occupy a worker's compute, in order: all but A if reductions overlap, else all."""
+        """Return a worker's ops on compute, in order: without A if reductions overlap."""
         return [op for op in self.ops(worker) if not (self.has_overlap and op.kind is OpKind.A)]
 
     def seconds(self, ticks: int) -> float:
@@ -248,16 +246,16 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def gap(self) -> float | None:
-        """Relative gap between period and lower bound, period / bound - 1; None if no bound above 0 is proven."""
+        """Relative gap, period / bound - 1; None if no bound above 0 is proven."""
         if not self.lower_bound_ticks:
             return None if self.period_ticks else 0.0
         return self.period_ticks / self.lower_bound_ticks - 1
 
     def origin(self, op: Op) -> Origin:
-        """Return whose work an op is: `own` if its micro-batch is of its worker's pipeline, else `rerouted` if the
-        micro-batch's own worker is down, or `shed` if that is alive.
+        """Return whose work an op is: `own`, `rerouted` or `shed`.
 
-        Ops without a micro-batch are `own`.
+        It is `own` if its micro-batch is of its worker's pipeline or it has none, else `rerouted`
+        if the micro-batch's own worker is down, or `shed` if that is alive.
         """
         if op.pipeline is None or op.microbatch is None or op.slice is None or \
                 op.pipeline == self.seat_of[op.worker].role.pipeline:
@@ -266,20 +264,17 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def rerouted(self) -> int:
-        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs because their own worker is
-        down."""
+        """Number of pairs (micro-batch, slice) run elsewhere because their worker is down."""
         return self._foreign_slice_counts[True]
 
     @property
     def shed(self) -> int:
-        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs although their own worker is
-        alive."""
+        """Number of pairs (micro-batch, slice) run elsewhere although their worker is alive."""
         return self._foreign_slice_counts[False]
 
     @cached_property
     def _foreign_slice_counts(self) -> Mapping[bool, int]:
-        """Number of pairs (micro-batch, slice) that another pipeline's worker runs: under the key True those whose own
-        worker is down, under False the others."""
+        """Number of pairs (micro-batch, slice) run elsewhere, by whether their worker is down."""
         count = {True: 0, False: 0}
         named = [[op for op in program if op.kind is OpKind.F and op.pipeline is not None] for program in self.programs]
         for seat in self.seats:
@@ -292,7 +287,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     # --- Slices, holdings and routes ----------------------------------------------------------------------------------
 
     def layers_of(self, slice: int) -> LayerRange:
-        """Return the range of layers of a slice, by its number: stages come first, then `slices`."""
+        """Return the layers of a slice, by its number: stages first, then `slices`."""
         return self.layers_by_slice[slice]
 
     @cached_property
@@ -301,7 +296,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.grid.layers_by_stage + self.slices
 
     def slice_text(self, slice: int) -> str:
-        """Return text that names a slice: `stage 3` or, if it is not a stage, `layers 4 to 6`."""
+        """Return text that names a slice: `stage 3`, or `layers 4 to 6`."""
         return f"stage {slice}" if slice < len(self.grid.stages) else layers_text(self.layers_of(slice))
 
     def op_text(self, op: Op) -> str:
@@ -316,7 +311,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.held_layers_of_seat(self.seat_of[worker])
 
     def held_layers_of_seat(self, seat: Seat) -> tuple[LayerRange, ...]:
-        """Return the layers that the worker of a seat holds, as ascending ranges that do not touch."""
+        """Return the layers of a seat's worker, as ascending ranges that do not touch."""
         return self.held_layers_of_column(seat.role.column) if seat.holds is None else seat.holds
 
     def held_layers_of_column(self, column: int) -> tuple[LayerRange, ...]:
@@ -324,17 +319,17 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.grid.held_layers_by_column[column]
 
     def has_moved_layers(self, seat: Seat) -> bool:
-        """Return whether the worker of a seat holds other layers than those of its role's stages."""
+        """Return whether a seat's worker holds other layers than its role's stages."""
         return seat.holds is not None and seat.holds != self.held_layers_of_column(seat.role.column)
 
     def route_of(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """Return the numbers of the slices that a micro-batch passes, in order. Empty if no worker runs the
-        micro-batch."""
+        """Return the slices that a micro-batch passes, in order; empty if nobody runs it."""
         return self.common_route or self.routes.get((pipeline, microbatch), ())
 
     @cached_property
     def common_route(self) -> Sequence[int]:
-        """Numbers of all stages, in order, if every micro-batch passes exactly these; else empty."""
+        """Numbers of all stages, in order, if every micro-batch passes exactly these; else
+        empty."""
         return self.grid.stages_of_microbatch(0) if not self.slices and self.grid.chains == 1 else ()
 
     @cached_property
@@ -351,9 +346,10 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 for route in [tuple(sorted(slices, key=lambda slice: (self.layers_by_slice[slice], slice)))]}
 
     def is_own_worker_down(self, pipeline: int, microbatch: int, slice: int) -> bool:
-        """Return whether a worker is down that would run these layers in the micro-batch's own pipeline.
+        """Return whether a worker of these layers in the own pipeline is down.
 
-        If so, a worker of another pipeline that runs the slice runs it *re-routed*; otherwise *shed*.
+        If so, a worker of another pipeline that runs the slice runs it *re-routed*; otherwise
+        *shed*.
         """
         chain = microbatch % self.grid.chains
         key = (pipeline, chain, slice)

@@ -29,10 +29,7 @@ from slipstream.schedules.program import (
 from slipstream.schedules.schedule import BackwardMode, Grid, OptimizerMode, Schedule, Seat, Worker
 
 SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
-"""Form in which `Sums` is stored.
-
-A column stands for all of its live workers. So a failure changes nothing.
-"""
+"""Form in which `Sums` is stored: columns mean all live workers, whoever fails."""
 DIGEST_CHARACTERS = 32
 
 
@@ -46,20 +43,14 @@ class ProgramFrame(msgspec.Struct, frozen=True):
 
 
 class WorkerShare(NamedTuple):
-    """Part of a divided schedule that one worker needs.
-
-    It is the worker's seat, and the digests of all else: keys of `DividedSchedule.contents`.
-    """
+    """Part of a divided schedule that one worker needs: its seat, and digests of contents."""
 
     seat: Seat
     """Seat of the worker (role, held layers), in which its program is number 0."""
     pipelines: tuple[int, ...]
     """Numbers of the pipelines that the worker's program names by index."""
     frame: str
-    """Digest of what all workers know: the schedule without seats and programs.
-
-    The fields `work` and `sums` are the digests of the worker's program and of its gradient sums.
-    """
+    """Digest of what all know; `work` and `sums` are those of program and gradient sums."""
     work: str
     sums: str
 
@@ -74,10 +65,7 @@ class WorkerShare(NamedTuple):
 
 
 class DividedSchedule(msgspec.Struct, frozen=True):
-    """Schedule, divided into the share that each worker needs.
-
-    What several shares have in common is stored once.
-    """
+    """Schedule, divided into workers' shares; what several have in common is stored once."""
 
     failed: tuple[Worker, ...]
     shares: dict[Worker, WorkerShare]
@@ -86,21 +74,18 @@ class DividedSchedule(msgspec.Struct, frozen=True):
 
 
 EquivalentSchedule = tuple[DividedSchedule, Mapping[int, int]]
-"""Divided schedule with other pipeline numbers and all workers in their own roles.
-
-It also has the new number of each pipeline.
-"""
+"""Divided schedule of other pipeline numbers without moved roles, with the new numbers."""
 
 
 def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None, *,
                     ties: Sequence[Sequence[Worker]] = ()) -> DividedSchedule:
     """Divide a schedule into shares of its workers.
 
-    `ties` has all holders of each group of layers with tied parameters. The argument `alike` is a
-    pair: a divided schedule that differs from this one only in pipeline numbers, and the new number
-    of each of its pipelines. Its programs are reused, which saves nearly all of the computation.
-    The order of tensors that are planned for the same instant may then differ, but all workers can
-    follow either order.
+    `ties` has all holders of each group of layers with tied parameters. `alike` is a pair: a
+    divided schedule that differs from this one only in pipeline numbers, and the new number of each
+    of its pipelines. Its programs are reused, which saves nearly all of the computation. The order
+    of tensors that are planned for the same instant may then differ, but all workers can follow
+    either order.
     """
     contents: dict[str, bytes] = {}
 
@@ -171,11 +156,7 @@ def assemble_program(
 def _encode_programs(
     schedule: Schedule, store: Callable[[object], str]
 ) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Store each worker's program, and yield the worker with its pipelines and digest.
-
-    The pipelines are the numbers of those that the program names by index. The function `store`
-    stores a program and returns its digest.
-    """
+    """Store each worker's program, and yield the worker with its pipelines and digest."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
@@ -216,14 +197,7 @@ def _lower_to_text(schedule: Schedule, worker: Worker, crossings: Sequence[Cross
 def _encode_sums(
     schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Callable[[object], str]
 ) -> Iterator[str]:
-    """Iterate over the seats, each as the digest of what its worker sums.
-
-    That is the layers that it all-reduces, with the workers that take part, and the groups of
-    layers with tied parameters that it holds.
-
-    The argument `ties` has all holders of each such group. The function `store` stores the content
-    and returns its digest.
-    """
+    """Iterate over the seats, each as the digest of what its worker sums."""
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
     for number, workers in tied:
@@ -239,11 +213,7 @@ def _encode_sums(
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return each program's all-reduces, as pairs of layers and workers that take part.
-
-    The workers are given by the number of their column if they are all of its live workers, else as
-    a tuple.
-    """
+    """Return each program's all-reduces, as pairs of layers and workers that take part."""
     live = Counter(seat.worker.column for seat in schedule.seats)
     reducers: dict[LayerRange, tuple[Worker, ...] | int] = {}
     for layers, holders in find_reductions(schedule).items():

@@ -1,7 +1,4 @@
-"""Find pipelines, and groups of them, that behave identically.
-
-They are checked once and shown once.
-"""
+"""Find pipelines, and groups of them, that behave identically, to do each once."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,10 +8,7 @@ from slipstream.schedules.memory import activation_room
 from slipstream.schedules.schedule import LayerRange, Program, Schedule, with_pipeline_numbers
 
 Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
-"""Properties of the worker that plays a role.
-
-(speed per mille or None, memory for activations, held layers if listed)
-"""
+"""Properties of a role's worker: (per mille or None, activation memory, listed layers)."""
 RoleProgram = tuple[int, int, Player]
 """Role of a pipeline and what it runs: (column, program number, properties of its worker)."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]
@@ -68,11 +62,7 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 
 def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
-    """Return the roles that live workers play in each pipeline, by the pipeline's number.
-
-    Each is given by its column, the number of its program, and what its worker's behaviour depends
-    on: speed, memory for activations, and held layers.
-    """
+    """Return the roles that live workers play in each pipeline, by the pipeline's number."""
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
@@ -84,13 +74,7 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 def _canonical_number(
     program: Program, number: int, number_of: Mapping[int, int], first_numbers: dict[Program, int]
 ) -> int:
-    """Return the number of the first program that equals this one within its group.
-
-    Pipelines are compared by their positions in the group. The argument `number` is the own number
-    of `program`, which it keeps if it runs no re-routed micro-batches. `number_of` has the position
-    of each pipeline of its group. `first_numbers` has the number of each program (with positions)
-    found before; a new one is added.
-    """
+    """Return the number of the first program that equals this one within its group."""
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number
     return first_numbers.setdefault(with_pipeline_numbers(program, number_of), number)

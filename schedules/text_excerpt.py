@@ -54,11 +54,7 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
 
 
 def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
-    """Return at most MAX_ROWS workers to draw around an op, sorted.
-
-    They are `worker` and those nearest to it in its own and the op's pipeline; for A also its
-    peers.
-    """
+    """Return at most MAX_ROWS workers to draw around an op, sorted."""
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
     together = op is not None and op.kind is OpKind.A
@@ -71,12 +67,7 @@ def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[
 
 
 def _draw_line(ops: Iterable[Op], marked: Op | None, pipeline: int, first: int, ticks: int) -> str:
-    """Draw a worker's ops in one line: `F3--`, re-routed `F1.3`.
-
-    Widths are in proportion to lengths. The worker's pipeline is `pipeline`. The line begins at
-    tick `first`; an op of `ticks` ticks is OP_CHARACTERS wide. The op that is marked is drawn last,
-    over the others.
-    """
+    """Draw a worker's ops in one line: `F3--`, re-routed `F1.3`."""
     cells = [" "] * MAX_COLUMNS
     for op in sorted(ops, key=lambda op: op == marked):
         label = _op_label(op, pipeline)
@@ -87,28 +78,19 @@ def _draw_line(ops: Iterable[Op], marked: Op | None, pipeline: int, first: int, 
 
 
 def _visible_columns(op: Op, first: int, ticks: int) -> range:
-    """Return the positions of an op in a line that begins at `first`.
-
-    There is at least one. An op of `ticks` ticks is OP_CHARACTERS wide.
-    """
+    """Return the positions of an op in a line that begins at `first`."""
     begin = _column_of_tick(op.start_ticks, first, ticks)
     end = max(begin + 1, _column_of_tick(op.end_ticks, first, ticks))
     return range(max(begin, 0), min(end, MAX_COLUMNS))
 
 
 def _column_of_tick(tick: int, first: int, ticks: int) -> int:
-    """Return the character position of a tick in a line that begins at tick `first`.
-
-    An op of `ticks` ticks is OP_CHARACTERS wide.
-    """
+    """Return the character position of a tick in a line that begins at tick `first`."""
     return (tick - first) * OP_CHARACTERS // ticks
 
 
 def _op_label(op: Op, pipeline: int) -> str:
-    """Return the text of an op: `F3`, or `F1.3` for another pipeline's micro-batch.
-
-    The worker is of pipeline `pipeline`. A and O have their letter only.
-    """
+    """Return the text of an op: `F3`, or `F1.3` for another pipeline's micro-batch."""
     if op.microbatch is None:
         return str(op.kind)
     return (

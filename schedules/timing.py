@@ -34,19 +34,13 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """Random and constant factors on the durations of compute ops in a replay."""
 
     spread: float = 0.0
-    """Standard deviation of the logarithm of the random factor on each compute op's duration.
-
-    The mean factor is 1.
-    """
+    """Standard deviation of the logarithm of compute ops' random factor, of mean 1."""
     slow: Mapping[Worker, float] = {}
     """Factors by which all compute ops of some workers take longer, by worker."""
 
 
 class ReplayStep(NamedTuple):
-    """Step of a replay, an op or a whole all-reduce.
-
-    It has the workers that it occupies and the steps that it waits for.
-    """
+    """Step of a replay: an op or whole all-reduce, its workers and awaited steps."""
 
     op: Op
     """Op of this step; of an all-reduce, its longest A."""
@@ -57,10 +51,7 @@ class ReplayStep(NamedTuple):
     links; O occupies the worker and its link.
     """
     sources: tuple[tuple[int, int], ...]
-    """Steps of other workers that this step waits for.
-
-    Each is a pair (index of the step, ticks that its tensor needs to arrive).
-    """
+    """Awaited steps of other workers: pairs (index, ticks until the tensor arrives)."""
 
     @property
     def planned_ticks(self) -> int:
@@ -69,10 +60,7 @@ class ReplayStep(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """True if noise and a worker's speed change the step's duration.
-
-        So it is for all ops but A and O.
-        """
+        """True if noise and speed change the duration: not that of A or O."""
         return self.op.kind in COMPUTE_KINDS
 
 
@@ -144,12 +132,7 @@ def _run_iteration(
     spread: float,
     random: np.random.Generator,
 ) -> None:
-    """Replay one iteration in all replays at once, and update `free`.
-
-    That is the time from which each worker is free, [workers, replays]. Times are in seconds.
-    `steps` are ops and whole all-reduces, and `lengths` has the duration of each; `spread` is that
-    of `Noise`.
-    """
+    """Replay one iteration in all replays at once, and update `free`."""
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
         start = free[step.workers[0]]
@@ -220,11 +203,7 @@ def _ops_by_reduction(
 def _remote_sources(
     key: OpKey, worker: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the steps of other workers that op `key` of worker `worker` waits for.
-
-    Each is a pair (index of its `ReplayStep`, ticks of the transfer). The mapping `done` has the
-    index of the step and the worker of each op that has become a step so far.
-    """
+    """Yield the steps of other workers that op `key` of worker `worker` waits for."""
     _, _, pipeline, microbatch = key
     for producer, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
         if producer in done and done[producer][1] != worker:
@@ -232,9 +211,7 @@ def _remote_sources(
 
 
 def _require_valid(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:
-    """Raise ValueError unless the arguments of `replay_with_noise` are in range and name live
-    workers.
-    """
+    """Raise ValueError unless the arguments of `replay_with_noise` are valid."""
     if replays < 1 or iterations < 2:
         raise ValueError(
             f"{replays} replays of {iterations} iterations; expected at least 1 of at least 2"

@@ -1,7 +1,4 @@
-"""Decide whether the workers of a schedule run whole stages in place.
-
-Rows of ops can name nothing else.
-"""
+"""Decide whether workers run whole stages in place, all that rows of ops can name."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,10 +13,7 @@ WITHOUT_LAYERS = "plan a job without [placement] layers, whose stages are not cu
 
 
 class NotWholeError(ValueError):
-    """Error for a schedule in which a worker runs parts of stages, or others' stages.
-
-    The message is one line.
-    """
+    """One-line error: a worker runs parts of stages, or others' stages."""
 
 
 def with_whole_stages(schedule: Schedule) -> Schedule:
@@ -50,10 +44,7 @@ def with_whole_stages(schedule: Schedule) -> Schedule:
 def _divide_op(
     schedule: Schedule, op: ProgramOp, stages: Sequence[int] | None
 ) -> Iterator[ProgramOp]:
-    """Iterate over the ops of these stages, in place of an op.
-
-    The op itself if None.
-    """
+    """Iterate over the ops of these stages, in place of an op. The op itself if None."""
     if stages is None:
         yield op
         return
@@ -85,10 +76,7 @@ def require_whole_stages(schedule: Schedule) -> Schedule:
 
 
 def has_whole_stages(schedule: Schedule) -> bool:
-    """Return whether workers run whole stages in place.
-
-    If so, rows of all pipelines can be written.
-    """
+    """Return whether workers run whole stages in place, as rows of ops require."""
     try:
         require_whole_stages(schedule)
     except NotWholeError:

@@ -16,10 +16,7 @@ def nice_step(span: float, count: int) -> float:
 
 
 def label_times(seconds: float, step: float) -> list[tuple[float, str]]:
-    """Return pairs (time in seconds, label) for an axis, `step` apart.
-
-    They reach from 0 to before `seconds`. The first label has the unit: `0 ms`, `20`, `40`.
-    """
+    """Return (seconds, label) from 0 to before `seconds`, `step` apart: `0 ms`, `20`, `40`."""
     unit, name = next(
         ((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step * 2 >= unit),
         (1e-6, "us"),

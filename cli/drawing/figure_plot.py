@@ -25,10 +25,7 @@ COLOURS = (
 )
 MARKERS = "osD^vP"
 MAX_HORIZONTAL_NAMES = 8
-"""Maximum number of groups of bars with horizontal names.
-
-Names of more groups are rotated, to avoid overlap.
-"""
+"""Maximum number of groups of bars whose names are not rotated, to avoid overlap."""
 
 
 def draw_figure(figure: Figure) -> bytes:

@@ -1,7 +1,4 @@
-"""Define the name and colour of each kind of op.
-
-The terminal, pictures and pages share them.
-"""
+"""Define each kind of op's name and colour, in terminal, pictures and pages."""
 
 from slipstream.schedules.schedule import OpKind
 

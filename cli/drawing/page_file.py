@@ -11,26 +11,17 @@ _FOLDER = files("slipstream.cli") / "page"
 
 
 def read_texts(*names: str) -> str:
-    """Return the concatenated text of these files of `cli/page/`.
-
-    They are such as styles or scripts.
-    """
+    """Return the concatenated text of these files of `cli/page/`, as styles or scripts."""
     return "\n".join((_FOLDER / name).read_text("utf-8") for name in names)
 
 
 def to_json(value: object) -> str:
-    """Encode a value as JSON for a script element of HTML.
-
-    `<` is escaped, because it must not begin a tag.
-    """
+    """Encode a value as JSON for a script element of HTML, with `<` escaped."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def pack_json(value: object) -> str:
-    """Encode a value as JSON, compressed with zlib and in base64.
-
-    The page decompresses it on demand.
-    """
+    """Encode a value as JSON, with zlib and base64, which the page decompresses on demand."""
     return base64.b64encode(zlib.compress(to_json(value).encode(), 9)).decode()
 
 

@@ -1,7 +1,4 @@
-"""Define what the reports of simulations and of the benchmark share.
-
-They share tables, and a style in light, dark and print.
-"""
+"""Define what reports share: tables, and a style in light, dark and print."""
 
 from collections.abc import Sequence
 from html import escape
@@ -52,10 +49,7 @@ document.getElementById('theme').addEventListener('change', event => {
 
 
 def build_document(title: str, body: str, script: str = "") -> bytes:
-    """Return an HTML file that needs no network and no fonts.
-
-    `body` and `script` are inserted unchanged.
-    """
+    """Return an HTML file without network or fonts; `body` and `script` go in unchanged."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -17,17 +17,11 @@ from slipstream.runtime.events import FetchAbandoned, FetchBegun, Finished, Hand
 from slipstream.runtime.run_record import GenerationRecord, RunRecord
 
 MAX_POINTS = 2000
-"""Approximate maximum number of points of a chart.
-
-In longer runs a point represents several iterations.
-"""
+"""Approximate maximum of points of a chart; beyond, one is for several iterations."""
 _MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)
 _SHORT_STEPS = tuple(factor * 10.0**power for power in range(-6, 1) for factor in (1, 2, 5))
 TIME_STEPS = (*_SHORT_STEPS, 10.0, 15.0, 30.0, *(60.0 * minutes for minutes in _MINUTES))
-"""Round numbers of seconds from one axis label to the next.
-
-From a minute on, they are those of a clock.
-"""
+"""Round numbers of seconds between axis labels; from a minute on, a clock's."""
 HEIGHT = 100
 """Height of every chart, in units of its `viewBox`."""
 
@@ -115,10 +109,7 @@ def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def choose_ticks(total: float) -> list[float]:
-    """Return the times of axis labels for a run of `total` seconds.
-
-    They are multiples of a round step, from 0.
-    """
+    """Return the times of labels, multiples of a round step from 0, in `total` seconds."""
     step = next((step for step in TIME_STEPS if step >= total / 8), nice_step(total, 8))
     return [index * step for index in range(math.floor(total / step + 1e-9) + 1)]
 
@@ -147,10 +138,7 @@ def _draw_throughput(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_missing(run: RunRecord) -> str:
-    """Return a chart, as HTML, of the number of missing workers over time.
-
-    One worker of thousands is visible here, which it would not be in the number of live workers.
-    """
+    """Return a chart, as HTML, of the number of missing workers over time."""
     workers = run.starts[-1].workers
     missing = [(stretch, workers - stretch.order.live) for stretch in run.stretches]
     top = nice_top(float(max([count for _, count in missing], default=1)))
@@ -175,10 +163,7 @@ def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_phases(run: RunRecord) -> str:
-    """Return a strip, as HTML, with the phase of each generation over time.
-
-    The times in which layers moved are drawn over it.
-    """
+    """Return a strip, as HTML, with the phase of each generation over time."""
     parts = [
         f'<rect class="{stretch.order.phase.replace(" ", "-")}" x="{stretch.begin:.3f}" '
         f'width="{stretch.end - stretch.begin:.3f}" '
@@ -207,10 +192,7 @@ def describe_generation(stretch: GenerationRecord) -> str:
 
 
 def find_starting(run: RunRecord) -> list[tuple[float, float]]:
-    """Return the intervals from each start of the run to its first generation.
-
-    They are (begin, end), in seconds of the run.
-    """
+    """Return the (begin, end) seconds from each start of the run to its first generation."""
     starts = [happened.at for happened in run.events if isinstance(happened.event, Started)]
     intervals = []
     for start, following in zip(starts, [*starts[1:], run.seconds], strict=True):

@@ -70,9 +70,8 @@ def build_report(
 ) -> bytes:
     """Return the report on a comparison of policies, an HTML file, as bytes.
 
-    The argument `job` is the name of the job for the title, `shape` a text with its size, and
-    `notes` are lines with further assumptions. `tokens` is the number of tokens in a sample, or
-    None if it is unknown.
+    Its title has `job`, the job's name, and `shape`, its size; `notes` are lines with further
+    assumptions. `tokens` is the number of tokens in a sample, or None if it is unknown.
     """
     shown = _initially_shown(result)
     parts = [
@@ -117,10 +116,7 @@ def rank_policies(result: Comparison) -> list[str]:
 
 
 def _compare_leader(result: Comparison) -> str:
-    """Compare the policy of highest throughput with the second and the last, in sentences.
-
-    If it is one of this project's policies (`OURS`), the others of this project are left out.
-    """
+    """Compare the policy of highest throughput with the second and the last, in sentences."""
     order, runs = rank_policies(result), result.runs
     if not order:
         return "Only reference lines were asked for."
@@ -146,10 +142,7 @@ def _compare_leader(result: Comparison) -> str:
 
 
 def _compare_planned(result: Comparison, best: str) -> str:
-    """Return a sentence on the next policy if all run this planner's schedules.
-
-    Empty if none does.
-    """
+    """Return a sentence on the next policy if all run this planner's schedules."""
     if best not in OURS or not result.planned:
         return ""
     name, run = max(result.planned.items(), key=lambda item: item[1].throughput)
@@ -160,21 +153,14 @@ def _compare_planned(result: Comparison, best: str) -> str:
 
 
 def _initially_shown(result: Comparison) -> set[str]:
-    """Return the names of the policies whose lines are visible at first.
-
-    They are the best one of all, and the best and the worst of those not of this project (`OURS`);
-    more lines would hide each other. All are visible if there are only reference lines.
-    """
+    """Return the names of the policies whose lines are visible at first."""
     order = rank_policies(result)
     others = [name for name in order if name not in OURS]
     return {*order[:1], *others[:1], *others[-1:]} or set(result.runs)
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return one line with the throughput of the first policy and its ratios to others.
-
-    Reference lines are left out.
-    """
+    """Return a line with the first policy's throughput and ratios to other systems'."""
     real = {
         name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference
     }
@@ -192,10 +178,7 @@ def summarize_comparison(result: Comparison) -> str:
 
 
 def describe_trace(trace: AvailabilityTrace) -> str:
-    """Return one line of text about an availability trace.
-
-    It has its length, its losses, and its mean number of live workers.
-    """
+    """Return a line on an availability trace: length, losses, mean live workers."""
     more = [
         text
         for count, text in (
@@ -214,8 +197,7 @@ def describe_trace(trace: AvailabilityTrace) -> str:
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
     """Return the tokens trained in `run` per hour and GPU of the live workers.
 
-    Idle ones count. The argument `tokens` is the number of tokens in a sample. The result is None
-    if that or the number of GPUs is unknown.
+    Idle ones count; a sample has `tokens` tokens. None if that or the number of GPUs is unknown.
     """
     gpus = result.trace.mean_live_machines * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
@@ -228,10 +210,7 @@ def policy_colour(policy: str) -> str:
 
 
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
-    """Return the hours of live workers per 1,000 samples trained in `run`.
-
-    None if no sample was trained.
-    """
+    """Return the hours of live workers per 1,000 samples of `run`; None without samples."""
     return result.trace.mean_live_machines / run.throughput / 3.6 if run.throughput else None
 
 
@@ -345,10 +324,7 @@ def _hours_by_cause(result: Comparison, name: str) -> dict[Cause, float]:
 
 
 def _schedule_and_failures_chart(result: Comparison) -> str:
-    """Return a chart of two colours, for hours lost to schedule and to failures.
-
-    The schedule is the policy's own.
-    """
+    """Return a chart of two colours, for hours lost to schedule and to failures."""
     rows = {}
     for name in rank_policies(result):
         lost = _hours_by_cause(result, name)
@@ -409,10 +385,7 @@ def _causes_chart(result: Comparison) -> str:
 
 
 def _find_axis_end(rows: Mapping[str, Mapping[Any, float]]) -> float:
-    """Return the hours at which the axis ends for bars with these parts.
-
-    They are those of the longest bar.
-    """
+    """Return the hours at which the axis ends for bars with these parts."""
     return max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
 
 
@@ -421,8 +394,8 @@ def draw_hours_by_cause(
 ) -> str:
     """Return a chart, as HTML, with a stacked bar of lost hours for each policy.
 
-    A bar has a part for each cause. The argument `rows` has the hours by policy and cause, of
-    `hours` in all. The axis ends at `top`; None: at `hours`.
+    A bar has a part for each cause, of `hours` in all, by policy and cause in `rows`. The axis ends
+    at `top`; None: at `hours`.
     """
     legend = ""
     for cause in Cause:

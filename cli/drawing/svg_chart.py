@@ -25,10 +25,7 @@ LABEL_WIDTH = 44
 
 
 class StepLine(NamedTuple):
-    """Line of a chart that is constant between consecutive edges of the x axis.
-
-    It has one value for each interval.
-    """
+    """Line of a chart, constant between edges of the x axis, with a value each."""
 
     name: str
     colour: str
@@ -187,10 +184,7 @@ def draw_tornado(
 
 
 def nice_top(value: float) -> float:
-    """Return the end of an axis for values up to `value`.
-
-    It is a round number at or above it.
-    """
+    """Return the end of an axis for `value`: a round number at or above it."""
     step = nice_step(value or 1.0, 5)
     return math.ceil((value or 1.0) / step - 1e-9) * step
 

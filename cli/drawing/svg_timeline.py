@@ -35,15 +35,9 @@ BOTTOM = 34
 WIDTH = 1000
 """Usual length of the time axis, in pixels."""
 MAX_WIDTH = 3000
-"""Maximum length of the time axis, in pixels.
-
-Only labels of re-routed ops make it longer than usual.
-"""
+"""Maximum pixels of the time axis, which only re-routed ops' labels lengthen."""
 LABEL_ROOM = 5
-"""Number of characters for which the shortest re-routed op has room.
-
-Holds if `MAX_WIDTH` allows it.
-"""
+"""Characters for which the shortest re-routed op has room, within `MAX_WIDTH`."""
 MAX_OPS = 200_000
 MAX_MARKS = 12
 """Maximum number of labels of the time axis."""
@@ -69,10 +63,7 @@ HATCH = (
 
 
 def draw_schedule(schedule: Schedule) -> bytes:
-    """Return an SVG picture of all workers of a schedule.
-
-    Raises ValueError if there are more than `MAX_OPS` ops.
-    """
+    """Return an SVG picture of all workers. Raises ValueError for more than `MAX_OPS` ops."""
     count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if count > MAX_OPS:
         raise ValueError(f"{count} ops are too many for a picture (at most {MAX_OPS})")
@@ -121,10 +112,7 @@ def _axis_width(schedule: Schedule, horizon: int) -> int:
 
 
 def _draw_axis(seconds: float, width: int, height: int) -> Iterator[str]:
-    """Yield SVG of labels and faint vertical lines at round numbers of seconds.
-
-    The axis has `width` pixels for `seconds`, in a drawing of this `height`.
-    """
+    """Yield SVG of labels and faint vertical lines at round numbers of seconds."""
     for at, label in label_times(seconds, nice_step(seconds, MAX_MARKS)):
         x = LEFT + at / seconds * width
         yield (
@@ -156,11 +144,7 @@ def _draw_row(
 
 
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
-    """Yield SVG of an op: a rectangle and, if there is room, a label.
-
-    If the worker holds several stages, that of the op is number `chunk` of these, from 0. The
-    worker's row has its upper edge at `y`. There are `scale` pixels per tick.
-    """
+    """Yield SVG of an op: a rectangle and, if there is room, a label."""
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
     x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
@@ -187,11 +171,7 @@ def _draw_box(
     line: str,
     inside: str,
 ) -> str:
-    """Return SVG of a rectangle in the colour and stripes of a kind of op.
-
-    The colour is lighter unless `chunk` is 0. The attributes of the outline are `line`, and
-    `inside` is the content of the element.
-    """
+    """Return SVG of a rectangle in the colour and stripes of a kind of op."""
     faint = f' fill-opacity="{LIGHTER_OPACITY}"' if chunk else ""
     parts = [
         f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
@@ -210,10 +190,7 @@ def _draw_box(
 
 
 def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
-    """Return the most informative label of an op with at most `room` characters.
-
-    "" if none has. A label may lack the letter of the kind, which colour and stripes also tell.
-    """
+    """Return the most informative label of an op with at most `room` characters. "" if none has."""
     texts = op_labels(op, schedule, prime)
     if op.microbatch is not None:
         foreign = schedule.origin(op) != "own"

@@ -25,18 +25,12 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.symmetry import find_equal_pipelines
 
 FULL_ROWS = 32
-"""Largest number of workers for which each has a row in a measured iteration.
-
-There all times differ.
-"""
+"""Largest number of workers with a row each in a measured iteration, all unlike."""
 MAX_ROWS = 64
 """Maximum number of lines for workers if the height of the screen is unknown."""
 MIN_ROWS = 4
 OTHER_LINES = 3
-"""Number of lines of a drawing that are not rows of workers.
-
-Axis, legend, and the count of what is not drawn.
-"""
+"""Lines of a drawing besides workers: axis, legend, and what is not drawn."""
 MIN_COLUMNS = 24
 LABEL_COLUMNS = 10
 """Minimum distance of labels on the time axis, in characters."""
@@ -65,10 +59,7 @@ def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> 
 
 
 def draw_measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
-    """Return a drawing, in `width` characters, of an iteration as it was measured.
-
-    The workers are those of this schedule.
-    """
+    """Return a drawing, `width` characters wide, of a measured iteration's workers."""
     grid = schedule.grid
     equal: list[tuple[int, ...]] = [(pipeline,) for pipeline in range(grid.pipelines)]
     if grid.pipelines * grid.columns > FULL_ROWS:
@@ -142,11 +133,7 @@ def _draw(
 
 
 def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
-    """Return a scale that fits all ops into `columns` characters.
-
-    If possible, the greatest common divisor of all starts and ends of ops, in ticks, becomes a
-    whole number of characters, at least two.
-    """
+    """Return a scale that fits all ops into `columns` characters."""
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
     per_unit = columns // (horizon // unit)
@@ -186,10 +173,7 @@ def _choose_label(op: Op, schedule: Schedule, width: int) -> str:
 
 
 def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
-    """Return the time axis as one line of text: `|0 s       |10       |20`.
-
-    Labels are a round number of seconds apart.
-    """
+    """Return the time axis as one line of text: `|0 s |10 |20`."""
     per_column = scale.down * tick_seconds / scale.up
     axis = ""
     for at, label in label_times(
@@ -227,10 +211,7 @@ def _to_blocks(
 
 
 def _workers_of_block(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
-    """Return the workers to draw for `block`, a set of pipelines.
-
-    They run the same programs: the first pipeline's workers are drawn.
-    """
+    """Return the workers to draw for `block`, a set of pipelines."""
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
@@ -244,10 +225,7 @@ def _block_title(block: tuple[int, ...]) -> str:
 
 
 def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
-    """Return the lines of the legend of these ops, at most `width` characters each.
-
-    Rich would break entries at their spaces, even those that must not be broken.
-    """
+    """Return the lines of the legend of these ops, at most `width` characters each."""
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
     if schedule.has_overlap:
         used.discard(OpKind.A)

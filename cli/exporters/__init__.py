@@ -1,4 +1,5 @@
-"""Formats of other programs. `slipstream show` writes that of `perfetto`, and `slipstream export` all others."""
+"""Formats of other programs. `slipstream show` writes that of `perfetto`, and `slipstream export`
+all others."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,19 +10,20 @@ class ExportError(ValueError):
 
 
 class Exporter(NamedTuple):
-    """Format that `slipstream export` writes, with the modules that write it. Those that import torch are imported only
-    when they are used."""
+    """Format that `slipstream export` writes, with its modules, imported only at use."""
 
     meaning: str
     """What is written, for the help of `--to`."""
     modules: Mapping[str, str]
-    """Modules of this package: for "schedule" one that defines `export_schedule`, for "job" `export_job`, for
-    "checkpoint" `export_checkpoint`.
+    """Modules of this package by what they export: schedule, job, checkpoint.
 
-    The first two are called with the schedule or job, `json`, all `options`, and `folder` unless `out` is an option.
+    For "schedule" it defines `export_schedule`, for "job" `export_job`, for "checkpoint"
+    `export_checkpoint`. The first two are called with the schedule or job, `json`, all `options`,
+    and `folder` unless `out` is an option.
     """
     options: tuple[str, ...] = ()
-    """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, else a folder."""
+    """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, else a
+    folder."""
 
 
 EXPORTERS: Mapping[str, Exporter] = {

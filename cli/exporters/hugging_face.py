@@ -11,8 +11,8 @@ from slipstream.runtime.checkpoints.hugging_face_export import export_model
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the model of a checkpoint to a folder that transformers can load.
 
-    Raises CheckpointError if the model is not one of `[model] hugging_face`, and OSError if the folder cannot be
-    written.
+    Raises CheckpointError if the model is not one of `[model] hugging_face`, and OSError if the
+    folder cannot be written.
     """
     document = checkpoint.manifest.identity.get("model.hugging_face")
     if not isinstance(document, dict):

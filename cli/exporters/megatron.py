@@ -25,8 +25,7 @@ from slipstream.schedules.whole_stages import with_whole_stages
 
 
 class MegatronSettings(NamedTuple):
-    """What Megatron-LM is told of a placement, with the names of its arguments. JSON has the same
-    keys."""
+    """What Megatron-LM is told of a placement, by names of its arguments, as in JSON."""
 
     num_layers: int
     mtp_num_layers: int
@@ -48,11 +47,11 @@ class MegatronSettings(NamedTuple):
 
 def export_schedule(schedule: Schedule, *, decoder_layers: int | None, out: Path | None,
                     json: bool) -> None:
-    """Write Megatron-LM's flags for the stages of a plan to the file `out`, or to stdout if it is
-    None.
+    """Write Megatron-LM's flags for the stages of a plan.
 
-    For `decoder_layers` see `build_settings`. Raises ExportError if the plan is more than a
-    placement of stages that Megatron-LM takes.
+    They go to the file `out`, or to stdout if it is None. For `decoder_layers` see
+    `build_settings`. Raises ExportError if the plan is more than a placement of stages that
+    Megatron-LM takes.
     """
     schedule = with_whole_stages(schedule)
     if schedule.grid.chains == 1:  # `build_settings` refuses two
@@ -67,7 +66,7 @@ def export_job(job: Job, *, decoder_layers: int | None, out: Path | None, json: 
 
 
 def _write_settings(settings: MegatronSettings, out: Path | None, *, json: bool) -> None:
-    """Print the settings, or write them to the file `out`, and say for which model they are."""
+    """Print the settings, or write them to `out`, and say for which model."""
     text = shlex.join(settings.build_flags()) + "\n"
     if out is not None:
         write_or_refuse(out, text.encode())
@@ -116,8 +115,7 @@ def build_settings(grid: Grid, decoder_layers: int | None) -> MegatronSettings:
 
 
 def _require_round_robin(grid: Grid, chunks: int) -> None:
-    """Raise ExportError unless stages are assigned to ranks in turn, in one direction, as
-    Megatron-LM does."""
+    """Raise ExportError unless ranks take stages in turn, in one direction."""
     columns = [stage.column for stage in grid.stages]
     if grid.chains > 1:
         raise ExportError("micro-batches pass in two directions; Megatron-LM has one: plan with "
@@ -131,12 +129,11 @@ def _require_round_robin(grid: Grid, chunks: int) -> None:
 
 
 def _microbatch_group(grid: Grid, chunks: int) -> int | None:
-    """Return the least number of micro-batches that Megatron-LM may run of a stage in turn; None
-    for its default.
+    """Return the least micro-batches to run of a stage in turn; None for the default.
 
     Interleaved stages need at least as many micro-batches as ranks, in groups of at least as many;
     so does what remains after the last whole group
-    (`forward_backward_pipelining_with_interleaving`). Raises ExportError.
+    (`forward_backward_pipelining_with_interleaving`).
     """
     low, high = min(grid.microbatches), max(grid.microbatches)
     if low < high:

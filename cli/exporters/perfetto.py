@@ -1,8 +1,9 @@
-"""Export planned and measured ops as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
+"""Export planned and measured ops as Chrome trace events, which ui.perfetto.dev and
+chrome://tracing open.
 
-Each pipeline is a process, each worker a thread, each op a complete event ("X"), and each tensor that crosses between
-two workers a flow ("s" to "f"). Perfetto binds the end of a flow to the slice that encloses its timestamp, so both ends
-lie in the middle of their op.
+Each pipeline is a process, each worker a thread, each op a complete event ("X"), and each tensor
+that crosses between two workers a flow ("s" to "f"). Perfetto binds the end of a flow to the slice
+that encloses its timestamp, so both ends lie in the middle of their op.
 """
 
 import json
@@ -16,8 +17,7 @@ from slipstream.schedules.precedence import op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 LINK_THREADS = 10**6
-"""Number added to a worker's thread id in the trace to get the thread that shows its links, where reductions overlap
-with compute."""
+"""Number added to a worker's thread for its links, where reductions overlap."""
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]
@@ -27,7 +27,7 @@ NAMES = {OpKind.F: "forward", OpKind.I: "backward_input", OpKind.W: "backward_we
 
 
 def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = ()) -> bytes:
-    """Return the trace-event JSON of a schedule and of measured iterations of it, all beginning at time 0."""
+    """Return the trace-event JSON of a schedule and measured iterations, all from time 0."""
     flows = count(1)
     planned = {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats}
     events = list(_process_events(schedule, "planned", 0, planned, schedule.tick_seconds, flows))
@@ -39,12 +39,7 @@ def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = (
 
 def _process_events(schedule: Schedule, title: str, block: int, programs: Programs, tick_seconds: float,
                     flows: Iterator[int]) -> Iterator[Event]:
-    """Yield all trace events of one planned or measured iteration.
-
-    It is the iteration with number `block` in the trace, named `title`: the process id of pipeline p is `block` x
-    pipelines + p + 1. The ops of each worker are `programs`, in ticks of `tick_seconds`, and `flows` yields a new id
-    for each arrow.
-    """
+    """Yield all trace events of one planned or measured iteration."""
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1
 
@@ -105,10 +100,7 @@ def _to_nanoseconds(ticks: int, tick_seconds: float) -> int:
 
 
 def _crossing_tensors(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
-    """Yield a pair of ops for each tensor that goes to another worker: the op that makes it, and the op that needs it.
-
-    Ops without duration are left out, because no arrow can be bound to them.
-    """
+    """Yield the making and the needing op of each tensor that goes to another worker."""
     by_key = {op_key(op): op for ops in programs.values() for op in ops
               if op.kind in COMPUTE_KINDS and op.end_ticks > op.start_ticks}
     for key, op in by_key.items():

@@ -1,9 +1,10 @@
-"""Write orders of ops as CSV for torch.distributed.pipelining: one row per rank, one cell per action.
+"""Write orders of ops as CSV for torch.distributed.pipelining: a row per rank.
 
-An action is the number of the stage, what is done, and the number of the micro-batch: `2F0`, `2I0`, `2W0`, `2B0`. With
-communication there are also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`, `1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of
-one pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13. The
-rows of all pipelines, for micro-batches that are re-routed, are written by `torch_rows`.
+A cell is an action: the number of the stage, what is done, and the number of the micro-batch:
+`2F0`, `2I0`, `2W0`, `2B0`. With communication there are also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`,
+`1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of one pipeline, stages its virtual stages. The
+format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13. The rows of all pipelines, for
+micro-batches that are re-routed, are written by `torch_rows`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,12 @@ from slipstream.schedules.whole_stages import has_whole_stages, with_whole_stage
 
 def export_schedule(schedule: Schedule, *, pipeline: int | None, communication: bool, all_pipelines: bool,
                     out: Path | None, json: bool) -> None:
-    """Write the order of ops as CSV for torch, to the file `out`, or to stdout if it is None. Raises ExportError.
+    """Write the order of ops as CSV for torch, to `out` or stdout.
 
-    The argument `communication` is that of `write_order`. With it, the rows of all pipelines are written if
-    `all_pipelines`, and also without `pipeline` if no pipeline can be run by itself; else those of one pipeline, by
-    default the first. With `json`, an object with the CSV and its format is printed to stdout.
+    For `communication` see `write_order`. With it, the rows of all pipelines are written if
+    `all_pipelines`, and also without `pipeline` if no pipeline can be run by itself; else those of
+    one pipeline, by default the first. With `json`, an object with the CSV and its format is
+    printed to stdout. Raises ExportError.
     """
     is_shared = bool(schedule.failed or schedule.rerouted or schedule.shed or schedule.grid.chains > 1)
     if communication and (all_pipelines or (is_shared and pipeline is None)):
@@ -52,10 +54,12 @@ def export_schedule(schedule: Schedule, *, pipeline: int | None, communication: 
 
 
 def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = False) -> str:
-    """Return the order of one pipeline's ops as CSV for torch.distributed.pipelining: one row per rank.
+    """Return the order of one pipeline's ops as CSV for torch.distributed.pipelining: one row per
+    rank.
 
-    With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
-    gradient reductions; without it, torch adds them. Raises ExportError if torch's runtime cannot run the order.
+    With `communication`, the order also has the pipeline's sends and receives, in an order free of
+    deadlock, and its gradient reductions; without it, torch adds them. Raises ExportError if
+    torch's runtime cannot run the order.
     """
     schedule = with_whole_stages(schedule)
     require_whole_pipeline(schedule, pipeline)
@@ -67,12 +71,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
 
 
 def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
-    """Iterate over the CSV cells of a worker: its ops, each receive before the op that needs it, and each send after
-    the op that makes the tensor.
-
-    The argument `crossing` has the tensors sent between all workers, in the order of `order_transfers`. None: there are
-    neither transfers nor reductions in the cells.
-    """
+    """Iterate over a worker's cells: each receive before, each send after its op."""
     for step in interleave_transfers(ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)):
         if isinstance(step, Transfer):
             yield _transfer_text(step, worker)
@@ -84,10 +83,7 @@ def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: 
 
 
 def _transfer_text(transfer: Transfer, worker: Worker) -> str:
-    """Return the CSV cell for a transfer on one of its workers.
-
-    A send is named by the stage that sends, a receive by the stage that receives.
-    """
+    """Return the CSV cell for a transfer on one of its workers."""
     forward = transfer.kind == "activation"
     letter = "F" if forward else "B"
     if transfer.target == worker:

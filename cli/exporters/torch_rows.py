@@ -1,4 +1,5 @@
-"""Write the rows of all pipelines for torch.distributed.pipelining, as `schedules.rows` builds them.
+"""Write the rows of all pipelines for torch.distributed.pipelining, as `schedules.rows` builds
+them.
 
 The cells are those of `torch_csv` with communication. There is a row for each role, pipeline by
 pipeline: row `d * columns + s` is that of worker d.s, and it is empty if nobody plays the role.
@@ -11,8 +12,7 @@ from slipstream.schedules.whole_stages import NotWholeError
 
 
 def write_rows(schedule: Schedule) -> str:
-    """Return the CSV of the rows of all pipelines. Raises ExportError if workers do not run whole
-    stages in place."""
+    """Return the CSV of all pipelines. Raises ExportError unless stages are whole, in place."""
     try:
         rows = build_rows(schedule)
     except NotWholeError as error:

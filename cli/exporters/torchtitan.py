@@ -1,7 +1,8 @@
-"""Export an order of ops as `torch_csv` writes it, with the flags by which torchtitan runs it.
+"""Export an order of ops, as `torch_csv` writes it, with flags for torchtitan.
 
-torchtitan passes the file of `pipeline_parallel_schedule_csv` to torch's `_PipelineScheduleRuntime`. The schedule class
-that is named as well decides only how many stages a rank has, and whether they are assigned round-robin or as a V
+torchtitan passes the file of `pipeline_parallel_schedule_csv` to torch's
+`_PipelineScheduleRuntime`. The schedule class that is named as well decides only how many stages a
+rank has, and whether they are assigned round-robin or as a V
 (`torchtitan/distributed/pipeline_parallel.py`).
 """
 
@@ -39,11 +40,10 @@ NEWEST = next(iter(VERSIONS))
 
 def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int | None, decoder_layers: int | None,
                     titan_version: str, tensor_parallel: int, json: bool) -> None:
-    """Write the order of one pipeline's ops (`schedule.csv`), and torchtitan's flags for it (`flags`), to a folder.
-    Raises ExportError.
+    """Write one pipeline's order (`schedule.csv`), and torchtitan's `flags`, to a folder.
 
-    A worker has `tensor_parallel` ranks. For `decoder_layers` see `_build_flags`. With `json`, the flags are also
-    printed as JSON.
+    A worker has `tensor_parallel` ranks. For `decoder_layers` see `_build_flags`. With `json`, the
+    flags are also printed as JSON. Raises ExportError.
     """
     pipeline = pipeline or 0
     flags = _build_flags(schedule, folder.resolve() / "schedule.csv", pipeline, tensor_parallel, decoder_layers,
@@ -70,11 +70,13 @@ def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int | None, d
 
 def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, decoder_layers: int | None,
                  version: str) -> list[str]:
-    """Return the flags for `torchtitan.train` of this version, each with its values. Micro-batches have one sample.
+    """Return the flags for `torchtitan.train` of this version, each with its values. Micro-batches
+    have one sample.
 
-    A worker has `ranks` ranks; `csv_path` is the file with the order of ops. With `decoder_layers`, the number of the
-    model's decoder layers, flags assign layers to each stage, by the module names of torchtitan's decoder models;
-    otherwise torchtitan splits the model itself. Raises ExportError if torchtitan cannot run the schedule.
+    A worker has `ranks` ranks; `csv_path` is the file with the order of ops. With `decoder_layers`,
+    the number of the model's decoder layers, flags assign layers to each stage, by the module names
+    of torchtitan's decoder models; otherwise torchtitan splits the model itself. Raises ExportError
+    if torchtitan cannot run the schedule.
     """
     grid = schedule.grid
     if schedule.failed:
@@ -100,8 +102,7 @@ def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, 
 
 
 def _schedule_class(grid: Grid) -> str:
-    """Return the name of torch's schedule class that assigns stages to ranks as the grid does. Raises ExportError if
-    there is none."""
+    """Return torch's schedule class that assigns stages to ranks as the grid does."""
     columns = [stage.column for stage in grid.stages]
     there = list(range(grid.columns))
     if grid.columns == 1:
@@ -117,11 +118,7 @@ def _schedule_class(grid: Grid) -> str:
 
 
 def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
-    """Iterate over the stages; yield the names of each one's modules in torchtitan, joined by commas.
-
-    The model has `decoder_layers` decoder layers, and its output head is the module `head`. Raises ExportError if the
-    grid has another number of layers.
-    """
+    """Iterate over the stages; yield each one's module names, joined by commas."""
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):
         raise ExportError(f"--decoder-layers {decoder_layers}: the plan has {grid.layer_count} layers; expected "

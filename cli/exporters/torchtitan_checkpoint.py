@@ -1,4 +1,5 @@
-"""Export of a run's checkpoint in torchtitan's format: parameters by its names, for torch.distributed.checkpoint."""
+"""Export of a run's checkpoint in torchtitan's format: parameters by its names, for
+torch.distributed.checkpoint."""
 
 import functools
 import warnings
@@ -34,9 +35,10 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a run's checkpoint as torchtitan's checkpoint to `folder`, with one layer in memory at a time.
+    """Write the model of a run's checkpoint as torchtitan's checkpoint to `folder`.
 
-    Raises CheckpointError if it is not a torchtitan model, ConfigError if that model cannot be built, and OSError.
+    One layer is in memory at a time. Raises CheckpointError if it is not a torchtitan model,
+    ConfigError if that model cannot be built, and OSError.
     """
     identity = checkpoint.manifest.identity
     name = identity.get("model.torchtitan")

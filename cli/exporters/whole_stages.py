@@ -40,12 +40,7 @@ def require_whole_pipeline(schedule: Schedule, pipeline: int, runtime: str = "to
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int, runtime: str) -> None:
-    """Raise ExportError if an op of a seat's worker prevents `runtime` from running `pipeline` by
-    itself.
-
-    Such an op runs a micro-batch of this pipeline on a worker of another one, or a micro-batch of
-    another pipeline on a worker of this one, or a slice that is no whole stage.
-    """
+    """Raise ExportError if an op prevents `runtime` from running `pipeline` by itself."""
     if op.microbatch is None or op.slice is None:
         return
     owner = seat.role.pipeline if op.pipeline is None else op.pipeline

@@ -1,7 +1,7 @@
 """Talk to the user of any command: answers, errors, progress in a log, Ctrl-C.
 
-stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit status 0: done; 1: the
-answer is no; 2: bad input.
+stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit
+status 0: done; 1: the answer is no; 2: bad input.
 """
 
 import contextlib
@@ -23,10 +23,7 @@ from slipstream.planner.budget import defer_interrupts
 
 
 class _WrappingConsole(Console):
-    """Console that wraps lines between words in a terminal.
-
-    If a word, such as a long path, does not fit into one line, the terminal folds the line instead.
-    """
+    """Console that wraps lines between words in a terminal."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         """Print as `rich.console.Console.print` does, wrapped between words if possible."""
@@ -37,10 +34,7 @@ class _WrappingConsole(Console):
 
 
 class _StderrConsole(_WrappingConsole):
-    """Console for stderr that discards all output once nobody reads it, so that the work continues.
-
-    This happens when the process that started a run has died.
-    """
+    """Console for stderr that discards all output once nobody reads it."""
 
     def on_broken_pipe(self) -> None:
         """Discard all further output. Rich's own method ends the program."""
@@ -51,13 +45,11 @@ class _StderrConsole(_WrappingConsole):
 
 
 class _StdoutConsole(_WrappingConsole):
-    """Console for stdout that neither folds lines nor truncates columns in a file or pipe, unless COLUMNS is set.
-
-    `width` is still that of a usual terminal there, because pictures are drawn for it.
-    """
+    """Console for stdout that crops nothing in a file or pipe, unless COLUMNS is set."""
 
     def on_broken_pipe(self) -> None:
-        """End the program as a broken pipe does in a shell. Rich's own method exits with 1, the status of a "no"."""
+        """End the program as a broken pipe does in a shell. Rich's own method exits with 1, the
+        status of a "no"."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE_STATUS)
 
@@ -71,8 +63,7 @@ class _StdoutConsole(_WrappingConsole):
         return super().options if self._is_folded else super().options.update(width=UNFOLDED_COLUMNS)
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """Print as `rich.console.Console.print` does, but do not crop lines in a file or pipe, unless COLUMNS is
-        set."""
+        """Print, but do not crop lines in a file or pipe, unless COLUMNS is set."""
         super().print(*objects, **{"crop": self._is_folded, **how})
 
     def rule(self, title: Any = "", **how: Any) -> None:
@@ -86,16 +77,17 @@ UNFOLDED_COLUMNS = 10_000
 """Width in characters that is so large that no line is folded."""
 out = _StdoutConsole(markup=False, highlight=False)
 err = _StderrConsole(stderr=True, markup=False, highlight=False)
-"""Console for stderr. Like `out`, it does not interpret markup, because file names may contain brackets."""
+"""Console for stderr. Like `out`, it does not interpret markup, because file names may contain
+brackets."""
 
 
 def console_of_width(width: int | None) -> Console:
-    """Return a console for stdout that is `width` characters wide; if that is None, the usual one."""
+    """Return a console for stdout of `width` characters; None: the usual one."""
     return Console(width=width, markup=False, highlight=False) if width else out
 
 
 def count_free_lines(beside: Iterable[str]) -> int | None:
-    """Return how many lines of the screen remain if the texts in `beside` are printed on it as well.
+    """Return how many lines of the screen remain after the texts in `beside`.
 
     Long texts are folded at the screen's width. None means that stdout is no terminal.
     """
@@ -114,15 +106,16 @@ def print_json(answer: Mapping[str, object]) -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with its control characters escaped; file names and file contents may contain them."""
+    """Return the text with its control characters escaped, as in file names."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
 
 
 def print_error(message: object) -> None:
     """Print a line in red on stderr, after the program's name.
 
-    The agent of torchrun repeats this line at the end of its output as the cause of the failure. It reads the line from
-    the file that TORCHELASTIC_ERROR_FILE names (`torch.distributed.elastic.multiprocessing.errors`).
+    The agent of torchrun repeats this line at the end of its output as the cause of the failure. It
+    reads the line from the file that TORCHELASTIC_ERROR_FILE names
+    (`torch.distributed.elastic.multiprocessing.errors`).
     """
     line = escape_controls(f"slipstream: {message}")
     err.print(line, style="red", soft_wrap=True)
@@ -146,7 +139,7 @@ def exit_negative(message: object) -> NoReturn:
 
 
 def suggest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the one of `words` closest to `word`, or an empty string if none is close."""
+    """Return `; did you mean 'x'?` for the closest of `words`, or an empty string."""
     matches = difflib.get_close_matches(word, list(words), 1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
@@ -160,7 +153,7 @@ def complete_from(*words: str) -> Callable[[str], list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with at most four significant digits for a reader: `30 s`, `29.7 ms`, `850 us`."""
+    """Format a time to at most four significant digits: `30 s`, `29.7 ms`, `850 us`."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
     return f"{seconds / unit:.4g} {name}" if seconds else "0 s"
 
@@ -170,10 +163,7 @@ QUIET_SECONDS = 10.0
 
 
 class LogProgress:
-    """Printer of progress on stderr: a line for each tenth of the work, and at times what is done.
-
-    It prints nothing in a terminal, which shows a bar instead.
-    """
+    """Printer of progress on stderr, of each tenth and at times, unless in a terminal."""
 
     def __init__(self, subject: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._subject, self._unit, self._clock = subject, unit, clock
@@ -199,8 +189,7 @@ class LogProgress:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay KeyboardInterrupt until the end of the context, because some modules swallow it while they are imported,
-    and are then incomplete."""
+    """Delay KeyboardInterrupt, which some modules swallow during import, to the end."""
     with defer_interrupts() as interrupted:
         yield
     if interrupted.is_set():
@@ -209,8 +198,7 @@ def delay_interrupts() -> Iterator[None]:
 
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed within the context. A second Ctrl-C raises
-    it at once."""
+    """Yield a function that raises KeyboardInterrupt after Ctrl-C; a second raises at once."""
     with defer_interrupts() as interrupted:
         def check_interrupt() -> None:
             if interrupted.is_set():

@@ -1,6 +1,7 @@
 """Read which node of a run this process is, and what is rehearsed.
 
-Nothing here imports torch, so that a wrong --kill, --return or --slow is refused before the seconds that this takes.
+Nothing here imports torch, so that a wrong --kill, --return or --slow is refused before the seconds
+that this takes.
 """
 
 import re
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> LaunchInfo | None:
     """Return which node of a run this process is, and how many there are.
 
-    Options take precedence over the environment. Returns None if `ranks` processes were started for each worker and
-    this process is not the first of its worker. Exits 2 if options or environment are inconsistent.
+    Options take precedence over the environment. Returns None if `ranks` processes were started for
+    each worker and this process is not the first of its worker. Exits 2 if options or environment
+    are inconsistent.
     """
     if nodes is None and node is None and rendezvous is None:
         try:
@@ -56,8 +58,8 @@ def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, r
 def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
     """Return the job with a topology that says which workers share a machine.
 
-    It is the job's own [topology], or else follows from how the nodes of this run (`here`) share the workers of the
-    `first` schedule.
+    It is the job's own [topology], or else follows from how the nodes of this run (`here`) share
+    the workers of the `first` schedule.
     """
     if job.nodes or here.nodes == 1:
         return job
@@ -66,7 +68,8 @@ def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
 
 
 def read_secret_or_refuse(here: LaunchInfo) -> Secret | None:
-    """Return the secret given by the environment. Exits 2 if it is missing and several nodes need one."""
+    """Return the secret given by the environment. Exits 2 if it is missing and several nodes need
+    one."""
     try:
         secret = read_secret()
     except SecretError as error:
@@ -79,7 +82,7 @@ def read_secret_or_refuse(here: LaunchInfo) -> Secret | None:
 REHEARSED = ("--kill", "--return", "--slow")
 """Options of rehearsals, in the order of the arguments of `read_rehearsals`."""
 KILL_BEFORE_OP = 2
-"""Index of the op of a worker's program before which --kill kills it, in the middle of the iteration."""
+"""Index of the op, in mid-iteration, before which --kill kills its worker."""
 MAX_SLOW_FACTOR = 1000
 """Largest factor by which --slow may lengthen a worker's ops."""
 _FACTOR = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?", re.ASCII)
@@ -87,12 +90,11 @@ _NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
 
 
 class _Rehearsal(NamedTuple):
-    """Kill, return or slowdown of a worker, or of all workers of a node, that one option of the command line asks
-    for."""
+    """Kill, return or slowdown of a worker or node that one option asks for."""
 
     option: str
     name: str
-    """Worker or node as the user wrote it: D.S of a worker, or nodeN of a node."""
+    """Worker D.S or node nodeN, as the user wrote it."""
     workers: tuple[Worker, ...]
     iteration: int
 
@@ -101,7 +103,7 @@ class _Rehearsal(NamedTuple):
 
     @property
     def is_node(self) -> bool:
-        """True if the option names a node, so that all of its workers are killed, return or become slow."""
+        """True if the option names a node, and so means all of its workers."""
         return _NODE.fullmatch(self.name) is not None
 
 
@@ -129,7 +131,7 @@ class Rehearsals:
 
     @property
     def node_failures(self) -> "tuple[NodeFailure, ...]":
-        """Failures on purpose, one for each node that --kill names: all of its workers are killed at once."""
+        """Failures on purpose of the nodes that --kill names, each of all its workers."""
         from slipstream.runtime.processes.process_manager import NodeFailure
 
         return tuple(NodeFailure(event.workers, event.iteration) for event in self.kills if event.is_node)
@@ -142,7 +144,7 @@ class Rehearsals:
         return tuple(Return(worker, event.iteration) for event in self.returned for worker in event.workers)
 
     def find_conflicts(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
-        """Yield a line for each kill, return or slowdown on purpose that cannot happen or contradicts another one.
+        """Yield a line for each event on purpose that cannot happen or contradicts another.
 
         The run has iterations 0 to `iterations` - 1, and `absent` workers are down from the start.
         """
@@ -160,11 +162,7 @@ class Rehearsals:
                        f"--slow {worker}={earlier:g}@{iteration}")
 
     def _find_order_conflicts(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
-        """Yield a line for each time that the options kill a worker while it is dead, or start it again while it is
-        alive. Set `is_down` to True if it is down from the start.
-
-        A worker may be killed and return in one iteration, in this order.
-        """
+        """Yield a line for each kill of a dead worker, or live one's return."""
         events = sorted((one.iteration, one.option != "--kill", one) for one in chain(self.kills, self.returned)
                         if worker in one.workers)
         for _, is_return, one in events:
@@ -177,17 +175,16 @@ class Rehearsals:
 
 def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | None,
                     slow: list[str] | None) -> Rehearsals:
-    """Return the kills, returns and slowdowns on purpose that the texts of --kill, --return (`bring_back`) and --slow
-    ask for. Exits 2 if a text is malformed."""
+    """Return what --kill, --return and --slow ask for. Exits 2 if a text is malformed."""
     return Rehearsals(tuple(_read_all("--kill", kill or (), job)), tuple(_read_all("--return", bring_back or (), job)),
                       tuple(chain(*(_parse_slowdowns(text, job) for text in slow or ()))))
 
 
 def require_possible_rehearsals(arguments: Sequence[str]) -> None:
-    """Exit 2 if the arguments of `slipstream train` ask for a kill, return or slowdown that is malformed, or of a
-    worker or iteration that the job does not have.
+    """Exit 2 if `slipstream train` is asked for an event that cannot happen.
 
-    Whatever else is wrong, such as the job file, is left to the command itself.
+    Such a kill, return or slowdown is malformed, or of a worker or iteration that the job does not
+    have. Whatever else is wrong, such as the job file, is left to the command itself.
     """
     if not any(argument.partition("=")[0] in REHEARSED for argument in arguments):
         return
@@ -207,14 +204,13 @@ def require_possible_rehearsals(arguments: Sequence[str]) -> None:
 
 
 def _values_of(option: str, arguments: Sequence[str]) -> list[str]:
-    """Return the values of an option on a command line, given as `--option VALUE` or `--option=VALUE`."""
+    """Return an option's values, given as `--option VALUE` or `--option=VALUE`."""
     return [text.partition("=")[2] if text.startswith(f"{option}=") else text
             for name, text in pairwise(("", *arguments)) if name == option or text.startswith(f"{option}=")]
 
 
 def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
-    """Yield one pair: the slowdown on purpose that a text D.S=FACTOR@ITERATION or nodeN=FACTOR@ITERATION of --slow asks
-    for, and its factor. Exits 2 if the text is malformed."""
+    """Yield the slowdown that a text of --slow asks for, with its factor."""
     name, _, factor = text.partition("@")[0].partition("=")
     if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MAX_SLOW_FACTOR:
         refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MAX_SLOW_FACTOR}, for "
@@ -224,11 +220,7 @@ def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
 
 
 def _read_all(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
-    """Yield the kills, returns or slowdowns on purpose that an option asks for by texts D.S@ITERATION or
-    nodeN@ITERATION. Exits 2 if a text is malformed.
-
-    If the user wrote another text (--slow has a factor, too), it is given as `said`, for the message.
-    """
+    """Yield the events that an option asks for by texts D.S@ITERATION or nodeN@ITERATION."""
     for text in texts:
         name, at, iteration = text.partition("@")
         if not (at and iteration.isascii() and iteration.isdecimal() and len(iteration) < 14):

@@ -86,8 +86,7 @@ Json = Annotated[bool, typer.Option("--json", rich_help_panel=ANSWER, help="Prin
 
 
 def take_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` with an option for each field of the struct that is its last parameter, in place of this
-    parameter."""
+    """Return `command` with options for the fields of its last parameter, a struct."""
     signature = inspect.signature(command)
     *others, request = signature.parameters.values()
     fields = inspect.signature(request.annotation).parameters
@@ -106,12 +105,11 @@ def take_request(command: Callable[..., None]) -> Callable[..., None]:
 MAX_OR_CHOICES = 4
 """Maximum number of choices that an error lists with `or` between them."""
 LONGEST_USUAL_SECONDS = 10.0
-"""Duration of a stage's forward of one micro-batch, in seconds, from which on it may be meant in milliseconds."""
+"""Seconds of a stage's forward from which on it may be meant in milliseconds."""
 
 
 def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
-    """Return the workers that an option gives as D.S, sorted and without duplicates. Exits 2 if a text is malformed;
-    the message names the option."""
+    """Return an option's workers D.S, sorted, once. Exits 2, naming it, if malformed."""
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
@@ -120,8 +118,7 @@ def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
 
 
 def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
-    """Return the workers given by --failed, and those of the nodes given by --failed-node, sorted, each once. Exits 2
-    if the job does not have one of them."""
+    """Return --failed's and --failed-node's workers, sorted. Exits 2 if not in the job."""
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
         named = parse_workers("--failed", workers or [])
@@ -139,8 +136,11 @@ def require_choice(option: str, value: str | None, choices: Collection[str]) -> 
 
 
 def load_table_or_refuse(folder: Path, option: str = "") -> Table:
-    """Return the table of schedules in a folder, or the one of this name that comes with Slipstream. Exits 2 if there
-    is none or it cannot be used; the message begins with `option`, such as "--table: "."""
+    """Return the table in a folder, or one that comes with Slipstream.
+
+    Exits 2 if there is none or it cannot be used; the message begins with `option`, such as
+    "--table: ".
+    """
     path = folder if may_exist(folder) else library(str(folder))
     if path is None:
         known = library_names()
@@ -179,7 +179,7 @@ def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job
 
 
 def require_trainable_tables(path: Path, job: Job) -> None:
-    """Exit 2 if the runtime would reject the job's `[model]` or `[training]`, which planners hardly read."""
+    """Exit 2 if the runtime would reject `[model]` or `[training]`, unread by planners."""
     from slipstream.runtime.config import ConfigError, parse_run_config
 
     try:
@@ -197,14 +197,14 @@ def read_schedule_or_refuse(path: Path) -> Schedule:
 
 
 class ScheduleInFile(NamedTuple):
-    """Schedule with the file that holds it: one from the command line, or an entry of a table."""
+    """Schedule with its file: from the command line, or a table's entry."""
 
     path: Path
     schedule: Schedule
 
 
 def read_schedules(path: Path) -> Iterator[ScheduleInFile]:
-    """Yield the schedule in a file, which may be an entry of a table, or all schedules of a table's folder.
+    """Yield the schedule in a file or entry, or all of a table's folder.
 
     Raises ScheduleError and TableError with one-line messages.
     """
@@ -232,14 +232,13 @@ def read_schedules(path: Path) -> Iterator[ScheduleInFile]:
 
 
 def refusal_text(path: Path, error: ValueError) -> str:
-    """Return the message for a file that is no schedule: the text of `error`, which reading it raised, with a hint if
-    it is a job file."""
+    """Return the message of `error` about a schedule file, with a hint for jobs."""
     is_job = path.suffix == ".toml" and may_exist(path)
     return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
 
 
 def may_exist(path: Path) -> bool:
-    """Return whether the path exists, or True if that cannot be found out: opening the file then gives the reason."""
+    """Return whether the path exists, True if unknown: opening it gives the reason."""
     try:
         return path.exists()
     except OSError:
@@ -247,10 +246,10 @@ def may_exist(path: Path) -> bool:
 
 
 def require_writable(path: Path | None) -> None:
-    """Exit 2 if no file can be written to a path, before work is done whose result could not be saved. None: nothing is
-    checked.
+    """Exit 2 if no file can be written to a path, before the work.
 
-    This function creates a temporary file in the folder of the path, or in its nearest existing parent.
+    None: nothing is checked. This creates a temporary file in the folder of the path, or in its
+    nearest existing parent.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Summarise a plan in a few lines: what it is, how good it is, what it moves, and what the alternatives are."""
+"""Summarise a plan in a few lines: its quality, its moves, its alternatives."""
 
 from collections.abc import Sequence
 
@@ -14,27 +14,27 @@ from slipstream.schedules.layers import compact_layers_text, merge_ranges
 from slipstream.schedules.schedule import Schedule, Scope
 
 NARROW_RANGE = 0.01
-"""Smallest width of a range of throughputs, as a share of the fault-free throughput, that is explained."""
+"""Smallest range of throughputs that is explained, as a share of fault-free."""
 BUSY_SHARE = 0.97
-"""Smallest share of the period in which a worker that counts as fully busy runs ops."""
+"""Smallest busy share of the period of a fully busy worker."""
 CLOSE_GAP = 0.01
-"""Largest gap between period and proven bound, relative to the period, at which the search does not count as what
-limits the plan."""
+"""Largest gap to the bound, relative, at which the search does not limit a plan."""
 NEGLIGIBLE_GAP = 1e-3
-"""Largest gap between period and proven bound, relative to the period, that a longer search is not advised for."""
+"""Largest gap to the bound, relative, for which no longer search is advised."""
 MAX_NAMED = 3
 """Maximum number of workers that a line names."""
 MIN_GAIN = 1.0005
 """Smallest factor by which an alternative must raise the throughput to be mentioned."""
 LEAST_BYTES = 1e6
-"""Smallest plausible size of moved layers, in bytes. A smaller one means that the job's memory is not in bytes."""
+"""Smallest plausible size of moved layers, in bytes. A smaller one means that the job's memory is
+not in bytes."""
 
 
 def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return three lines on a plan: its period, the throughput that it keeps, and what limits and would improve it.
+    """Return three lines on a plan: its period, its throughput, and its limits.
 
-    The alternatives `others` were planned to compare with it, and `options` are the options of this command line that
-    let layers or roles move.
+    The alternatives `others` were planned to compare with it, and `options` are the options of this
+    command line that let layers or roles move.
     """
     schedule = made.schedule
     return [f"period {duration(made.period)}, {describe_proof(schedule)}",
@@ -43,7 +43,7 @@ def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[st
 
 
 def describe_proof(schedule: Schedule) -> str:
-    """Return words on how close to the best possible a schedule is proven to be, and among which schedules."""
+    """Return words on how close to the best a schedule is proven, and among which."""
     if schedule.gap is None:
         return "with no proven bound on how short it could be"
     proof = "proven optimal" if schedule.status == "optimal" else \
@@ -52,8 +52,7 @@ def describe_proof(schedule: Schedule) -> str:
 
 
 def detail_lines(made: Plan, others: Sequence[Alternative], moved: Transition) -> list[str]:
-    """Return lines on how the plan was found, what it re-routes and moves (`moved`), and what the alternatives to it
-    are (`others`)."""
+    """Return lines on how a plan was found, what it moves, and its alternatives."""
     schedule = made.schedule
     bound = "" if schedule.status == "optimal" or not schedule.lower_bound_ticks else \
         f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
@@ -70,7 +69,7 @@ def detail_lines(made: Plan, others: Sequence[Alternative], moved: Transition) -
 
 
 def tally_lines(made: Plan) -> list[str]:
-    """Return lines on how often each technique of the search was tried, and how often it made a plan shorter."""
+    """Return lines on how often each technique was tried, and shortened a plan."""
     if made.tally is None or not made.tally.tried:
         return []
     return ["tried, and made a plan shorter:", *(
@@ -82,8 +81,7 @@ def _runs_text(count: int) -> str:
 
 
 def rank_lines(job: Job) -> list[str]:
-    """Return a line that says whether times and memory are those of a worker or of one rank, if workers have several
-    ranks; otherwise no line."""
+    """Return a line on what times and memory are of, if workers have several ranks."""
     if job.ranks == 1:
         return []
     return [f"workers of {job.ranks} ranks: times are those of a worker; memory is a rank's, and transfers and "
@@ -91,8 +89,7 @@ def rank_lines(job: Job) -> list[str]:
 
 
 def placement_lines(found: FoundPlacement | None) -> list[str]:
-    """Return lines on the placement and division of layers that a search found, its periods with failures, and the
-    period of the placement in the job file; empty if there was no search."""
+    """Return lines on a found placement, if any, its periods and the job's own."""
     if found is None:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
@@ -107,8 +104,7 @@ def placement_lines(found: FoundPlacement | None) -> list[str]:
 
 
 def recomputation_lines(again: Recomputation | None) -> list[str]:
-    """Return a line on the planner's choice `again` of stages that recompute their activations. Empty if it made no
-    choice (None)."""
+    """Return a line on the planner's choice of recomputed stages; empty without one."""
     if again is None:
         return []
     if not again.stages:
@@ -122,8 +118,7 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
 
 
 def _kept_share(made: Plan) -> str:
-    """Return a clause with the plan's throughput as a share of the fault-free one, and the share of workers that are
-    live."""
+    """Return a clause with the plan's share of fault-free throughput, and of live workers."""
     schedule = made.schedule
     live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
     share = f"with {live} of {workers} workers = {live / workers:.1%}"
@@ -136,16 +131,12 @@ def _kept_share(made: Plan) -> str:
 
 
 def _throughput_range(whole: FaultFree, period: float) -> tuple[float, float]:
-    """Return the largest and the smallest possible throughput with a period in seconds, as a share of the fault-free
-    throughput (`whole`).
-
-    The shortest fault-free period is only known to lie between a plan and a proven bound.
-    """
+    """Return the largest and smallest throughput, as shares of the fault-free one."""
     return whole.period / period, whole.bound / period
 
 
 def _uncertainty_lines(made: Plan) -> list[str]:
-    """Return a line that explains why the throughput is a range, if that range is wide."""
+    """Return a line that explains why the throughput is a wide range."""
     if made.fault_free is None or made.fault_free.is_close:
         return []
     best, least = _throughput_range(made.fault_free, made.period)
@@ -156,10 +147,7 @@ def _uncertainty_lines(made: Plan) -> list[str]:
 
 
 def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
-    """Return a noun phrase for what limits the plan's period, such as the work of some workers.
-
-    It is memory if, among the alternatives `others`, the plan with more memory is faster.
-    """
+    """Return a noun phrase for what limits the plan's period."""
     schedule = made.schedule
     busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY_SHARE]
     if busy:
@@ -174,7 +162,8 @@ def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
 
 
 def _move_lines(made: Plan, moved: Transition) -> list[str]:
-    """Return a line on the layers and roles that the plan moves. Empty if every worker keeps its layers."""
+    """Return a line on the layers and roles that the plan moves. Empty if every worker keeps its
+    layers."""
     if not moved.layers:
         return []
     line = f"layers to move: {moved.layers}"
@@ -207,8 +196,7 @@ def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
 
 
 def _describe_effort(searched: Sequence[Alternative]) -> str:
-    """Return a clause on how long plans with moved layers or roles were searched for. The argument `searched` has the
-    alternatives that were planned."""
+    """Return a clause on how long plans with moved layers or roles were searched for."""
     by_effort = {other.option: other.effort for other in searched if other.effort}
     texts = [f"{option} {f'searched for {by_effort[option]} only' if option in by_effort else 'not searched'}"
              for option in ("--layers move", "--normalise")]
@@ -216,12 +204,7 @@ def _describe_effort(searched: Sequence[Alternative]) -> str:
 
 
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return clauses on the alternatives with the shortest plans found, and on the gain by more memory.
-
-    Only a plan that is proven optimal for any placement of layers is called the best.
-
-    The argument `options` has the options of this command line that let layers or roles move.
-    """
+    """Return clauses on the shortest alternatives found, and on the gain by more memory."""
     if not others or made.fault_free is None:
         return []
     present = made.fault_free.period / made.period

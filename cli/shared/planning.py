@@ -1,4 +1,5 @@
-"""Plan for several commands: check options, show progress, and end the program if planning fails."""
+"""Plan for several commands: check options, show progress, and end the program if planning
+fails."""
 
 import os
 import time
@@ -36,7 +37,8 @@ _REFERENCE_DECODER = msgspec.json.Decoder(FaultFree)
 def build_plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
                        steps: int | None = None, layers: str = "fixed", slices: bool = True,
                        from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
-    """Return the planner's options from the command-line options of the same names. Exits 2 if a value is unknown."""
+    """Return the planner's options from the command-line options of the same names. Exits 2 if a
+    value is unknown."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
@@ -47,7 +49,8 @@ def build_plan_options(*, backward: str | None, optimizer: str | None, method: s
 
 
 def read_search_params(path: Path | None) -> SearchParams:
-    """Return the parameters of the search, from a file if one is given. Exits 2 if the file cannot be read."""
+    """Return the parameters of the search, from a file if one is given. Exits 2 if the file cannot
+    be read."""
     try:
         return DEFAULTS if path is None else read_params(path)
     except ParamsError as error:
@@ -56,11 +59,12 @@ def read_search_params(path: Path | None) -> SearchParams:
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,
               ctrl_c: str = "ends the search, with the best found by then", clock: Clock | None = None) -> Plan:
-    """Plan a schedule for the job without the failed workers, with progress on stderr, and return the plan.
+    """Plan a schedule for the job without the failed workers, with progress on stderr.
 
-    Set `normalise` to True if live workers may take over roles of dead ones. The clause `ctrl_c` says, in the progress
-    line, what Ctrl-C does. The limit of the search is measured by `clock`; None: by a new clock, as the options say.
-    Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
+    Set `normalise` to True if live workers may take over roles of dead ones. The clause `ctrl_c`
+    says, in the progress line, what Ctrl-C does. The limit of the search is measured by `clock`;
+    None: by a new clock, as the options say. Exits 2 if the job does not have a failed worker, and
+    1 if no plan can exist.
     """
     try:
         # What counted steps find depends on the job, the options and the seed alone.
@@ -80,8 +84,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
 
 @contextmanager
 def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
-    """Yield the executor of this name, which plans instead of local processes; None for no name. Exits 2 if it is
-    unavailable."""
+    """Yield the executor of this name, None for local. Exits 2 if it is unavailable."""
     with ExitStack() as stack:
         try:
             executor = stack.enter_context(open_executor(name))
@@ -92,13 +95,13 @@ def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
 
 def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                   clock: Clock | None = None) -> FoundPlacement:
-    """Return the best number of virtual stages, with the worker and the layers of each, for the job file in `text`;
-    show progress on stderr.
+    """Return the best virtual stages, workers and layers for the job file in `text`.
 
-    Candidates are compared by their mean throughput with 0 to `failures` workers down, weighted by probability if each
-    worker is down for a share `down` of the time. The limit of the search is measured by `clock`; None: by a new clock,
-    as the options say. Messages name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits into
-    memory.
+    Progress is shown on stderr. Candidates are compared by their mean throughput with 0 to
+    `failures` workers down, weighted by probability if each worker is down for a share `down` of
+    the time. The limit of the search is measured by `clock`; None: by a new clock, as the options
+    say. Messages name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits
+    into memory.
     """
     try:
         with show_planning("ends it, and nothing is written") as progress:
@@ -118,11 +121,10 @@ def compile_planner() -> None:
 
 
 def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
-    """Return which layers recompute their activations, as the planner chooses; None unless the job leaves it that
-    choice.
+    """Return which layers recompute, as the planner chooses; None without that choice.
 
-    Exits 2 if the job lacks values that the choice depends on, and 1 if no plan can exist. Messages name the job by
-    `path`.
+    Exits 2 if the job lacks values that the choice depends on, and 1 if no plan can exist. Messages
+    name the job by `path`.
     """
     if not chooses_recomputation(job):
         return None
@@ -137,10 +139,7 @@ def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputat
 
 @contextmanager
 def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
-    """Yield a function that shows the planner's messages on stderr within the context, with the time since its start.
-
-    The clause `ctrl_c` is shown with them, and says what Ctrl-C does.
-    """
+    """Yield a function that shows messages, seconds and the clause `ctrl_c` on stderr."""
     start_time = time.monotonic()
     with err.status("planning") as status:
         def report(message: str) -> None:
@@ -151,18 +150,14 @@ def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
 
 
 def _read_reference(options: PlanOptions, job: Job) -> FaultFree | None:
-    """Return the fault-free period that earlier commands stored for this job in the user's cache folder, or None.
-
-    Only comparisons depend on it, so that a file that cannot be read is ignored and the period planned again.
-    """
+    """Return the fault-free period that earlier commands stored for this job, or None."""
     with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
         return _REFERENCE_DECODER.decode(read_at_most(_reference_file(options, job), _MAX_BYTES, ValueError))
     return None
 
 
 def _store_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
-    """Store `found`, a job's fault-free period and bound, in the user's cache folder; the better of its values and
-    those stored by earlier commands are kept."""
+    """Store a job's fault-free period and bound, where better than those stored."""
     with suppress(NoPlanError, OSError):
         better = found.merged_with(_read_reference(options, job))
         write_atomically(_reference_file(options, job), msgspec.json.encode(better))

@@ -1,8 +1,8 @@
 """Accompany a run of `slipstream train`: progress, result, exit status and restarts.
 
-On node 0, `slipstream train` consists of two processes: one that leads the run, and its parent, which only waits for
-it. When the leading process is killed, as for lack of memory, its workers live on, and the next one adopts them
-(`runtime.coordinator.decisions.failover`).
+On node 0, `slipstream train` consists of two processes: one that leads the run, and its parent,
+which only waits for it. When the leading process is killed, as for lack of memory, its workers live
+on, and the next one adopts them (`runtime.coordinator.decisions.failover`).
 """
 
 import math
@@ -70,7 +70,7 @@ class RunProgress:
         self._planned: float | None = None
         self._phase: Phase | None = None
         self._fetched: float | None = None
-        """Share of the layers that have been copied for a better schedule; None if no such fetch is in progress."""
+        """Share of the layers copied for a better schedule; None without a fetch."""
         self._fetch = 0
         self._committed: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
         """Times at which the last iterations of this generation were committed."""
@@ -99,20 +99,26 @@ class RunProgress:
 
     @property
     def phase(self) -> str:
-        """Name of the phase or, while layers are fetched to even out the load, `settling` with the share that has
-        arrived. Empty before the first generation."""
+        """Name of the phase, or `settling` with the share of layers that has arrived.
+
+        Layers are then fetched to even out the load. Empty before the first generation.
+        """
         return f"settling {self._fetched:.0%}".replace("%", " %") if self._fetched is not None else self._phase or ""
 
     @property
     def throughput(self) -> float | None:
-        """Throughput over the last iterations, in tokens per second, or in samples per second if samples do not consist
-        of tokens; None until the present workers have committed two of them."""
+        """Throughput of the last iterations, in tokens or samples per second.
+
+        It is in samples if they do not consist of tokens. None until the present workers have
+        committed two iterations.
+        """
         seconds = self._iteration_seconds
         return None if seconds is None else (self._tokens or 1) * self._samples / seconds
 
     @property
     def seconds_left(self) -> float | None:
-        """Remaining time, in seconds, if further iterations take as long as the last ones. None if that is unknown."""
+        """Remaining time, in seconds, if further iterations take as long as the last ones. None if
+        that is unknown."""
         seconds = self._iteration_seconds
         return None if seconds is None else seconds * (self._iterations - self._done)
 
@@ -136,17 +142,13 @@ class RunProgress:
 
 
 def _format_count(number: float) -> str:
-    """Format a number with commas between thousands, rounded to an integer or, below 100, to three significant
-    digits."""
+    """Format a number as an integer or, below 100, to three significant digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressDisplay:
-    """Progress bar on stderr, with a line above it for each iteration and for each change of workers.
-
-    A thread prints everything, so that callers do not wait for the terminal.
-    """
+    """Progress bar on stderr, printed by a thread, with lines for iterations and changes."""
 
     bar: Progress
     task: TaskID
@@ -154,7 +156,8 @@ class ProgressDisplay:
     write: WriterThread
 
     def show_commit(self, iteration: int, loss: float) -> None:
-        """Show a committed iteration. Without a progress bar, its line also has what the bar would show."""
+        """Show a committed iteration. Without a progress bar, its line also has what the bar would
+        show."""
         self.write(partial(self._print_commit, iteration, loss))
 
     def show_event(self, event: Event) -> None:
@@ -178,10 +181,10 @@ class ProgressDisplay:
 
 @contextmanager
 def show_progress(iterations: int, tokens: int | None) -> Iterator[ProgressDisplay]:
-    """Show a progress bar on stderr within the context, and yield the display, to which the caller passes commits and
-    events of a run.
+    """Show a progress bar on stderr within the context, and yield its display.
 
-    The run has `iterations` iterations, and a sample has `tokens` tokens (None: it does not consist of tokens).
+    The caller passes it commits and events of a run. The run has `iterations` iterations, and a
+    sample has `tokens` tokens (None: it does not consist of tokens).
     """
     what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
     columns = (MofNCompleteColumn(), BarColumn(bar_width=20), what)  # a narrow terminal cuts what comes last
@@ -195,7 +198,7 @@ def show_progress(iterations: int, tokens: int | None) -> Iterator[ProgressDispl
 @contextmanager
 def call_in_thread(tell: Callable[..., object],
                    complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
-    """Yield a function that calls `tell` with its arguments in a thread, so that callers do not wait for the terminal.
+    """Yield a function that calls `tell` in a thread, so that callers do not wait.
 
     At the end of the context, `complain` receives the errors of the thread.
     """
@@ -230,7 +233,7 @@ def build_report(result: RunResult) -> dict[str, object]:
 
 
 def summary_text(result: RunResult) -> str:
-    """Return a few lines for a reader: the losses, the periods, and where the files are."""
+    """Return lines for a reader: losses, periods, and where the files are."""
     lines = []
     if result.losses and result.measured_period_seconds is not None:
         count = len(result.losses)
@@ -249,11 +252,11 @@ def summary_text(result: RunResult) -> str:
 
 @contextmanager
 def exit_on_errors(goes_on: Callable[[], str] = str, folder: Path | None = None) -> Iterator[None]:
-    """Turn an error within the context into one line on stderr and an exit status: 2 if a run cannot begin, 1 if it
-    fails, 130 or 143 if it is interrupted.
+    """Turn an error within the context into one line on stderr and an exit status.
 
-    For a run that had begun, the line says how many losses its `folder` has, if it is given, and ends with the result
-    of `goes_on`: a clause that says how to resume it.
+    It is 2 if a run cannot begin, 1 if it fails, 130 or 143 if it is interrupted. For a run that
+    had begun, the line says how many losses its `folder` has, if it is given, and ends with the
+    result of `goes_on`: a clause that says how to resume it.
     """
     try:
         yield
@@ -275,7 +278,7 @@ def exit_on_errors(goes_on: Callable[[], str] = str, folder: Path | None = None)
 
 
 def _describe_losses(folder: Path | None) -> str:
-    """Return a clause on how many losses the file in a run's folder has: none if the disk was full. Empty for None."""
+    """Return a clause on how many losses a run's folder has."""
     if folder is None:
         return ""
     count = 0
@@ -285,16 +288,17 @@ def _describe_losses(folder: Path | None) -> str:
 
 
 INTENTIONAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
-"""Signals, besides those that a run handles, that end it intentionally, so that it is not restarted."""
+"""Signals that a run does not handle, after which it is not restarted."""
 PASSED_ON = set(SIGNALS)
 
 
 def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
-    """Fork a child that leads the run in `folder`, restart it when it is killed, and report each restart by `say`.
+    """Fork a child that leads the run in `folder`; restart it when it is killed.
 
-    This function returns only in the child, once for each start. The calling process never returns: it ends the way the
-    last child ended. On systems other than Linux, where no process ends with its parent, nothing is forked and the
-    function returns at once.
+    Each restart is reported by `say`. This function returns only in the child, once for each start.
+    The calling process never returns: it ends the way the last child ended. On systems other than
+    Linux, where no process ends with its parent, nothing is forked and the function returns at
+    once.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -328,17 +332,13 @@ def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def exit_on_signals() -> None:
-    """Make signals that schedulers send end this process with status 128 plus the signal's number, until a run takes
-    over their handling."""
+    """Make schedulers' signals exit with 128 + number, until a run handles them."""
     for number in SCHEDULER_SIGNALS:
         signal.signal(number, lambda received, _: os._exit(128 + received))
 
 
 def _wait_for_child(child: int) -> int:
-    """Return the exit status of a child once it has ended, or minus the number of the signal that killed it.
-
-    Until then, signals to this process are passed on to the child, except those of a terminal, which reach both anyway.
-    """
+    """Return a child's exit status, or minus the number of the signal that killed it."""
     while True:
         received = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
         if received.si_signo != signal.SIGCHLD:

@@ -1,6 +1,7 @@
 """Find where `slipstream train` starts, or that nothing is left to do.
 
-It starts with schedules that are given or from a table, if they fit the job, and from a checkpoint if there is one.
+It starts with schedules that are given or from a table, if they fit the job, and from a checkpoint
+if there is one.
 """
 
 import shlex
@@ -68,10 +69,10 @@ def require_same_shape(path: Path, grid: Grid, job: Job) -> None:
 
 
 def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> str | None:
-    """Check that the job's model and data can be trained, before time is spent on planning.
+    """Check that the job's model and data can be trained, before it is planned.
 
-    Returns a line to print if the number of layers in the job differs from the model's, otherwise None. Raises the
-    errors that `run` would raise, ConfigError and PlacementError.
+    Returns a line to print if the number of layers in the job differs from the model's, otherwise
+    None. Raises the errors that `run` would raise, ConfigError and PlacementError.
     """
     training, device = config.training, torch.device(choose_device(config.training.device))
     with simulating_rank(training.tensor_parallel):
@@ -94,12 +95,12 @@ def read_fitting_table(path: Path, job: Job) -> Table:
 
 def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False,
             nodes: Nodes = ()) -> Schedule | None:
-    """Return the table's schedule with which a run begins if the workers `down` are absent, or None if it has none or
-    there is no table.
+    """Return the table's schedule with which a run begins, or None without one.
 
-    With `settled`, it is the one for which any layers move; otherwise whole roles may have moved, because no worker
-    holds layers before a run begins. `nodes` has the workers of each machine, over which the holders of a stage are
-    spread. Exits 2 for workers outside the table's grid.
+    The workers `down` are absent. With `settled`, it is the one for which any layers move;
+    otherwise whole roles may have moved, because no worker holds layers before a run begins.
+    `nodes` has the workers of each machine, over which the holders of a stage are spread. Exits 2
+    for workers outside the table's grid.
     """
     if table is None:
         return None
@@ -111,15 +112,15 @@ def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = Fa
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in a folder, or the newest of several, or None if there is none. Raises CheckpointError."""
+    """Return a folder's checkpoint, the newest of several, or None. Raises CheckpointError."""
     if may_exist(folder / MANIFEST):
         return open_checkpoint(folder)
     return open_latest(folder / "checkpoints") or open_latest(folder)
 
 
 def find_checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
-    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read; if there is none, the
-    message begins with `option`, such as "--resume "."""
+    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read; if
+    there is none, the message begins with `option`, such as "--resume "."""
     try:
         checkpoint = find_checkpoint(folder)
     except CheckpointError as error:
@@ -163,12 +164,12 @@ def _given_options(ctx: typer.Context) -> Iterator[str]:
 
 
 def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
-    """Return the checkpoint to start from; None if the run does not resume, or resumes in its own folder, which has no
-    checkpoint.
+    """Return the checkpoint to start from; None without one, or without --resume.
 
-    Set `needed` to False if the run continues with workers that live: if no checkpoint can be read, the result is then
-    None, too. If True, the checkpoint must be whole: damaged checkpoints are reported, and those in the run's own
-    folder are set aside. Exits 2 if all are damaged.
+    None if the run does not resume, or resumes in its own folder, which has no checkpoint. Set
+    `needed` to False if the run continues with workers that live: if no checkpoint can be read, the
+    result is then None, too. If True, the checkpoint must be whole: damaged checkpoints are
+    reported, and those in the run's own folder are set aside. Exits 2 if all are damaged.
     """
     resume, folder = request.resume, request.folder
     if resume is None:
@@ -194,11 +195,7 @@ def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
 
 
 def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in the folder `resume`, or the newest whole one below it, or None. Exits 2 if all are
-    damaged.
-
-    Damaged ones in the run's own `folder` are set aside.
-    """
+    """Return the checkpoint in `resume`, or the newest whole one below it, or None."""
     with exit_on_errors():
         if (resume / MANIFEST).exists():
             return verify_checkpoint(open_checkpoint(resume))
@@ -207,11 +204,11 @@ def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
 
 
 def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], object]) -> Checkpoint | None:
-    """Return the newest checkpoint in `source` that is not damaged, for a run in `folder`; None if there is no
-    checkpoint.
+    """Return the newest checkpoint in `source` that is not damaged, or None.
 
-    Damaged checkpoints are reported by `say`, and those in the run's own folder are set aside. Raises CheckpointError
-    if all are damaged, and FolderError if some are to be set aside while another run writes to `folder`.
+    None: there is no checkpoint. Damaged ones are reported by `say`, and those in the run's own
+    folder, `folder`, are set aside. Raises CheckpointError if all are damaged, and FolderError if
+    some are to be set aside while another run writes to `folder`.
     """
     whole, damaged = find_newest_undamaged(source)
     with ExitStack() as stack:
@@ -230,8 +227,7 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
 
 
 def require_usable(request: TrainRequest, resume: Checkpoint | None, config: RunConfig) -> None:
-    """Check that the run can use its folder and its checkpoint, before time is spent on planning. Raises the errors
-    that `run` would raise."""
+    """Check the run's folder and checkpoint before planning. Raises the errors of `run`."""
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
     if request.folder.is_dir():
@@ -240,8 +236,8 @@ def require_usable(request: TrainRequest, resume: Checkpoint | None, config: Run
 
 
 def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> bool:
-    """Warn if all `iterations` were done when a checkpoint was written. Return whether nothing is left to do: True if
-    the run's parameters are written, too.
+    """Warn if all `iterations` were done when a checkpoint was written. Return whether nothing is
+    left to do: True if the run's parameters are written, too.
 
     If nothing is left and --json is given, the run's answer is printed.
     """
@@ -257,8 +253,7 @@ def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> 
 
 
 def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
-    """Return whether the run that this node is to join has done all `iterations`, by the files that this node sees. If
-    so, node 0 has left, and there is nothing to join."""
+    """Return whether the run to join has done all iterations, by this node's files."""
     with suppress(CheckpointError, OSError):
         checkpoint = None if request.resume is None or read_takeover_record(request.folder) is not None else \
             find_checkpoint(request.resume)
@@ -267,18 +262,17 @@ def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
 
 
 def is_run_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
-    """Return whether the run in a folder has done all iterations and written its parameters, and has `resume` as its
-    newest checkpoint. Raises CheckpointError."""
+    """Return whether a run is done and written, with `resume` newest. Raises CheckpointError."""
     newest = open_latest(folder / CHECKPOINTS)
     return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
             and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))
 
 
 def answer_if_done(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, object] | None:
-    """Return the answer of `train --json` for a run in a folder that would resume from `resume` and has nothing left to
-    do, or None if something is left.
+    """Return the answer of `train --json` for a run with nothing left to do.
 
-    A run whose iterations are all done still has something to do if its parameters are missing.
+    None if something is left. The run in `folder` would resume from `resume`. One whose iterations
+    are all done still has something to do if its parameters are missing.
     """
     with suppress(CheckpointError, DocumentError, TensorError, OSError):
         if not is_run_done(folder, resume, iterations):

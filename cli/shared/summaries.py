@@ -42,14 +42,13 @@ from slipstream.schedules.tables.relabel import count_layers_to_load
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
-    """Return the share of the period in which each live worker runs ops; reductions that overlap with compute do not
-    count."""
+    """Return the share of the period in which each live worker runs ops on compute."""
     return schedule.compute_for_each(lambda worker: sum(
         op.end_ticks - op.start_ticks for op in schedule.ops_on_compute(worker)) / (schedule.period_ticks or 1))
 
 
 def bubble_share(schedule: Schedule) -> float:
-    """Return the share of the live workers' time, over one period, in which they run no op (0 to 1)."""
+    """Return the idle share (0 to 1) of the live workers' time over one period."""
     shares = busy_shares(schedule)
     return 1 - sum(shares.values()) / len(shares) if shares and schedule.period_ticks else 0.0
 
@@ -60,7 +59,8 @@ def measured_period(iteration: MeasuredIteration) -> float:
 
 
 def summarize_schedule(schedule: Schedule) -> dict[str, object]:
-    """Return the answer of `slipstream show --json`: durations in seconds, memory in the job's unit."""
+    """Return the answer of `slipstream show --json`: durations in seconds, memory in the job's
+    unit."""
     peaks = memory_peaks(schedule).values()
     return {
         "job": schedule.job,
@@ -84,7 +84,7 @@ def summarize_schedule(schedule: Schedule) -> dict[str, object]:
 
 
 def gap_text(gap: float) -> str:
-    """Return a gap to a bound in percent; one that is not 0 is never shown as 0."""
+    """Return a gap to a bound in percent, never 0 unless it is."""
     return f"{max(gap, 1e-4) if gap > 0 else 0.0:.2%}"
 
 
@@ -115,7 +115,8 @@ def _describe_memory(schedule: Schedule) -> str:
 
 
 def role_change_lines(schedule: Schedule) -> list[str]:
-    """Return one line for each worker that plays a role other than its own. Empty if all keep theirs."""
+    """Return one line for each worker that plays a role other than its own. Empty if all keep
+    theirs."""
     lines = []
     for seat in schedule.moves:
         loads = count_layers_to_load(schedule.grid, seat.worker, seat.role)
@@ -129,10 +130,7 @@ EventGroup = Literal["failure", "order", "join", "slow", "layers", "checkpoint",
 
 
 def event_group(event: AnyEvent) -> EventGroup | None:
-    """Return the group of an event, such as `failure` or `layers`, which decides its mark on the page of a run.
-
-    Returns None for events without a mark: those that repeat another event or are one of many.
-    """
+    """Return an event's group, which decides its mark on the page; None without a mark."""
     match event:
         case Failed() | NodeLost() | WentBack() | CoordinatorRestarted():
             return "failure"
@@ -220,7 +218,7 @@ def _list_down(down: Sequence[Worker]) -> str:
 
 
 MAX_LINES = 60
-"""Maximum number of generations, and of events, that are listed in a terminal: the last ones."""
+"""Maximum number of generations, and of events, listed in a terminal: the last."""
 
 
 def build_run_summary(run: RunRecord) -> dict[str, object]:
@@ -254,23 +252,22 @@ def _summarize_generation(run: RunRecord, stretch: GenerationRecord) -> dict[str
 
 
 def schedule_path(run: RunRecord, stretch: GenerationRecord) -> Path:
-    """Return the path of the file, in the run's folder, of the schedule of a generation, `stretch`."""
+    """Return the path of the file of a generation's schedule, in the run's folder."""
     return run.folder / SCHEDULES / f"{stretch.order.schedule}.json"
 
 
 def mean_throughput(run: RunRecord) -> float | None:
-    """Return the mean throughput of the whole run, in samples per second, or None for a run of no length."""
+    """Return the run's mean samples per second; None for a run of no length."""
     return len(run.committed) * run.starts[-1].samples / run.seconds if run.seconds else None
 
 
 def stretch_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
-    """Return the samples per second of a generation, `stretch`, by its median iteration time; None if that is
-    unknown."""
+    """Return a generation's samples per second, by its median iteration; None if unknown."""
     return run.starts[-1].samples / stretch.iteration_seconds if stretch.iteration_seconds else None
 
 
 def state(run: RunRecord) -> str:
-    """Describe in a few words whether the run has finished, ended early, or may still be running."""
+    """Describe whether the run has finished, ended early, or may still be running."""
     if run.finish_event is None:
         return "still running, or was killed"
     return "finished" if run.finish_event.error is None else "ended early"
@@ -291,12 +288,13 @@ def as_percent(share: float | None) -> str:
 
 
 def notable_events(run: RunRecord) -> list[TimedEvent]:
-    """Return the events of the run that have a group (`event_group`), and so are worth a line."""
+    """Return the run's events that have a group (`event_group`), for a line each."""
     return [happened for happened in run.events if event_group(happened.event) is not None]
 
 
 def run_headline(run: RunRecord) -> str:
-    """Return one line on the run: job, state, iterations, duration, throughput, workers and failures."""
+    """Return one line on the run: job, state, iterations, duration, throughput, workers and
+    failures."""
     newest, mean = run.starts[-1], mean_throughput(run)
     failures = sum(isinstance(one.event, Failed) for one in run.events)
     return escape_controls(f"{newest.job}: {state(run)} · {len(run.committed)} of {newest.iterations} iterations in "

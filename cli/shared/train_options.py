@@ -114,5 +114,5 @@ class TrainRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_in_place(self) -> bool:
-        """True if the run resumes in its own folder, as when a scheduler repeats the command of a run that ended."""
+        """True if the run resumes in its own folder, as when a scheduler repeats it."""
         return self.resume is not None and self.resume.resolve() == self.folder.resolve()

@@ -1,4 +1,5 @@
-"""Rearrange a job's layers into other virtual stages: another placement and division, as the text of a job file."""
+"""Rearrange a job's layers into other virtual stages: another placement and division, as the text
+of a job file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,14 +18,17 @@ _TIMES = ("forward", "backward_input", "backward_weight", "optimizer", "all_redu
 _SIZES = ("activation", "weight_stash", "weights", "recomputed")
 FOUND_REMARK = "Placement found by `--placement any`:"
 DIGITS = 12
-"""Number of significant digits of times and sizes in a rewritten job file: so many that rounding shortens no period."""
+"""Number of significant digits of times and sizes in a rewritten job file: so many that rounding
+shortens no period."""
 
 
 class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
-    """Choice of the virtual stages of a model: which layers form each, and which worker of a pipeline runs it."""
+    """Choice of the virtual stages of a model: which layers form each, and which worker of a
+    pipeline runs it."""
 
     order: str | tuple[int, ...]
-    """Columns of the virtual stages, as `[placement] order` gives them in a job file: a name such as "v", or a list."""
+    """Columns of the virtual stages, as `[placement] order` gives them in a job file: a name such
+    as "v", or a list."""
     chunks: int = 1
     """Number of virtual stages that each worker runs for micro-batches of one direction."""
     counts: tuple[int, ...]
@@ -38,15 +42,18 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
                 **({"order": order} if order != "linear" else {}), "layers": list(self.counts)}
 
     def stage_columns(self, stages: int) -> tuple[int, ...]:
-        """Return the column of each virtual stage in the order of a micro-batch, for `stages` columns.
+        """Return the column of each virtual stage in the order of a micro-batch, for `stages`
+        columns.
 
-        In a bidirectional pipeline, micro-batches of the other direction pass the columns in reverse order.
+        In a bidirectional pipeline, micro-batches of the other direction pass the columns in
+        reverse order.
         """
         return self.order if isinstance(self.order, tuple) else placement_columns(self.order, stages, self.chunks)
 
     @property
     def chains(self) -> int:
-        """Number of directions in which micro-batches pass the pipeline: 2 if it is bidirectional, else 1."""
+        """Number of directions in which micro-batches pass the pipeline: 2 if it is bidirectional,
+        else 1."""
         return 2 if self.order == "bidirectional" else 1
 
     @property
@@ -56,7 +63,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def description(self) -> str:
-        """Text for messages that names the order of the columns and the number of virtual stages per worker."""
+        """Text for messages that names the order of the columns and the number of virtual stages
+        per worker."""
         order = "columns as listed" if isinstance(self.order, tuple) else {"v": "V", "linear": "one stage after another"
                                                                            }.get(self.order, self.order)
         if self.order == "v" and self.chunks > 2:
@@ -65,7 +73,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrangement_of(job: Job) -> Arrangement:
-    """Return the placement and the division of a job's layers. Raises JobError if a stage has no layer."""
+    """Return the placement and the division of a job's layers. Raises JobError if a stage has no
+    layer."""
     order: str | tuple[int, ...] = "bidirectional" if job.chains > 1 else job.columns
     chunks = job.depth // job.stages
     for name in () if job.chains > 1 else ("linear", "interleaved", "v"):
@@ -76,15 +85,18 @@ def arrangement_of(job: Job) -> Arrangement:
 
 
 class MovableLayers:
-    """Costs of each layer of a job's model in any virtual stage, for making jobs with other placements and divisions.
+    """Costs of each layer of a job's model in any virtual stage, for making jobs with other
+    placements and divisions.
 
-    The input of a first stage needs no gradient. If the job's first stage leaves all of its backward to W, as torch
-    does, any layers that are in the first stage do so, and all others have I. The I of a layer from the first stage is
-    that of equal layers elsewhere or, if there are none, the average share that I has in the others' backward.
+    The input of a first stage needs no gradient. If the job's first stage leaves all of its
+    backward to W, as torch does, any layers that are in the first stage do so, and all others have
+    I. The I of a layer from the first stage is that of equal layers elsewhere or, if there are
+    none, the average share that I has in the others' backward.
     """
 
     def __init__(self, text: str) -> None:
-        """Read a job from `text`, a job file that extends no other. Raises JobError, also if a stage has no layer."""
+        """Read a job from `text`, a job file that extends no other. Raises JobError, also if a
+        stage has no layer."""
         self._tables, self._comments = parse_job_tables(text), table_comments(text)
         self.job = job = parse_job(text)
         self.costs = layer_costs(job)
@@ -106,13 +118,14 @@ class MovableLayers:
         return arrangement_of(self.job)
 
     def layer_work(self, layer: int) -> Fraction:
-        """Return the seconds of F, I and W of a layer for one micro-batch, which do not depend on its stage."""
+        """Return the seconds of F, I and W of a layer for one micro-batch, which do not depend on
+        its stage."""
         costs = self.costs
         return costs.forward[layer] + costs.backward_input[layer] + costs.backward_weight[layer]
 
     def backward_floor_ticks(self, tick: Fraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return two tuples, the ticks of I and those of W that each of the model's layers takes if it is not in the
-        first stage, rounded down.
+        """Return two tuples, the ticks of I and those of W that each of the model's layers takes if
+        it is not in the first stage, rounded down.
 
         The argument `tick` is the length of a tick in seconds.
         """
@@ -121,7 +134,8 @@ class MovableLayers:
         return tuple(floor(value / tick) for value in self._inputs), tuple(floor(value / tick) for value in weights)
 
     def is_rearrangement(self, job: Job) -> bool:
-        """Return whether a job equals this one except for its placement and its division of the layers."""
+        """Return whether a job equals this one except for its placement and its division of the
+        layers."""
         with suppress(JobError):
             other = arrangement_of(job)
             return job.stages == self.job.stages and sum(other.counts) == self.layers and \
@@ -129,7 +143,8 @@ class MovableLayers:
         return False
 
     def arranged_job_text(self, arrangement: Arrangement, remark: str = "") -> str:
-        """Return the text of the job file with another placement and division, and with a remark at its top.
+        """Return the text of the job file with another placement and division, and with a remark at
+        its top.
 
         Raises JobError if a worker has no room for its layers.
         """
@@ -159,8 +174,8 @@ class MovableLayers:
         return job_text(tables, {**self._comments, "": [*top_lines, *([f"{FOUND_REMARK} {remark}"] if remark else [])]})
 
     def _costs_by_layer(self, first: int) -> Mapping[str, Sequence[Fraction]]:
-        """Return the times and memory of each layer, by key of the job file, if the first stage has the model's first
-        `first` layers."""
+        """Return the times and memory of each layer, by key of the job file, if the first stage has
+        the model's first `first` layers."""
         costs = self.costs
         costs_by_key: dict[str, Sequence[Fraction]] = {key: getattr(costs, key) for key in (*_TIMES, *_SIZES)}
         if self.input_free:
@@ -171,8 +186,8 @@ class MovableLayers:
         return costs_by_key
 
     def _capacity_by_column(self, arrangement: Arrangement, edges: Sequence[int]) -> list[float]:
-        """Return, by column, the memory for activations that the weights of a worker's layers leave in this
-        arrangement.
+        """Return, by column, the memory for activations that the weights of a worker's layers leave
+        in this arrangement.
 
         The argument `edges` has 0 and, for each stage, the number of the layer after its last.
         """
@@ -190,8 +205,8 @@ class MovableLayers:
         return [_rounded_float(room) for room in rooms]
 
     def _divide_over_layers(self, stages: Sequence[float], shares: Sequence[Fraction]) -> tuple[Fraction, ...]:
-        """Return values of all layers: each stage's value in `stages`, divided over its layers in proportion to their
-        `shares`, or evenly if all of these are 0."""
+        """Return values of all layers: each stage's value in `stages`, divided over its layers in
+        proportion to their `shares`, or evenly if all of these are 0."""
         values: list[Fraction] = []
         for value, count in zip(stages, layer_counts(self.job) if stages else (), strict=False):
             part = shares[len(values):len(values) + count]
@@ -201,15 +216,15 @@ class MovableLayers:
 
 
 def is_first_stage_input_free(costs: ExactLayerCosts, first: int) -> bool:
-    """Return whether the model's first `first` layers, those of the first stage, leave all of their backward to W,
-    while other layers do not."""
+    """Return whether the model's first `first` layers, those of the first stage, leave all of their
+    backward to W, while other layers do not."""
     return not any(costs.backward_input[:first]) and any(costs.backward_weight[:first]) and \
         any(costs.backward_input[first:])
 
 
 def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction, ...]:
-    """Return the seconds of I that each layer takes in a stage other than the first; for layers below `first` they are
-    estimated."""
+    """Return the seconds of I that each layer takes in a stage other than the first; for layers
+    below `first` they are estimated."""
     known = {(forward, one + other): one for forward, one, other in list(zip(
         costs.forward, costs.backward_input, costs.backward_weight, strict=True))[first:]}
     one, other = sum(costs.backward_input[first:]), sum(costs.backward_weight[first:])
@@ -220,7 +235,8 @@ def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction,
 
 
 def _stage_sum_function(edges: Sequence[int]) -> Callable[[Sequence[Fraction]], list[float]]:
-    """Return a function that takes a value of each layer and returns their sum over each virtual stage.
+    """Return a function that takes a value of each layer and returns their sum over each virtual
+    stage.
 
     The argument `edges` has 0 and, for each stage, the number of the layer after its last.
     """

@@ -23,12 +23,14 @@ from slipstream.schedules.schedule import MAX_MICROBATCHES, MAX_WORKERS, Worker
 
 
 Nodes = tuple[tuple[Worker, ...], ...]
-"""Workers of each node (machine), sorted; the index is the node's number. Each worker of the job is in one node."""
+"""Workers of each node (machine), sorted; the index is the node's number. Each worker of the job is
+in one node."""
 _FORM = 'a list of nodes, each a list of its workers, such as [["0.0", "0.1"], ["1.0", "1.1"]]'
 
 
 def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
-    """Read a `[topology]` table: return the workers of each node, from `workers_per_node` or from lists in `node`.
+    """Read a `[topology]` table: return the workers of each node, from `workers_per_node` or from
+    lists in `node`.
 
     Raises JobError.
     """
@@ -46,8 +48,8 @@ def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
 
 
 def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
-    """Return the contents of the `[topology]` table of a job file: the workers of each node. It is empty if there are
-    no `nodes`."""
+    """Return the contents of the `[topology]` table of a job file: the workers of each node. It is
+    empty if there are no `nodes`."""
     if not nodes:
         return {}
     if nodes == _nodes_of_size(len(nodes[0]), pipelines, stages):
@@ -58,7 +60,8 @@ def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
 def workers_of_nodes(nodes: Nodes, numbers: Iterable[int], option: str) -> tuple[Worker, ...]:
     """Return all workers of the nodes with these numbers, sorted.
 
-    Raises JobError, which names the command-line `option` that gave the numbers, for an unknown node.
+    Raises JobError, which names the command-line `option` that gave the numbers, for an unknown
+    node.
     """
     chosen = sorted(set(numbers))
     if chosen and not nodes:
@@ -78,13 +81,15 @@ def require_in_grid(name: str, worker: Worker, pipelines: int, stages: int) -> N
 
 
 def _nodes_of_size(size: int, pipelines: int, stages: int) -> Nodes:
-    """Return nodes of `size` workers each, filled pipeline by pipeline. The last node may have fewer."""
+    """Return nodes of `size` workers each, filled pipeline by pipeline. The last node may have
+    fewer."""
     workers = _all_workers(pipelines, stages)
     return tuple(tuple(workers[first:first + size]) for first in range(0, len(workers), size))
 
 
 def _read_node_list(listed: Sequence[object], pipelines: int, stages: int) -> Nodes:
-    """Return the workers of each node that `topology.node` lists. Raises JobError unless each worker is listed once."""
+    """Return the workers of each node that `topology.node` lists. Raises JobError unless each
+    worker is listed once."""
     node_of: dict[Worker, int] = {}
     for node, names in enumerate(listed):
         path = f"topology.node[{node}]"
@@ -124,14 +129,17 @@ def _all_workers(pipelines: int, stages: int) -> list[Worker]:
 
 MAX_JOB_BYTES = 2**20
 EXTENDS = "extends"
-"""Key of a job file that names another job file, whose tables apply wherever the first does not override them."""
+"""Key of a job file that names another job file, whose tables apply wherever the first does not
+override them."""
 MAX_BASES = 8
 MAX_RANKS = 1024
-"""Largest number of processes (ranks) of a worker in a plan. A run allows fewer (`runtime.config`)."""
+"""Largest number of processes (ranks) of a worker in a plan. A run allows fewer
+(`runtime.config`)."""
 
 
 class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the `[time]` table: times in seconds, one value per virtual stage unless noted otherwise."""
+    """Contents of the `[time]` table: times in seconds, one value per virtual stage unless noted
+    otherwise."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -145,37 +153,41 @@ class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the `[memory]` table, in any one unit of memory. One value per virtual stage unless noted
-    otherwise."""
+    """Contents of the `[memory]` table, in any one unit of memory. One value per virtual stage
+    unless noted otherwise."""
 
     capacity: tuple[float, ...]
     """Memory of a worker that is free for activations, one value per column."""
     activation: tuple[float, ...]
     weight_stash: tuple[float, ...]
     weights: tuple[float, ...] = ()
-    """Memory of parameters, gradients, optimizer state and undo copies of a stage, which `capacity` excludes.
+    """Memory of parameters, gradients, optimizer state and undo copies of a stage, which `capacity`
+    excludes.
 
     A worker that takes over layers loses room by their weights. If empty, layers weigh nothing.
     """
     unit_bytes: float = 1.0
     """Number of bytes in the job's unit of memory, over all GPUs of a worker."""
     recomputed: tuple[float, ...] = ()
-    """Memory held from F to I of a micro-batch if the stage recomputes its activations. Empty if the job does not
-    say."""
+    """Memory held from F to I of a micro-batch if the stage recomputes its activations. Empty if
+    the job does not say."""
     state: tuple[float, ...] = ()
-    """Optimizer state of a stage, whole, if its holders keep parts of it each (`[training] shard_optimizer`).
+    """Optimizer state of a stage, whole, if its holders keep parts of it each (`[training]
+    shard_optimizer`).
 
-    It includes undo copies; `weights` include each worker's share while all are alive. Empty if not sharded.
+    It includes undo copies; `weights` include each worker's share while all are alive. Empty if not
+    sharded.
     """
     capacity_of: tuple[tuple[Worker, float], ...] = ()
     """Workers with a `capacity` other than that of their column, each with it."""
     reserve: tuple[float, ...] = ()
-    """Part of `capacity` that is kept for a layer being recomputed, one value per column. Set by `planner.recompute`
-    only."""
+    """Part of `capacity` that is kept for a layer being recomputed, one value per column. Set by
+    `planner.recompute` only."""
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative weights by which each value of a stage is divided over its layers, one weight per layer of the model.
+    """Relative weights by which each value of a stage is divided over its layers, one weight per
+    layer of the model.
 
     None: values are divided evenly. See `planner.job.layers`.
     """
@@ -205,10 +217,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[int, ...]
     """Worker column of each virtual stage."""
     chains: int = 1
-    """Number of directions in which micro-batches pass the columns: 2 in bidirectional pipelines, else 1.
+    """Number of directions in which micro-batches pass the columns: 2 in bidirectional pipelines,
+    else 1.
 
-    The virtual stages are those of one direction, then as many of the other; a micro-batch passes those of its
-    direction.
+    The virtual stages are those of one direction, then as many of the other; a micro-batch passes
+    those of its direction.
     """
     layers: tuple[int, ...] | None = None
     """Number of model layers of each virtual stage. None if the job does not say."""
@@ -219,16 +232,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Nodes = ()
     """Workers of each node, which fail together. Empty if the job does not say."""
     model: Mapping[str, Any] = {}
-    """Contents of the `[model]` table, which the runtime checks and reads. Plans read `run_keys` instead."""
+    """Contents of the `[model]` table, which the runtime checks and reads. Plans read `run_keys`
+    instead."""
     training: Mapping[str, Any] = {}
-    """Contents of the `[training]` table, unchecked except for `tensor_parallel`, for the runtime like `model`."""
+    """Contents of the `[training]` table, unchecked except for `tensor_parallel`, for the runtime
+    like `model`."""
 
     @property
     def ranks(self) -> int:
         """Number of processes of a worker, one device each: `[training] tensor_parallel`.
 
-        Times are those of a worker. Memory, transfers and all-reduces are those of a rank: rank r of one worker sends
-        to rank r of another worker, and reduces with it. All ranks do so at the same time.
+        Times are those of a worker. Memory, transfers and all-reduces are those of a rank: rank r
+        of one worker sends to rank r of another worker, and reduces with it. All ranks do so at the
+        same time.
         """
         return self.run_keys.tensor_parallel
 
@@ -253,9 +269,11 @@ def read_job(path: Path, settings: Sequence[str] = ()) -> Job:
 
 
 def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
-    """Return the text of a job file without a byte-order mark, with `settings` (KEY=VALUE) applied. Raises JobError.
+    """Return the text of a job file without a byte-order mark, with `settings` (KEY=VALUE) applied.
+    Raises JobError.
 
-    If it extends another file, or keys are overridden, the text is rewritten as one file that needs no other.
+    If it extends another file, or keys are overridden, the text is rewritten as one file that needs
+    no other.
     """
     text = _read_text(path)
     try:
@@ -271,8 +289,8 @@ def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
 
 
 def extended_files(path: Path) -> tuple[Path, ...]:
-    """Return the files that a job file extends, directly or through another one, nearest first, as far as they can be
-    read."""
+    """Return the files that a job file extends, directly or through another one, nearest first, as
+    far as they can be read."""
     found: list[Path] = []
     with suppress(JobError, ValueError, RecursionError):
         while isinstance(name := tomllib.loads(_read_text(path)).get(EXTENDS), str) and len(found) < MAX_BASES:
@@ -284,8 +302,8 @@ def extended_files(path: Path) -> tuple[Path, ...]:
 def _merge_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
     """Return the contents of a job file merged over those of the file that it extends, recursively.
 
-    The argument `table` has the file's own contents, and `seen` the files on the way to it. Raises JobError for a
-    cycle.
+    The argument `table` has the file's own contents, and `seen` the files on the way to it. Raises
+    JobError for a cycle.
     """
     own = {key: value for key, value in table.items() if key != EXTENDS}
     if EXTENDS not in table:
@@ -307,8 +325,8 @@ def _merge_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -
 
 
 def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tables `below` with `above` merged in, key by key. A value from `above` replaces the one
-    from `below`."""
+    """Return a copy of the tables `below` with `above` merged in, key by key. A value from `above`
+    replaces the one from `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -317,7 +335,8 @@ def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
 
 
 def _parse_setting(text: str) -> dict[str, Any]:
-    """Parse KEY=VALUE into tables. The key is dotted as in TOML; the value is TOML, or text if it is not valid TOML."""
+    """Parse KEY=VALUE into tables. The key is dotted as in TOML; the value is TOML, or text if it
+    is not valid TOML."""
     key, equals, value = text.partition("=")
     for written in (value, msgspec.json.encode(value).decode()):
         try:
@@ -329,7 +348,8 @@ def _parse_setting(text: str) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file. Raises JobError if it cannot be read, is too large, or is not UTF-8."""
+    """Return the text of a file. Raises JobError if it cannot be read, is too large, or is not
+    UTF-8."""
     try:
         return read_at_most(path, MAX_JOB_BYTES, JobError, "; a job file is a page of TOML").decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -345,8 +365,8 @@ def parse_job(text: str, source: str = "job") -> Job:
 
 
 def parse_job_tables(text: str) -> dict[str, Any]:
-    """Return the unchecked tables of a job file, to write them anew with changes. Raises JobError if `text` is not
-    TOML."""
+    """Return the unchecked tables of a job file, to write them anew with changes. Raises JobError
+    if `text` is not TOML."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of more than 4,300 digits
@@ -405,13 +425,14 @@ _COLUMNS_BY_ORDER: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "v": lambda stages, chunks: tuple(index % stages if index // stages % 2 == 0 else stages - 1 - index % stages
                                       for index in range(chunks * stages)),
 }
-"""Functions from (number of columns, virtual stages per column) to the column of each virtual stage, by name of the
-order."""
+"""Functions from (number of columns, virtual stages per column) to the column of each virtual
+stage, by name of the order."""
 ORDERS = (*_COLUMNS_BY_ORDER, "bidirectional")
 
 
 def placement_columns(order: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """Return the column of each virtual stage in the placement named `order`, with `chunks` virtual stages per column.
+    """Return the column of each virtual stage in the placement named `order`, with `chunks` virtual
+    stages per column.
 
     In a bidirectional placement, these are the stages of the first direction.
     """
@@ -419,7 +440,8 @@ def placement_columns(order: str, stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def placement_table(job: Job) -> dict[str, Any]:
-    """Return the contents of a job file's `[placement]` table. Empty if the job has the default placement."""
+    """Return the contents of a job file's `[placement]` table. Empty if the job has the default
+    placement."""
     table: dict[str, Any] = {}
     chunks = job.depth // job.stages
     if chunks > 1:
@@ -437,8 +459,8 @@ def placement_table(job: Job) -> dict[str, Any]:
 def _read_placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int, tuple[int, ...] | None]:
     """Read a `[placement]` table of a job with `stages` columns.
 
-    Return the column of each virtual stage, the number of directions (2 in a bidirectional placement, else 1), and the
-    number of layers of each virtual stage, None if not given.
+    Return the column of each virtual stage, the number of directions (2 in a bidirectional
+    placement, else 1), and the number of layers of each virtual stage, None if not given.
     """
     layers = None
     if isinstance(layout := table.peek_value("layers"), str):
@@ -454,7 +476,8 @@ def _read_placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int
 
 
 def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the column and the number of layers of each stage of a Megatron-LM pipeline layout, the text `layout`.
+    """Return the column and the number of layers of each stage of a Megatron-LM pipeline layout,
+    the text `layout`.
 
     Megatron-LM assigns stages to columns round-robin.
     """
@@ -471,8 +494,8 @@ def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[t
 
 
 def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
-    """Read the placement's order: return the column of each virtual stage, and the number of directions of
-    micro-batches."""
+    """Read the placement's order: return the column of each virtual stage, and the number of
+    directions of micro-batches."""
     given = table.has_key("chunks")
     chunks = table.take_count("chunks", 1, high=64)
     order = table.take_value("order", "linear")
@@ -495,8 +518,8 @@ def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
 
 
 def _read_times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
-    """Read the `[time]` table of a job with `pipelines` x `stages` workers, and `virtual` virtual stages in each of
-    `chains` directions. Raises JobError."""
+    """Read the `[time]` table of a job with `pipelines` x `stages` workers, and `virtual` virtual
+    stages in each of `chains` directions. Raises JobError."""
     per = "virtual stage" if virtual != stages else "stage"
     ops, closing = ("forward", "backward_input", "backward_weight"), ("optimizer", "all_reduce")
     times = StageTimes(
@@ -526,8 +549,8 @@ def _read_slow_workers(table: TomlTable, pipelines: int, stages: int) -> tuple[t
 
 def _read_numbers_by_worker(table: TomlTable, key: str, pipelines: int, stages: int, low: float = 0.0
                             ) -> tuple[tuple[Worker, float], ...]:
-    """Return pairs of a worker and its number from the table under `key`, sorted by worker; empty if the key is
-    missing.
+    """Return pairs of a worker and its number from the table under `key`, sorted by worker; empty
+    if the key is missing.
 
     Raises JobError for a number less than `low`.
     """
@@ -547,8 +570,8 @@ def _read_numbers_by_worker(table: TomlTable, key: str, pipelines: int, stages: 
 
 
 def _read_memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
-    """Read the `[memory]` table of a job with `virtual` virtual stages in each of `chains` directions; `grid` has the
-    numbers of pipelines and stages. Raises JobError."""
+    """Read the `[memory]` table of a job with `virtual` virtual stages in each of `chains`
+    directions; `grid` has the numbers of pipelines and stages. Raises JobError."""
     pipelines, stages = grid
     per = "virtual stage" if virtual != stages else "stage"
     memory = StageMemory(capacity=table.take_numbers("capacity", stages, "stage"),
@@ -572,6 +595,7 @@ def _read_layer_values(table: TomlTable, layers: int) -> LayerValues:
 
 
 def require_workers(failed: Sequence[Worker], job: Job, name: str = "failed") -> None:
-    """Raise JobError unless the job has each of these workers. `name` is the argument or option that names them."""
+    """Raise JobError unless the job has each of these workers. `name` is the argument or option
+    that names them."""
     for worker in failed:
         require_in_grid(name, worker, job.pipelines, job.stages)

@@ -1,7 +1,7 @@
 """Read the keys of `[model]` and `[training]` that plans, simulations and rehearsals depend on.
 
-The runtime reads and checks all keys of both tables (`runtime.config`). A value that it would refuse counts as not
-given here, so that users see the runtime's message.
+The runtime reads and checks all keys of both tables (`runtime.config`). A value that it would
+refuse counts as not given here, so that users see the runtime's message.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ class RunKeys(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: AtLeastOne = 1
     """Number of processes of a worker, one device each."""
     batch: AtLeastOne = 1
-    """Number of samples of a micro-batch; 1 if the job does not say, so that samples are then micro-batches."""
+    """Number of samples of a micro-batch; 1 if the job does not say, so that samples are then
+    micro-batches."""
     recompute: str | tuple[int | str, ...] = "none"
     """Layers whose activations are recomputed, or "auto"."""
     iterations: Annotated[int, Meta(ge=0)] | None = None

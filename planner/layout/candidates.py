@@ -111,12 +111,7 @@ def cut_all_pipelines(problem: Problem) -> Layout | None:
 
 def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[float],
                    limit: float) -> list[LayerRange] | None:
-    """Assign layers to columns, in order, such that no column needs more than `limit` ticks.
-
-    Live workers of a column share its work. The argument `rates` has, for each element of
-    `columns`, the number of workers of the usual speed that it amounts to. Return the range of
-    layers of each column; None if some layers are left.
-    """
+    """Assign layers to columns, in order, such that no column needs more than `limit` ticks."""
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
         first, work, closing = layer, 0, 0
@@ -145,10 +140,7 @@ def _sorted_by_layers(workers: Sequence[Worker]) -> list[Worker]:
 
 
 def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether `workers` are a whole pipeline as in the job, none of them slow.
-
-    Each has the stages of its column.
-    """
+    """Return whether `workers` are a whole pipeline as in the job, none of them slow."""
     stages: dict[int, list[LayerRange]] = {}
     for layers, column in problem.path_by_chain[0]:
         stages.setdefault(column, []).append(layers)
@@ -243,11 +235,7 @@ def form_groups(
 
 
 def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
-    """Return how many workers of the usual speed the pipelines in `group` lack.
-
-    They lack failed workers, and the missing speed of slow ones. The result is at least 1/1000, so
-    that it is positive.
-    """
+    """Return how many workers of the usual speed the pipelines in `group` lack."""
     workers = len(group) * len(problem.path_by_chain[0])
     speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group
               for worker in problem.live_by_pipeline[pipeline])
@@ -257,11 +245,7 @@ def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
 def _min_helpers(
     problem: Problem, group: tuple[int, ...], healthy: Sequence[int], tolerance: float
 ) -> int:
-    """Return how many of the healthy pipelines suffice as helpers of a group.
-
-    The group's longest load is then about as short as with all of them. The longest load, that of
-    the group's busiest worker, may be longer by the share `tolerance`.
-    """
+    """Return how many of the healthy pipelines suffice as helpers of a group."""
     def longest_load(count: int) -> float:
         part = extract_pipelines(problem, (*group, *healthy[:count]))
         try:
@@ -277,10 +261,7 @@ def _min_helpers(
 
 
 def _whole_worker(worker: Worker, pipelines: Sequence[int]) -> Worker:
-    """Return the worker of the whole problem that `worker` of a group's problem represents.
-
-    The group's pipelines, renumbered from 0 there, are `pipelines`.
-    """
+    """Return the worker of the whole problem that `worker` of a group's problem represents."""
     return Worker(pipelines[worker.pipeline], worker.column)
 
 
@@ -364,10 +345,7 @@ def _moving_makers(problem: Problem, largest_fine: float,
 
 
 def _require_layers(problem: Problem) -> None:
-    """Raise LookupError if a layer is lost.
-
-    No live worker holds it, and the problem does not allow a checkpoint to be loaded.
-    """
+    """Raise LookupError if a layer is lost."""
     layers = layers_in(
         itertools.chain.from_iterable(worker.holds for worker in problem.workers.values())
     )

@@ -46,24 +46,15 @@ from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Workload = dict[int, int]
-"""Work of one worker in an iteration: the number of micro-batches for each layer.
-
-Layers are consecutive and ascending.
-"""
+"""Work of one worker in an iteration: micro-batches by layer, consecutive and ascending."""
 
 
 class Replica(NamedTuple):
-    """Row of live workers that together run all layers of whole micro-batches.
-
-    They are sorted by the layers that they run.
-    """
+    """Row of live workers that run all layers of whole micro-batches, sorted by these layers."""
 
     workers: tuple[Worker, ...]
     is_recut: bool
-    """True if the layers are divided anew over the workers.
-
-    Otherwise these keep the stages that they hold.
-    """
+    """True if the layers are divided anew over the workers; else they keep their stages."""
 
 
 def make_idle_function(
@@ -196,10 +187,7 @@ def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, be
 
 
 Task = tuple[int, int]
-"""One layer of one shared micro-batch, which no replica runs as a whole.
-
-(number among the shared ones, layer)
-"""
+"""One layer of one shared micro-batch: (number among the shared ones, layer)."""
 
 
 class Slice(NamedTuple):
@@ -218,28 +206,19 @@ class Slice(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of the work of an iteration over replicas.
-
-    A micro-batch is run by one replica as a whole, or shared by several.
-    """
+    """Division of an iteration's work over replicas; each runs or shares micro-batches."""
 
     whole: tuple[int, ...]
     """Number of micro-batches that each replica runs as a whole."""
     workloads: tuple[tuple[Workload, ...], ...]
-    """Number of micro-batches per layer of each worker of each re-cut replica.
-
-    () for replicas that keep their stages.
-    """
+    """Micro-batches per layer of each worker of each re-cut replica; () for others."""
     slices: tuple[Slice, ...]
     items: int
     """Number of shared micro-batches, which no replica runs as a whole."""
 
 
 class Divider:
-    """Divider of a problem's work over given replicas.
-
-    The busiest worker has the least load.
-    """
+    """Divider of a problem's work over replicas, by the least load of the busiest worker."""
 
     def __init__(
         self,
@@ -296,10 +275,7 @@ class Divider:
         return limit, self._with_workloads(division, limit)
 
     def _divide_within(self, limit: int) -> Division | None:
-        """Return a division in which no load exceeds `limit` ticks; None if there is none.
-
-        Its `workloads` are left empty.
-        """
+        """Return a division in which no load exceeds `limit` ticks; None if there is none."""
         left = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._replicas)):
@@ -314,10 +290,7 @@ class Divider:
         return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
-        """Return a copy of the division with its `workloads` filled in.
-
-        No worker gets more than `limit` ticks, within which the division must be possible.
-        """
+        """Return a copy of the division with its `workloads` filled in."""
         segments = [slice_ for slice_ in division.slices if slice_.worker is None]
         counts = self._task_counts(division.whole, segments)
         workloads: list[tuple[Workload, ...]] = []
@@ -356,10 +329,7 @@ class Divider:
         return self._known[key]
 
     def _microbatch_limit(self, replica: Replica, limit: int) -> int:
-        """Return an upper bound on the micro-batches that a replica runs in `limit` ticks.
-
-        It holds as if no worker were ever idle.
-        """
+        """Return an upper bound on the micro-batches that a replica runs in `limit` ticks."""
         rate = sum(1000 / self._problem.slowness(worker) for worker in replica.workers)
         work = sum(self._problem.costs.work)
         return min(
@@ -393,13 +363,7 @@ class Divider:
         return ticks + problem.held_closing_ticks(worker) + idle
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """Return the slices of shared micro-batches that fit into re-cut replicas.
-
-        There are `items` shared micro-batches. The slices fit next to a replica's whole
-        micro-batches, within `limit` ticks for each worker.
-
-        The argument `whole` has the number of whole micro-batches of each replica.
-        """
+        """Return the slices of shared micro-batches that fit into re-cut replicas."""
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
@@ -427,11 +391,7 @@ class Divider:
         return slices
 
     def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Return the ticks of `limit` that whole micro-batches leave each worker.
-
-        The workers are those of replicas that keep their stages; `whole` has the number of whole
-        micro-batches of each replica.
-        """
+        """Return the ticks of `limit` that whole micro-batches leave each worker."""
         return {worker: limit - self._unchanged_load(replica, position, whole[index])
                 for index, replica in enumerate(self._replicas) if not replica.is_recut
                 for position, worker in enumerate(replica.workers)}
@@ -439,11 +399,7 @@ class Divider:
     def _overflow_tasks(
         self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]
     ) -> list[Task]:
-        """Return the first tasks of a stage, those that its workers lack ticks for.
-
-        The stage has these layers and this column; there are `items` shared micro-batches; `free`
-        has the ticks left to each worker.
-        """
+        """Return the first tasks of a stage, those that its workers lack ticks for."""
         tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
         longest = max(self._problem.costs.work[layer] for layer in range(*layers))
         room = sum(max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
@@ -452,12 +408,7 @@ class Divider:
 
     def _spread_over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
                              limit: int) -> list[Slice] | None:
-        """Spread what is left of the shared micro-batches over replicas that keep their stages.
-
-        There are `items` shared micro-batches, and `segments` has the layers that others run. The
-        argument `whole` has the number of whole micro-batches of each replica. Return the slices of
-        these workers, or None if they do not fit into `limit` ticks.
-        """
+        """Spread what is left of the shared micro-batches over replicas that keep their stages."""
         problem = self._problem
         taken = {
             (segment.item, layer)
@@ -574,11 +525,7 @@ class Divider:
         return shares
 
     def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Return how many micro-batches run each layer in each replica, [replica][layer].
-
-        They are the replica's whole ones, given by `whole`, and the shared ones of which `segments`
-        gives it the layer.
-        """
+        """Return how many micro-batches run each layer in each replica, [replica][layer]."""
         counts = [[count] * self._problem.grid.layer_count for count in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):
@@ -588,12 +535,7 @@ class Divider:
     def _balance_workloads(
         self, replica: Replica, counts: Sequence[int], limit: int
     ) -> list[Workload]:
-        """Return the work of each worker of a replica whose layers are all divided again.
-
-        Work is the number of micro-batches by layer; the busiest worker has the least load.
-        Together the workers run counts[layer] micro-batches of each layer. No layer is held by two
-        workers if no worker then needs more than `limit` ticks.
-        """
+        """Return the work of each worker of a replica whose layers are all divided again."""
         whole_layers = partial(self._cut, floating=False)
         cut_within = (
             self._cut
@@ -617,10 +559,7 @@ class Divider:
 
 
 def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
-    """Return how many micro-batches run each of `count` layers.
-
-    They are `whole`, plus the tasks in `more`.
-    """
+    """Return how many micro-batches run each of `count` layers."""
     counts = [whole] * count
     for _, layer in more:
         counts[layer] += 1
@@ -628,11 +567,7 @@ def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
 
 
 def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
-    """Join sorted (micro-batch, layer) tasks to slices of consecutive layers.
-
-    They run on `worker` of replica number `replica`, or on workers of this replica that are chosen
-    later (None).
-    """
+    """Join sorted (micro-batch, layer) tasks to slices of consecutive layers."""
     slices: list[Slice] = []
     for item, layer in tasks:
         if slices and slices[-1].item == item and slices[-1].end == layer:
@@ -646,19 +581,13 @@ def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> l
 
 
 GOLDEN_FRACTION = 0.6180339887498949
-"""Golden ratio minus 1.
-
-The fractional parts of its first n multiples lie evenly in [0, 1) for any n.
-"""
+"""Golden ratio minus 1, whose first n multiples have even fractional parts for any n."""
 
 
 def build_layout(
     problem: Problem, replicas: Sequence[Replica], division: Division, kind: str
 ) -> Layout:
-    """Return the layout of a division, with the route of each micro-batch.
-
-    The text `kind` (`Layout.kind`) says how the layout was made.
-    """
+    """Return the layout of a division, of this `Layout.kind`, with each micro-batch's route."""
     whole, items = _name_microbatches(problem, replicas, division)
     where: dict[MicroBatch, dict[int, Worker]] = {
         batch: {} for names in (*whole, items) for batch in names
@@ -767,10 +696,7 @@ def _choose_cuts(
 
 
 def build_route(layers: dict[int, Worker]) -> Route:
-    """Return the route of a micro-batch from the worker of each layer.
-
-    Consecutive layers on one worker become one slice.
-    """
+    """Return the route of a micro-batch from each layer's worker, consecutive layers joined."""
     slices: list[RouteSlice] = []
     for layer in sorted(layers):
         worker = layers[layer]
@@ -783,11 +709,7 @@ def build_route(layers: dict[int, Worker]) -> Route:
 
 def _layers_held(problem: Problem, replicas: Sequence[Replica],
                  routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
-    """Return the layers that each worker holds.
-
-    In re-cut replicas, they are those that it runs on any of the `routes`; in all others, those
-    that it held before.
-    """
+    """Return the layers that each worker holds."""
     anew = {worker for replica in replicas if replica.is_recut for worker in replica.workers}
     run: dict[Worker, set[int]] = defaultdict(set)
     for route in routes.values():

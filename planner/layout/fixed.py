@@ -46,10 +46,7 @@ def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) 
 
 
 class _Sharing:
-    """Distributor of all micro-batches over the holders of each range of layers.
-
-    No worker gets more than a given load.
-    """
+    """Distributor of all micro-batches over the holders of each range of layers."""
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
@@ -62,10 +59,7 @@ class _Sharing:
         self._own = [self._by_own_worker(part) for part in self._parts]
 
     def share_within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
-        """Return, by micro-batch and layer, the worker that runs it.
-
-        No worker has more than `limit` ticks of work. Return None if no such distribution is found.
-        """
+        """Return, by micro-batch and layer, the worker that runs it."""
         free = {worker: limit - closing for worker, closing in self._closing.items()}
         if min(free.values()) < 0:
             return None
@@ -79,11 +73,7 @@ class _Sharing:
         return None
 
     def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
-        """Group all micro-batches by their own worker for the layers of `part`.
-
-        It is the worker of their own pipeline that holds these layers; None is the key of the
-        others.
-        """
+        """Group all micro-batches by their own worker for the layers of `part`."""
         by_worker: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
@@ -98,12 +88,7 @@ class _Sharing:
         free: dict[Worker, int],
         where: dict[MicroBatch, dict[int, Worker]],
     ) -> list[MicroBatch]:
-        """Assign to each worker the micro-batches of its own pipeline that it has time for.
-
-        Returns the other micro-batches, in order. The layers are those of `part`, and `by_worker`
-        the result of `_by_own_worker` for it. The worker is stored as `where`[micro-batch][layer];
-        `free`, the ticks left to each worker, is reduced.
-        """
+        """Assign to each worker the micro-batches of its own pipeline that it has time for."""
         away = list[MicroBatch]()
         for worker, batches in by_worker.items():
             if worker is None:
@@ -121,11 +106,7 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
-        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`.
-
-        It is the one in the column of these layers, if it holds them. Otherwise return another
-        holder of these layers in that pipeline; None if there is none.
-        """
+        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`."""
         path = self._problem.path_by_chain[batch.microbatch % len(self._problem.path_by_chain)]
         column = next(column for (first, end), column in path if first <= part.layers[0] < end)
         worker = Worker(batch.pipeline, column)
@@ -135,11 +116,7 @@ class _Sharing:
 
     def _share_rest(self, part: HeldRange, batches: Sequence[MicroBatch], free: dict[Worker, int],
                     where: dict[MicroBatch, dict[int, Worker]]) -> bool:
-        """Assign `batches` to holders of the layers of `part`; return False if these lack time.
-
-        Their own pipeline's worker does not run them. The worker is stored as
-        `where`[micro-batch][layer]; `free`, the ticks left to each worker, is reduced.
-        """
+        """Assign `batches` to holders of the layers of `part`; return False if these lack time."""
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
             # Where a part costs nothing, all have time for it.

@@ -47,10 +47,8 @@ class ProblemArrays:
         self.ticks_after_group = to_ints(
             [problem.ticks_after_group(worker) for worker in self.workers]
         )
-        """Ticks from the end of the worker's group to that of its window, by row.
-
-        See `Problem.ticks_after_group`.
-        """
+        """Ticks from a group's end to its worker's window's, by row
+        (`Problem.ticks_after_group`)."""
         self.reductions = build_reduction_arrays(problem)
         self.ops = self._build_ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
@@ -82,10 +80,7 @@ class ProblemArrays:
 
     @cached_property
     def home_rows(self) -> Ints:
-        """Row of the worker that runs a unit if its pipeline is healthy, by unit.
-
-        -1 if that worker is down.
-        """
+        """Row of each unit's worker in its own pipeline; -1 if that worker is down."""
         return to_ints([self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
                         for unit in self.units])
 
@@ -118,10 +113,7 @@ class ProblemArrays:
         )
 
     def _op_durations(self, number: Ints, worker: Ints) -> Ints:
-        """Return the ticks of each op, by its number.
-
-        Unit i is of slice `number[i]` and runs on the worker in row `worker[i]`.
-        """
+        """Return the ticks of each op, by its number."""
         problem, rows = self.problem, len(self.workers)
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
         costs = []
@@ -131,35 +123,23 @@ class ProblemArrays:
         return to_ints(costs)[inverse].ravel()
 
     def make_solution(self, order: Ints, start: Ints) -> "Solution":
-        """Return the solution with these start ticks of all ops, by op.
-
-        Ops that start together keep their sequence in `order`, the numbers of the ops.
-        """
+        """Return the solution with these start ticks by op; simultaneous ops keep `order`."""
         return Solution(
             self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start
         )
 
     def iterate_op_keys(self) -> Iterator[OpKey]:
-        """Iterate over the keys of all ops, in the order of their numbers.
-
-        A key is (kind, slice, pipeline, micro-batch).
-        """
+        """Iterate over all ops' keys (kind, slice, pipeline, micro-batch), by number."""
         return ((kind, *unit) for unit in self.units for kind in self.problem.op_kinds)
 
 
 class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Workers and start times of all compute ops of a problem.
-
-    All-reduces and optimizer steps are not part of it.
-    """
+    """Workers and start times of all compute ops of a problem, without A and O."""
 
     arrays: ProblemArrays
     """Arrays of the problem with the worker of each unit."""
     order: Ints
-    """Numbers of all ops, sorted by start.
-
-    Ops without duration may share an instant: they run in this order.
-    """
+    """Numbers of all ops, sorted by start. Ops of one instant run in this order."""
     start: Ints
     """Start tick of each op, by its number."""
 
@@ -179,10 +159,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def start_by_key(self) -> Mapping[OpKey, int]:
-        """Start tick of each compute op by its key, in order of start.
-
-        A key is (kind, slice, pipeline, micro-batch).
-        """
+        """Start tick by key (kind, slice, pipeline, micro-batch), in order of start."""
         keys, start = list(self.arrays.iterate_op_keys()), self.start.tolist()
         return {keys[op]: start[op] for op in self.order.tolist()}
 
@@ -214,10 +191,7 @@ def build_reduction_arrays(problem: Problem) -> "Reductions":
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Ints:
-    """Return lists of unequal length as the rows of one array.
-
-    -1 stands after the end of each.
-    """
+    """Return lists of unequal length as the rows of one array, padded with -1."""
     width = max([1, *map(len, rows)])
     return to_ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
@@ -228,10 +202,7 @@ def to_ints(values: Sequence[Any]) -> Ints:
 
 
 def _route_places(problem: Problem) -> tuple[Ints, Ints]:
-    """Return the position of each unit's slice in its route, and the route's length.
-
-    Lengths count slices.
-    """
+    """Return the position of each unit's slice in its route, and the route's length."""
     grid = problem.grid
     lengths = to_ints(
         [
@@ -247,12 +218,7 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
 def _build_arcs(
     problem: Problem, position: Ints, length: Ints, worker: Ints
 ) -> "tuple[Arcs, Arcs]":
-    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs.
-
-    They lead from each op to those for which it waits, and to those that wait for it. By unit,
-    `position` has the index of its slice in its route, `length` the number of slices of the route,
-    and `worker` the row of its worker.
-    """
+    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs."""
     kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, transfers = [], [], []
@@ -276,10 +242,7 @@ def _build_arcs(
 
 
 def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """Return a copy of the arcs with the transfer times for another assignment.
-
-    The array `worker` has the row of each unit's worker.
-    """
+    """Return a copy of the arcs with the transfer times for another assignment."""
     waiting = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(
         hop=arcs.transfer * (worker[ops.unit[waiting]] != worker[ops.unit[arcs.op]])
@@ -287,14 +250,7 @@ def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
 
 
 def _compress_arcs(count: int, op: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op.
-
-    Precedence i joins the ops op[i] and other[i] and becomes an arc of the former; there are
-    `count` ops.
-
-    An arc adds `transfer` ticks between different workers, `hop` under the present assignment. The
-    arcs of an op stay in the given order.
-    """
+    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op."""
     from slipstream.planner.kernel import Arcs
 
     order = np.argsort(op, kind="stable")

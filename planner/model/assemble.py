@@ -1,7 +1,4 @@
-"""Build a schedule from solved pieces.
-
-They are put on one clock, then all-reduces and optimizer steps are added.
-"""
+"""Build a schedule from solved pieces on one clock, with all-reduces and optimizer steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,11 +66,7 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
 def compute_period(
     problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None
 ) -> int:
-    """Return the period, in ticks, of the schedule that `build_schedule` would make.
-
-    It is made of the solutions of all subproblems. The argument `deadlines` has the ticks by which
-    groups end their compute ops; see `align_pieces`.
-    """
+    """Return the ticks of what `build_schedule` would make; for `deadlines` see `align_pieces`."""
     aligned = align_pieces(problem, solutions, deadlines)
     return _aligned_period(aligned, compute_group_ends(*aligned))
 
@@ -142,10 +135,7 @@ def build_schedule(
 
 
 def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints) -> Ints:
-    """Return the start tick of each reduction if groups end compute at `last`.
-
-    Empty if reductions simply follow that end.
-    """
+    """Return the start tick of each reduction if groups end compute at `last`."""
     if problem.can_reduce_early:
         return compute_reduction_begins(aligned)
     if problem.reduces_in_bubbles:
@@ -154,10 +144,7 @@ def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints)
 
 
 def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
-    """Return a copy of the schedule with another bound, in its own ticks.
-
-    The bound is converted from ticks of `tick_seconds`, and rounded down.
-    """
+    """Return a copy of the schedule with a bound from ticks of `tick_seconds`, rounded down."""
     return schedule.with_bound(
         math.floor(bound.ticks * limited_ratio(tick_seconds, schedule.tick_seconds)), bound.scope
     )
@@ -166,11 +153,7 @@ def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) 
 def _build_programs(
     piece: Piece, solution: Solution, closing: Sequence[Program]
 ) -> dict[Worker, Program]:
-    """Return the programs of the roles in all copies of a subproblem.
-
-    Equal programs of several copies are one object. The programs in `closing` are the reductions
-    and optimizer step of each group of workers that hold the same layers.
-    """
+    """Return the programs of the roles in all copies of a subproblem."""
     arrays = solution.arrays
     kinds, row_of = piece.problem.op_kinds, arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
@@ -205,13 +188,7 @@ def _build_programs(
 def _find_foreign_names(
     piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]
 ) -> ForeignNames:
-    """Return the micro-batches of `ran` whose name changes, with their new names.
-
-    They are pairs (micro-batch in the subproblem, its name in the whole problem). The argument
-    `ran` has the micro-batches that run on a worker of `pipeline`, a number in the subproblem;
-    `copy` has the numbers of the subproblem's pipelines in the whole problem. A name is (pipeline,
-    number), where the pipeline is None if it is the worker's own.
-    """
+    """Return the micro-batches of `ran` whose name changes, with their new names."""
     names = []
     for batch in sorted(ran):
         original = piece.original_microbatch(copy, *batch)
@@ -226,12 +203,7 @@ def _find_foreign_names(
 
 def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
                         closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
-    """Return a worker's program, and the indices of its compute ops in it.
-
-    The program has the compute ops `body` and the closing ops. The closing ops are the reductions
-    and the optimizer step, in `closing` by number of the worker's group. They follow the compute
-    ops, or lie between them if `problem.can_reduce_early` or `problem.reduces_in_bubbles`.
-    """
+    """Return a worker's program, and the indices of its compute ops in it."""
     last = closing[problem.group_number(worker)]
     if not (problem.can_reduce_early or problem.reduces_in_bubbles):
         return (*body, *last), range(len(body))
@@ -250,13 +222,7 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
 
 def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
                          names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
-    """Return a worker's program with micro-batches named as in the whole problem.
-
-    The mapping `names` has, by micro-batch of the subproblem, the names that differ: (pipeline,
-    number), where the pipeline is None if it is the worker's own. The arguments `places` and
-    `owners` have the indices of the compute ops in the program, and their micro-batches in the
-    subproblem.
-    """
+    """Return a worker's program with micro-batches named as in the whole problem."""
     if not names:
         return program
     ops = list(program)
@@ -272,10 +238,7 @@ def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequen
 def _share_programs(
     problem: Problem, programs: Mapping[Worker, Program]
 ) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return the seats, sorted by worker, and each distinct program once.
-
-    Programs are in the order of first use.
-    """
+    """Return the seats, sorted by worker, and each distinct program once."""
     index: dict[Program, int] = {}
     number_of: dict[int, int] = {}
     seats, usual = [], problem.grid.held_layers_by_column
@@ -326,11 +289,7 @@ def build_closing_programs(
 def _place_reductions(
     problem: Problem, ends: Sequence[int], ticks: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the start tick of each reduction, and each group's end of the last one.
-
-    No reduction is shared by groups. The argument `ends` has the end of each group's compute ops,
-    and `ticks` the duration of each reduction.
-    """
+    """Return each reduction's start tick, and each group's end, from compute `ends`."""
     clock, begins = list(ends), []
     for taken, (_, (group,)) in zip(ticks, problem.groups.reductions, strict=True):
         begins.append(clock[group])

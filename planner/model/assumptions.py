@@ -23,10 +23,7 @@ def is_single_stage(problem: Problem, stage: int) -> bool:
 
 
 def has_single_stages(problem: Problem) -> bool:
-    """Return whether every worker holds at most one stage.
-
-    All micro-batches must go one way through the stages.
-    """
+    """Return whether workers hold at most one stage each, passed in one direction."""
     grid = problem.grid
     return grid.chains == 1 and all(
         len(grid.stages_of_column(column)) <= 1 for column in range(grid.columns)
@@ -49,10 +46,7 @@ def has_equal_holders(problem: Problem, stage: int) -> bool:
 
 
 def is_synchronous(problem: Problem) -> bool:
-    """Return whether every optimizer step waits for the last compute op of the job.
-
-    All windows then begin at 0.
-    """
+    """Return whether every step waits for the job's last compute op; windows begin at 0."""
     return problem.optimizer == "synchronous"
 
 
@@ -75,10 +69,7 @@ def keeps_microbatches_together(problem: Problem, stage: int) -> bool:
 
 
 def has_equal_pipelines(problem: Problem) -> bool:
-    """Return whether all workers are alive and alike, and run their own.
-
-    They have the usual speed, and the memory of their column.
-    """
+    """Return whether all workers are alive, alike in speed and memory, and run their own."""
     return runs_own_microbatches(problem) and not (
         problem.failed or problem.has_slow_workers or problem.has_unequal_room)
 

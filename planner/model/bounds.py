@@ -53,10 +53,7 @@ def strongest_bound(problem: Problem) -> Bound:
 
 
 def exact_bound(problem: Problem) -> NamedBound:
-    """Return the best proven lower bound with layers in place.
-
-    It is a fraction of ticks, and words for what it counts.
-    """
+    """Return the best bound in place: a fraction of ticks, and what it counts."""
     return max(_bounds_in_place(problem), key=lambda bound: bound[0])
 
 
@@ -74,11 +71,7 @@ def layout_lower_bound(below: Problem) -> Bound:
 
 
 def _bounds_in_place(problem: Problem) -> list[NamedBound]:
-    """Return all lower bounds on the period for layers in place.
-
-    Each comes with words that say what it counts. Each holds if any live holder of a stage may run
-    any micro-batch of it, and so also if workers keep their own.
-    """
+    """Return all lower bounds on the period for layers in place."""
     bounds = _work_bounds(problem)
     for stage in filter(
         lambda stage: is_single_stage(problem, stage), range(len(problem.grid.stages))
@@ -117,10 +110,7 @@ def _bounds_in_place(problem: Problem) -> list[NamedBound]:
 
 
 def _work_bounds(problem: Problem) -> list[NamedBound]:
-    """Return the bounds of lemma 1, by set of columns.
-
-    There are one or two for each set of columns that hold copies of the same stages.
-    """
+    """Return the bounds of lemma 1, by set of columns."""
     bounds = []
     for first in sorted(set(problem.reduction_root)):
         columns = [column for column, tied in enumerate(problem.reduction_root) if tied == first]
@@ -140,19 +130,13 @@ def _work_bounds(problem: Problem) -> list[NamedBound]:
 
 
 def _earliest_forward(problem: Problem, stage: int) -> int:
-    """Return the least ticks until the first F of a stage.
-
-    They count from the start of an iteration.
-    """
+    """Return the least ticks until the first F of a stage."""
     forward_ticks, _ = problem.min_path_ticks
     return forward_ticks[stage] - forward_ticks[stage - problem.grid.original_stage(stage)]
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """Return the least ticks in which columns' live workers do the columns' work.
-
-    Lemma 1, and lemma 20; the shortest reductions and optimizer step of these workers are added.
-    """
+    """Return the least ticks of columns' work, with closing ops. Lemma 1, and lemma 20."""
     units = [(_least_work(problem, stage), count_microbatches_at(problem, stage))
              for column in columns for stage in problem.grid.stages_of_column(column)]
     slowness = [problem.workers[Worker(pipeline, column)].per_mille for column in columns
@@ -164,10 +148,7 @@ def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
 
 
 def _least_work(problem: Problem, stage: int) -> int:
-    """Return the ticks of all ops of a micro-batch at a stage.
-
-    Of copies of the stage, it is the one that takes least.
-    """
+    """Return the ticks of all ops of a micro-batch at a stage."""
     ticks = []
     for copy in problem.copies_of(stage):
         ticks.append(sum(problem.usual_ticks(kind, copy) for kind in problem.op_kinds))
@@ -175,10 +156,7 @@ def _least_work(problem: Problem, stage: int) -> int:
 
 
 def _busiest_own_work(problem: Problem, column: int) -> Fraction:
-    """Return the longest time that a column's live worker needs for its own micro-batches.
-
-    It is in ticks, A and O included.
-    """
+    """Return the longest time that a column's live worker needs for its own micro-batches."""
     grid, longest = problem.grid, 0
     for pipeline in problem.live_pipelines_by_column[column]:
         worker, work = Worker(pipeline, column), 0

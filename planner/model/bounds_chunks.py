@@ -55,10 +55,7 @@ class Chunks(NamedTuple):
     awaited_weight: int
     """Time of the W of that I."""
     is_full: bool
-    """True if memory never holds all its micro-batches at once.
-
-    Some F then follows its first I.
-    """
+    """True if memory never holds all its micro-batches at once. Some F then follows its first I."""
 
     @property
     def fill(self) -> Fraction:
@@ -125,10 +122,7 @@ def most_ticks(ops: Iterable[tuple[int, int, int]], room: int) -> Fraction:
 
 
 def chunk_bounds(problem: Problem) -> Iterator[tuple[Fraction, str]]:
-    """Yield bounds of lemmas 18 and 19, each with words that say what it counts.
-
-    There are none where their assumptions are not met.
-    """
+    """Yield bounds of lemmas 18 and 19, where assumptions hold, each with what it counts."""
     if not has_whole_stages(problem) or problem.grid.chains > 1:
         return
     for column in range(problem.grid.columns):
@@ -244,10 +238,7 @@ def _return_bound(problem: Problem, stage: int, until_last_gradient: Fraction) -
 
 
 def _lifetime_bound(problem: Problem, column: int) -> Fraction:
-    """Return a bound by memory, and the time for which a column's ops hold it.
-
-    Lemma 19.
-    """
+    """Return a bound by memory, and the time for which a column's ops hold it. Lemma 19."""
     stages = problem.grid.stages_of_column(column)
     room = sum(activation_room(problem, worker) for worker in problem.holders_by_slice[stages[0]])
     active = stashed = 0

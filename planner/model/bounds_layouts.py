@@ -13,10 +13,7 @@ from slipstream.schedules.schedule import Worker
 
 
 def work_bound(problem: Problem) -> int:
-    """Return a bound on the period, in ticks, for any distribution of layers.
-
-    It is the total work, over all workers. Lemma 7.
-    """
+    """Return a bound, in ticks, by total work, for any distribution of layers. Lemma 7."""
     work = sum(problem.costs.work) * problem.grid.total_microbatches
     return min(problem.costs.closing) + math.ceil(
         ticks_of_work(work, map(problem.slowness, problem.live_workers))
@@ -26,8 +23,8 @@ def work_bound(problem: Problem) -> int:
 def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
     """Return the ticks in which workers together do `work`.
 
-    A worker of the usual speed takes `work` ticks for it. The argument `slowness` has the time that
-    each worker takes, per mille of the usual time.
+    A worker of the usual speed takes `work` ticks for it; `slowness` has the time that each worker
+    takes, per mille of the usual time.
     """
     kinds = Counter(slowness)
     return work / sum(
@@ -50,10 +47,7 @@ def period_bound(problem: Problem) -> Bound:
 
 
 def any_layers_bound(problem: Problem) -> int:
-    """Return a bound on the period, in ticks, for all layouts, whichever layers workers hold.
-
-    Lemma 8.
-    """
+    """Return a bound on the period, in ticks, whichever layers workers hold. Lemma 8."""
     unit, total = math.gcd(*problem.costs.work), problem.grid.total_microbatches
     if not unit:
         return 0
@@ -75,10 +69,7 @@ def any_layers_bound(problem: Problem) -> int:
 
 
 def fixed_bound(problem: Problem) -> int:
-    """Return a bound on the period, in ticks, for the layers that workers hold now.
-
-    Lemma 9, and lemma 11 if no micro-batch is cut.
-    """
+    """Return a bound, in ticks, for the present layers. Lemma 9, and lemma 11 without cuts."""
     parts = list(iterate_held_ranges(problem))
     examples = {problem.workers[worker]: worker for worker in problem.live_workers}
     idle_of_kind = {
@@ -101,10 +92,7 @@ def fixed_bound(problem: Problem) -> int:
 
 
 def whole_bound(problem: Problem) -> int:
-    """Return a bound, in ticks, if micro-batches are cut only where holders differ.
-
-    None is cut within layers that the same workers hold. Lemma 11.
-    """
+    """Return a bound, in ticks, if micro-batches are cut only where holders differ. Lemma 11."""
     best = 0
     for part in iterate_held_ranges(problem):
         work = sum(problem.costs.work[layer] for layer in range(*part.layers))
@@ -130,10 +118,7 @@ def whole_bound(problem: Problem) -> int:
 
 
 def min_fill_ticks(problem: Problem, worker: Worker) -> int:
-    """Return the least ticks that a worker idles before its first I.
-
-    It has its present layers. Lemma 10; 0 where its assumptions are not met.
-    """
+    """Return a worker's least idle ticks until a first I begins. Lemma 10; 0 if unmet."""
     layers = problem.list_held_layers(worker)
     if not layers or layers[-1] + 1 == problem.grid.layer_count:
         return 0
@@ -161,10 +146,7 @@ def min_fill_ticks(problem: Problem, worker: Worker) -> int:
 
 def _min_shared_period(problem: Problem, workers: Iterable[Worker], work: int,
                        unavailable: Mapping[Worker, int]) -> int:
-    """Return the least T, in ticks, in which these workers do `work`.
-
-    The sum of (T - unavailable) / slowness over them must be at least `work`.
-    """
+    """Return the least T, in ticks, in which these workers do `work`."""
     kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 
     def is_enough(limit: int) -> bool:

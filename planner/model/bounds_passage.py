@@ -19,9 +19,7 @@ from slipstream.planner.model.problem import Problem
 # --- One after the other --------------------------------------------------------------------------
 
 MAX_PASSAGE_STEPS = 20_000
-"""Largest size of a problem (stages squared times micro-batches) for which `passage_bounds` are
-computed.
-"""
+"""Largest stages² x micro-batches for which `passage_bounds` are computed."""
 
 
 def passage_bounds(problem: Problem) -> list[int]:
@@ -40,10 +38,7 @@ def passage_bounds(problem: Problem) -> list[int]:
 
 
 def _passage_bound(problem: Problem, first: int, count: int) -> int:
-    """Return the bound of lemma 5, in ticks, for the workers of stage `first`.
-
-    They run `count` micro-batches.
-    """
+    """Return the bound of lemma 5, in ticks, for the workers of stage `first`."""
     stages = range(first, len(problem.grid.stages))
     forward_kind, gradient_kind = problem.op_kinds[:2]
     forward = {stage: problem.fastest_ticks(forward_kind, stage) for stage in stages}
@@ -105,38 +100,23 @@ def _max_waiting(problem: Problem, stage: int, count: int) -> int:
 
 
 class StageFill(NamedTuple):
-    """Times and memory of a stage that decide how long its worker idles at first.
-
-    It idles before its first I (`compute_whole_fill`).
-    """
+    """Times and memory of a stage that decide its idle time before I (`compute_whole_fill`)."""
 
     forward: int
     """Ticks of an F."""
     max_forwards: int
-    """Number of micro-batches whose F can run before the first I.
-
-    Memory or the micro-batches limit it.
-    """
+    """Number of micro-batches whose F fit before the first I, by memory and their number."""
     return_ticks: int
-    """Ticks of the next stage's I, with the transfers there and back.
-
-    0 at the last stage.
-    """
+    """Ticks of the next stage's I, with the transfers there and back. 0 at the last stage."""
 
 
 class WholeFill(NamedTuple):
-    """Lower bound on the period if workers run whole forwards only.
-
-    It has the idle ticks that it allows at each stage (`compute_whole_fill`).
-    """
+    """Bound for whole forwards only, with the idle ticks it allows (`compute_whole_fill`)."""
 
     period: int
     """Lower bound on the period, in ticks."""
     idle: tuple[int, ...]
-    """Ticks, by stage, that a worker may idle before its first I.
-
-    The plan's period is this bound.
-    """
+    """Ticks, by stage, that a worker may idle at first if this bound is met."""
 
 
 def compute_whole_fill(problem: Problem) -> WholeFill | None:
@@ -167,10 +147,7 @@ def compute_whole_fill(problem: Problem) -> WholeFill | None:
 
 
 def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
-    """Return the least period of a worker with `count` shares, less its idle ticks.
-
-    They are before its first I.
-    """
+    """Return the least period of a worker with `count` shares, less its idle ticks."""
     window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
     if is_synchronous(problem):
         window += problem.min_path_ticks[0][stage]
@@ -180,10 +157,7 @@ def _period_without_fill(problem: Problem, stage: int, shares: StageShares, coun
 
 
 def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
-    """Return whether every stage idles no longer than `idle` allows.
-
-    It idles before its first I; `idle` is in ticks.
-    """
+    """Return whether every stage idles no longer than `idle` allows."""
     wait = 0
     for (forward, count, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back

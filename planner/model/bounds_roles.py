@@ -21,23 +21,14 @@ from slipstream.schedules.memory import weights_of
 from slipstream.schedules.schedule import Scope, Worker
 
 MAX_WINDOWS = 2000
-"""Maximum number of bounds of a column that are computed.
-
-Beyond it, unlike workers count as the best.
-"""
+"""Maximum number of bounds of a column; beyond, unlike workers count as the best."""
 
 RoomOf = Callable[[Worker, int], int]
-"""Function of a worker and a column that returns its memory there.
-
-Memory units for weights and activations together.
-"""
+"""Function of a worker and a column: its memory units there, for weights and activations."""
 
 
 Distribution = tuple[tuple[int, int], ...]
-"""Number of vacant roles of each column, and of unlike workers.
-
-Unlike workers play others of its roles.
-"""
+"""Numbers of vacant roles and of unlike workers in other roles, by column."""
 
 
 class _Unlike(NamedTuple):
@@ -113,10 +104,7 @@ class RoleBounds:
         return [distribution for _, _, distribution in self._rank_distributions(kept)]
 
     def _total_work_ticks(self) -> int:
-        """Return the ticks in which all live workers together can do all work.
-
-        Their roles may be any.
-        """
+        """Return the ticks in which all live workers together can do all work."""
         problem = self._whole
         grid, work = problem.grid, 0
         for stage in range(grid.depth):
@@ -181,17 +169,11 @@ class RoleBounds:
 
     @property
     def _most_vacant(self) -> int:
-        """Largest number of vacant roles of a column.
-
-        With two directions, another column holds its layers, too.
-        """
+        """Largest number of vacant roles of a column."""
         return self._whole.grid.pipelines - int(self._whole.grid.chains == 1)
 
     def _column_ticks(self, column: int, down: int, unlike: int) -> int:
-        """Return a bound on the period for a column with vacant roles.
-
-        `down` roles are vacant, and `unlike` workers play others.
-        """
+        """Return a bound on the period for a column with vacant roles."""
         # alike, the same problem
         key = (column, down, unlike) if self._unlike or down else (0, 0, 0)
         if key not in self._window:
@@ -201,10 +183,7 @@ class RoleBounds:
         return self._window[key]
 
     def _with_workers(self, column: int, count: int, unlike: int) -> Problem:
-        """Return the problem in which a column has these workers, the best ones.
-
-        The other columns have the best of all.
-        """
+        """Return the problem in which a column has these workers, the best ones."""
         problem, workers = self._whole, dict[Worker, LiveWorker]()
         for other in range(problem.grid.columns):
             if other != column:

@@ -37,20 +37,11 @@ class StageShares(NamedTuple):
     weight: int
     """Time of a W; 0 when fused."""
     round_trip: int
-    """Time from the end of an F to the start of its I.
-
-    It passes to the last stage and back.
-    """
+    """Time from an F's end to its I's start, through the last stage and back."""
     activation: int
-    """Memory units, times p, that a share takes during F and until I ends.
-
-    They are taken from the start of F.
-    """
+    """Memory units, times p, that a share takes from F's start to I's end."""
     stash: int
-    """Memory units, times p, that a share takes from I to W.
-
-    They are taken from the end of I to the end of W.
-    """
+    """Memory units, times p, that a share takes from I's end to W's end."""
     room: int
     """Memory units, times p, that the holder has for activations."""
     most: int
@@ -64,10 +55,7 @@ class StageShares(NamedTuple):
         return self.forward + self.gradient + self.weight
 
     def capacity_for(self, amount: int) -> int:
-        """Return how many shares fit in the holder's memory at once.
-
-        Each takes `amount` (memory units times p).
-        """
+        """Return how many shares of `amount` (memory units times p) fit at once."""
         return self.room // amount if amount else self.most
 
     @property
@@ -76,10 +64,7 @@ class StageShares(NamedTuple):
         return self.capacity_for(self.activation)
 
     def fill_idle(self, count: int) -> int:
-        """Return the least idle time, in ticks / p, before a worker's first I.
-
-        It runs `count` shares. Lemma 2a.
-        """
+        """Return the least idle ticks / p before the first I of `count` shares. Lemma 2a."""
         return max(
             0, self.round_trip + self.late - (min(count, self.max_waiting) - 1) * self.forward
         )
@@ -113,20 +98,14 @@ class StageShares(NamedTuple):
         )
 
     def _remaining_weight_ticks(self, waiting: int, count: int) -> int:
-        """Return the most time of W, in ticks / p, that can be due.
-
-        `waiting` of `count` shares wait for I meanwhile.
-        """
+        """Return the most time of W, in ticks / p, that can be due."""
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
         return min(count * self.weight, waiting * self.weight + free * self.weight // self.stash)
 
     def min_window(self, count: int) -> int:
-        """Return the shortest time, in ticks / p, of a worker's compute ops.
-
-        It reaches from the first to the last one of a worker with `count` shares. Lemma 2.
-        """
+        """Return the least ticks / p from first to last op of `count` shares. Lemma 2."""
         return (
             count * self.work + self.fill_idle(count) + self.drain_idle(count, until_weight=True)
             if count
@@ -154,10 +133,7 @@ def count_microbatches_at(problem: Problem, stage: int) -> int:
 
 
 def make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> StageShares:
-    """Return the times and memory of a stage's shares on one of its holders.
-
-    The stage is cut into `parts`.
-    """
+    """Return a stage's shares, cut into `parts`, on one of its holders: times and memory."""
     forward, gradient, *weight = (
         problem.op_ticks(kind, stage, worker) for kind in problem.op_kinds
     )
@@ -179,10 +155,7 @@ def make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> Sta
 
 
 def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
-    """Return the number of live holders of a stage by speed and memory.
-
-    Both are given as `StageShares`.
-    """
+    """Return the number of live holders of a stage by speed and memory."""
     column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_pipelines_by_column[column]]
     example = {problem.workers[worker]: worker for worker in workers}
@@ -195,10 +168,7 @@ def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
 
 
 def busiest_window(problem: Problem, stage: int) -> Fraction:
-    """Return the least window, in ticks, in which holders can run a stage's work.
-
-    It is a bound. Lemma 2, for a stage of `is_single_stage`.
-    """
+    """Return a bound in ticks on the window of a stage of `is_single_stage`. Lemma 2."""
     assert is_single_stage(problem, stage)
     least = _least_window(tuple(_count_holder_kinds(problem, stage).items()),
                           count_microbatches_at(problem, stage) * problem.count_parts(stage))
@@ -209,11 +179,7 @@ def busiest_window(problem: Problem, stage: int) -> Fraction:
 
 @lru_cache(4096)  # failures that come and go repeat most columns
 def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int:
-    """Return the least T, in ticks / p, in which holders can run `total` shares.
-
-    Each has a window of T. The argument `holders` has pairs of a speed and memory (`StageShares`)
-    and the number of holders with these.
-    """
+    """Return the least T, in ticks / p, in which holders can run `total` shares."""
     def is_enough(ticks: int) -> bool:
         return (
             sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total
@@ -225,18 +191,12 @@ def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int
 
 
 def _max_shares_within(shares: StageShares, ticks: int) -> int:
-    """Return how many shares a holder can run in a window of `ticks` / p.
-
-    The window is without reductions and optimizer step.
-    """
+    """Return how many shares fit into `ticks` / p, without closing ops."""
     return bisect_right(range(1, shares.most + 1), ticks, key=shares.min_window)
 
 
 def scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
-    """Return a bound, in ticks, from a later stage with fewer live workers.
-
-    A stage's micro-batches wait for it. Lemma 3; 0 where its assumptions are not met.
-    """
+    """Return a bound in ticks from a later stage with fewer workers. Lemma 3; 0 if unmet."""
     if not (
         has_whole_stages(problem)
         and is_single_stage(problem, stage)
@@ -257,10 +217,7 @@ def scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
 
 
 def fill_and_drain_bound(problem: Problem, stage: int) -> Fraction:
-    """Return a bound, in ticks, from stage 0 through a stage's busiest worker and back.
-
-    It ends with the last W of stage 0. Lemma 4; 0 where its assumptions are not met.
-    """
+    """Return a bound in ticks from stage 0 via the busiest worker back. Lemma 4; 0 if unmet."""
     if not (is_single_stage(problem, stage) and has_equal_holders(problem, stage)):
         return Fraction(0)
     shares, = _count_holder_kinds(problem, stage)

@@ -19,10 +19,7 @@ from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
 DeadColumns = Mapping[int, Columns]
-"""Columns of a pipeline whose worker is down, by the pipeline's number.
-
-Only pipelines with such columns are there.
-"""
+"""Columns whose worker is down, by the number of each pipeline that has some."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,19 +41,13 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     def original_microbatch(
         self, copy: Sequence[int], pipeline: int, microbatch: int
     ) -> MicroBatch:
-        """Return the micro-batch of the whole problem that this one represents in a copy.
-
-        It is micro-batch `microbatch` of `pipeline` in this subproblem.
-        """
+        """Return the whole problem's micro-batch for this one of the subproblem, in a copy."""
         batch = MicroBatch(copy[pipeline], microbatch)
         return self.names[batch] if self.names else batch
 
 
 def make_whole_piece(problem: Problem) -> Piece:
-    """Return the problem, undivided, as its only subproblem.
-
-    The one copy, the set of pipelines that run by the subproblem's solution, is all pipelines.
-    """
+    """Return the problem, undivided, as its only subproblem, with one copy."""
     return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
 
 
@@ -135,10 +126,7 @@ def _group_by_load(problem: Problem) -> list[tuple[int, ...]] | None:
 
 
 def _make_loaded_pieces(problem: Problem, groups: Sequence[tuple[int, ...]]) -> list[Piece]:
-    """Return the subproblem of each group of healthy pipelines.
-
-    Groups that read equal numbers are copies of one.
-    """
+    """Return the subproblem of each group of healthy pipelines."""
     copies: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(problem.grid.microbatches[pipeline] for pipeline in group)].append(group)
@@ -157,10 +145,7 @@ def _group_by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int
 
 
 def _make_healthy_piece(problem: Problem, members: Sequence[int]) -> Piece:
-    """Return the subproblem of one healthy pipeline.
-
-    It has a copy for each of the equal pipelines in `members`.
-    """
+    """Return the subproblem of one healthy pipeline."""
     return Piece(
         problem=extract_pipelines(problem, members[:1]),
         copies=tuple((pipeline,) for pipeline in members),
@@ -220,11 +205,7 @@ def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list
 
 
 def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]) -> int:
-    """Return the fewest healthy pipelines that must help `part`, some of the broken pipelines.
-
-    The mapping `dead` has the columns whose workers are down, by broken pipeline. With fewer, a
-    worker would get more micro-batches than the busiest worker must run anyway.
-    """
+    """Return the fewest healthy pipelines that must help `part`, some of the broken pipelines."""
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
     for root in sorted(set(problem.reduction_root)):
@@ -259,10 +240,7 @@ def _count_wanted_peers(
 def _make_distinct_pieces(
     problem: Problem, dead: DeadColumns, groups: Sequence[Sequence[int]]
 ) -> list[Piece]:
-    """Return the subproblems of all groups of pipelines.
-
-    Groups with equal problems are copies of one.
-    """
+    """Return the subproblems of all groups of pipelines."""
     copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
@@ -349,17 +327,13 @@ def _join_pipelines(problem: Problem) -> list[list[int]]:
 
 
 def _pipeline_key(problem: Problem, pipeline: int) -> tuple[object, ...]:
-    """Return a pipeline's micro-batch count and workers: two pipelines with equal ones are
-    interchangeable.
-    """
+    """Return a pipeline's micro-batch count and workers, equal for interchangeable ones."""
     return problem.grid.microbatches[pipeline], tuple(problem.workers.get(Worker(pipeline, column))
                                                       for column in range(problem.grid.columns))
 
 
 def _routes_key(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
-    """Return the routes of these pipelines' micro-batches, with pipelines renumbered in the given
-    order.
-    """
+    """Return the routes of these pipelines' micro-batches, pipelines renumbered in order."""
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     return tuple((slice_, number[worker.pipeline], worker.column) for pipeline in pipelines
                  for microbatch in range(problem.grid.microbatches[pipeline])

@@ -1,4 +1,4 @@
-"""Translate a job with its failures to a problem in ticks: with whole stages in place, or with another layout."""
+"""Translate a job with failures to a problem in ticks, in place or otherwise."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,16 +45,17 @@ from slipstream.schedules.schedule import (
 MAX_TICKS = 10**6
 """Maximum number of ticks of the longest op. Finer times are rounded up to whole ticks."""
 MAX_MEMORY_UNITS = 2**40
-"""Maximum number of memory units in the largest amount. Finer amounts are rounded to the safe side."""
+"""Maximum number of memory units in the largest amount. Finer amounts are rounded to the safe
+side."""
 
 Rounded = Callable[[Fraction], int]
 
 
 def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the tick, in seconds: the coarsest that represents all times of a job exactly, but at least the longest
-    time / MAX_TICKS.
+    """Return the tick, in seconds: the coarsest that represents all times exactly.
 
-    If `costs` is given, the times of single layers are considered, too.
+    It is at least the longest time / MAX_TICKS. If `costs` is given, the times of single layers are
+    considered, too.
     """
     values = _list_times(job, costs)
     return max(_common_divisor(values), max(values) / MAX_TICKS)
@@ -73,9 +74,10 @@ def _list_times(job: Job, costs: ExactLayerCosts | None = None) -> list[Fraction
 
 
 def has_exact_units(job: Job, failed: Sequence[Worker] = ()) -> bool:
-    """Return whether the times and memory of a job's stages are whole numbers of its tick and memory unit.
+    """Return whether stages' times and memory are whole numbers of the job's units.
 
-    Otherwise a problem rounds them up, and its bounds hold for the job only if they are rounded down.
+    Otherwise a problem rounds them up, and its bounds hold for the job only if they are rounded
+    down.
     """
     job = with_shared_state(job, failed)
     tick, unit = choose_tick(job), choose_memory_unit(job)
@@ -84,7 +86,8 @@ def has_exact_units(job: Job, failed: Sequence[Worker] = ()) -> bool:
 
 
 def _common_divisor(values: Iterable[Fraction]) -> Fraction:
-    """Return the greatest common divisor: the largest fraction of which all values are whole multiples."""
+    """Return the greatest common divisor: the largest fraction of which all values are whole
+    multiples."""
     numerator, denominator = 0, 1
     for value in values:
         common = math.lcm(denominator, value.denominator)
@@ -99,7 +102,7 @@ def to_per_mille(factor: float) -> int:
 
 
 def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) -> Times:
-    """Return the job's times of the stages in ticks of `tick` seconds, rounded up, or rounded down if `down`."""
+    """Return the stages' times in ticks of `tick` seconds, rounded up, or down if `down`."""
     rounded: Rounded = math.floor if down else math.ceil
 
     def to_ticks(values: Iterable[float]) -> tuple[int, ...]:
@@ -118,9 +121,10 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
 def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
     """Return the memory unit, in the job's unit: the coarsest that represents all memory exactly.
 
-    It is at least the largest amount / MAX_MEMORY_UNITS, and then a power of ten: an activation that is as large as
-    the capacity must still fit after the one is rounded up and the other down, so decimal numbers stay exact.
-    If `costs` is given, the memory of single layers is considered, too.
+    It is at least the largest amount / MAX_MEMORY_UNITS, and then a power of ten: an activation
+    that is as large as the capacity must still fit after the one is rounded up and the other down,
+    so decimal numbers stay exact. If `costs` is given, the memory of single layers is considered,
+    too.
     """
     if job.memory is None:
         return Fraction(1)
@@ -135,8 +139,10 @@ def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fracti
 
 
 def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory | None:
-    """Return the memory of the stages in units of `unit`, capacities rounded down and needs rounded up, or the reverse
-    if `down`; None if the job has no limits of memory."""
+    """Return the memory of the stages in units; None if the job has no limits.
+
+    Capacities are rounded down and needs up, or the reverse if `down`; `unit` is in the job's unit.
+    """
     if job.memory is None:
         return None
     memory = job.memory
@@ -152,10 +158,10 @@ def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory |
 
 def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fused: bool,
                    down: bool = False) -> LayerTicks:
-    """Return these costs in ticks of `tick` seconds, and memory in multiples of `unit` (in the job's unit), rounded up,
-    or rounded down if `down`.
+    """Return these costs in ticks of `tick` seconds and multiples of `unit` of memory.
 
-    With `fused`, W runs together with I, so that no memory is held between them.
+    They are rounded up, or down if `down`; `unit` is in the job's unit. With `fused`, W runs
+    together with I, so that no memory is held between them.
     """
     rounded: Rounded = math.floor if down else math.ceil
 
@@ -175,15 +181,15 @@ def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fu
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
                   optimizer: OptimizerMode = "staggered", sharing: bool | None = None, sliced: bool = False,
                   down: bool = False) -> Problem:
-    """Build the scheduling problem of a job, in ticks, with whole stages in place and the workers `failed` down.
+    """Build the problem of a job, in ticks, with whole stages in place.
 
-    With `sharing`, any live holder of a stage may run any micro-batch; else only those of failed workers change
-    workers. The default is True if sharing can shorten a plan: if workers are down, slow or have different memory, if
-    pipelines read different numbers of micro-batches, or if workers lack room for all of their virtual stages. If
-    `sliced` is set with `sharing`, lower bounds of the problem also hold for micro-batches that are cut. Finer times
-    are rounded up, or rounded down if `down`, for bounds.
-
-    Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
+    The workers `failed` are down. With `sharing`, any live holder of a stage may run any
+    micro-batch; else only those of failed workers change workers. The default is True if sharing
+    can shorten a plan: if workers are down, slow or have different memory, if pipelines read
+    different numbers of micro-batches, or if workers lack room for all of their virtual stages. If
+    `sliced` is set with `sharing`, lower bounds of the problem also hold for micro-batches that are
+    cut. Finer times are rounded up, or rounded down if `down`, for bounds. Raises NoPlanError if a
+    stage has no live worker or a worker cannot hold a single micro-batch.
     """
     job = with_shared_state(job, failed)
     grid = build_grid(job)
@@ -208,13 +214,12 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
 def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: LayoutScope = IN_PLACE, *,
                           backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
                           holds: Mapping[Worker, Held] | None = None, down: bool = False) -> Problem:
-    """Build the problem of a job in ticks that are fine enough for single layers, from which layouts are made.
+    """Build the problem of a job, in ticks fine enough for single layers, for layouts.
 
-    Finer times are rounded up, or rounded down if `down`, as `bounds.layout_lower_bound` requires. `holds` gives the
-    present layers of live workers that do not hold the layers of their own stages. The `question` says which layouts
-    are allowed.
-
-    Raises JobError if a stage has no layer, and NoPlanError if no worker is alive.
+    Finer times are rounded up, or rounded down if `down`, as `bounds.layout_lower_bound` requires.
+    `holds` gives the present layers of live workers that do not hold the layers of their own
+    stages. The `question` says which layouts are allowed. Raises JobError if a stage has no layer,
+    and NoPlanError if no worker is alive.
     """
     job = with_shared_state(job, failed)
     grid, of_layers = build_grid(job), layer_costs(job)
@@ -230,10 +235,10 @@ def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: Lay
 
 def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,
                             **others: Any) -> Problem:
-    """Build the problem in which each stage costs the sum of its layers in `costs`; `times` and `memory` give all other
-    values, such as transfers and capacities.
+    """Build the problem in which each stage costs the sum of its layers in `costs`.
 
-    The keyword arguments `others` are passed to `build_held_problem`.
+    `times` and `memory` give all other values, such as transfers and capacities; `others` are
+    passed to `build_held_problem`.
     """
     def stage_totals(*names: str) -> dict[str, tuple[int, ...]]:
         return {name: costs.sum_over_slices(name, grid.layers_by_stage) for name in names}
@@ -249,8 +254,7 @@ def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | No
 
 
 def with_layout(problem: Problem, layout: Layout) -> Problem:
-    """Return a copy of the problem in which a layout gives the held layers and the routes with their workers, so that
-    only the order of ops is to be found."""
+    """Return a copy of the problem with a layout's held layers and routes."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
     groups = make_reduce_groups(grid, layout.holds.values())
     number = _number_slices(grid, layout, (layers for layers, _ in groups.reductions))
@@ -272,12 +276,7 @@ def with_layout(problem: Problem, layout: Layout) -> Problem:
 
 
 def _number_slices(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
-    """Return the number of each range of layers that is a stage, is in a route of the layout, or is in `reduced`, by
-    range.
-
-    The range of a stage has the number of the first stage with these layers; other ranges get numbers after those of
-    the stages.
-    """
+    """Return the number of each range of layers of a stage, a route or `reduced`."""
     number: dict[LayerRange, int] = {}
     for stage, layers in enumerate(grid.layers_by_stage):
         number.setdefault(layers, stage)
@@ -294,7 +293,7 @@ def build_grid(job: Job) -> Grid:
 
 
 def count_equal_layers(grid: Grid, costs: LayerTicks | ExactLayerCosts) -> tuple[int, ...]:
-    """Return the number of layers of each stage whose layers are equal in times and memory; 0 for other stages."""
+    """Return each stage's number of layers; 0 if they differ in times or memory."""
     parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
                costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]
     return tuple(end - first if len(part) == 1 else 0
@@ -330,7 +329,7 @@ def _require_feasible(problem: Problem) -> None:
 
 
 def _needs_peers(problem: Problem) -> bool:
-    """Return whether some worker lacks the room to run micro-batches at all of its virtual stages by itself."""
+    """Return whether a worker lacks the room for all of its virtual stages."""
     return problem.memory is not None and any(
         needed_room(problem, stage) > activation_room(problem, worker)
         for worker in problem.live_workers for stage in problem.grid.stages_of_column(worker.column))
@@ -341,9 +340,10 @@ def _needs_peers(problem: Problem) -> bool:
 
 def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held],
                        **others: Any) -> Problem:
-    """Build the problem in which each live worker holds the layers in `holds`: ascending ranges that do not touch.
+    """Build the problem in which each live worker holds the layers in `holds`.
 
-    Workers that `holds` does not name are down. `others` are the remaining fields of `Problem`.
+    They are ascending ranges that do not touch. Workers that `holds` does not name are down.
+    `others` are the remaining fields of `Problem`.
     """
     workers = {worker: LiveWorker(per_mille=times.per_mille_of.get(worker, 1000), holds=held,
                                   room=UNLIMITED if memory is None else total_room(memory, grid, worker))
@@ -354,7 +354,7 @@ def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds
 
 @lru_cache(maxsize=8)
 def build_routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
-    """Return the route of each micro-batch through the stages of its direction, on the workers of its own pipeline."""
+    """Return the route of each micro-batch through the stages of its own pipeline."""
     routes: dict[MicroBatch, tuple[Visit, ...]] = {}
     for pipeline, count in enumerate(grid.microbatches):
         chains = [tuple(Visit(stage, Worker(pipeline, grid.stages[stage].column))
@@ -365,6 +365,6 @@ def build_routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
 
 
 def layers_in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:
-    """Return the layers that each worker which has not failed holds if no layers have moved."""
+    """Return the layers that live workers hold if no layers have moved."""
     usual, down = grid.held_layers_by_column, set(failed)
     return {worker: usual[worker.column] for worker in grid.workers() if worker not in down}

@@ -27,8 +27,7 @@ from slipstream.schedules.schedule import (
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """Proven lower bound on the period of every schedule that a scope (which layouts and workers are allowed)
-    includes."""
+    """Proven lower bound on the period of every schedule that a scope includes."""
 
     ticks: int
     scope: Scope
@@ -36,7 +35,7 @@ class Bound(msgspec.Struct, frozen=True):
     """Description, in words, of what the bound counts, such as the work of all workers."""
 
     def __or__(self, other: "Bound") -> "Bound":
-        """Return the larger of two bounds of the same scope, or the first one if they are equal."""
+        """Return the larger of two bounds of one scope, the first of equals."""
         assert self.scope is other.scope, f"a bound for {self.scope} and one for {other.scope} are not comparable"
         return other if other.ticks > self.ticks else self
 
@@ -45,7 +44,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class LayerSums(NamedTuple):
-    """Prefix sums over the layers: value i sums the layers before layer i, so each tuple has L + 1 values."""
+    """Prefix sums over the L layers. Value i of L + 1 values is the sum of those before i."""
 
     forward: tuple[int, ...]
     backward_input: tuple[int, ...]
@@ -59,9 +58,11 @@ class LayerSums(NamedTuple):
 
 
 class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Costs of each of the L layers, in ticks and memory units. Memory values are 0 where memory is unlimited.
+    """Costs of each of the L layers, in ticks and memory units. Memory values are 0 where memory is
+    unlimited.
 
-    The tuples are empty if no micro-batch is cut within a stage and no layer moves: ticks may be too coarse for layers.
+    The tuples are empty if no micro-batch is cut within a stage and no layer moves: ticks may be
+    too coarse for layers.
     """
 
     forward: tuple[int, ...] = ()
@@ -70,25 +71,25 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     optimizer: tuple[int, ...] = ()
     all_reduce: tuple[int, ...] = ()
     activation: tuple[int, ...] = ()
-    """Memory units that a micro-batch takes from the start of F to the end of I, by layer."""
+    """Memory units of a micro-batch from F's start to I's end, by layer."""
     weight_stash: tuple[int, ...] = ()
-    """Memory units that a micro-batch takes from the end of I to the end of W, by layer."""
+    """Memory units of a micro-batch from I's end to W's end, by layer."""
     weights: tuple[int, ...] = ()
     """Memory units of parameters, gradients and optimizer state, by layer."""
 
     @cached_property
     def work(self) -> tuple[int, ...]:
-        """Ticks of F, I and W of each layer for one micro-batch, at the usual speed."""
+        """Ticks of F, I and W of each layer, at the usual speed."""
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
 
     @cached_property
     def closing(self) -> tuple[int, ...]:
-        """Ticks of all-reduce and optimizer step that each layer adds at the end of an iteration to its holder."""
+        """Ticks of all-reduce and step that each layer adds to an iteration's end."""
         return tuple(map(sum, zip(self.all_reduce, self.optimizer, strict=True)))
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
-        """Most memory units that a micro-batch takes at each layer: its activation, or what it keeps from I until W."""
+        """Most memory units of a micro-batch at each layer: activation or weight stash."""
         return tuple(map(peak_memory, self.activation, self.weight_stash))
 
     @cached_property
@@ -97,7 +98,7 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return LayerSums(*(prefix_sums(getattr(self, name)) for name in LayerSums._fields))
 
     def sum_over_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
-        """Return the total of the cost called `name` for each of the given ranges of layers."""
+        """Return the total of the cost `name` for each of these ranges of layers."""
         before = getattr(self.prefix_sums, name)
         return tuple(before[end] - before[first] for first, end in slices)
 
@@ -110,10 +111,11 @@ UNLIMITED = 2**40
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Speed, memory and held layers of a live worker. Two workers with equal values are interchangeable."""
+    """Speed, memory and held layers of a live worker. Two workers with equal values are
+    interchangeable."""
 
     per_mille: int = 1000
-    """Time of its compute ops relative to the usual time, per mille: 1000 is normal, 2000 is half speed."""
+    """Time of its compute ops, per mille of the usual; 2000 is half speed."""
     room: int = UNLIMITED
     """Memory units for the weights of held layers and for activations together."""
     holds: Held
@@ -121,22 +123,22 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class MicroBatch(NamedTuple):
-    """Name of a micro-batch: the pipeline that reads it, and its number among those of this pipeline in an
-    iteration."""
+    """Name of a micro-batch: the pipeline that reads it, and its number there."""
 
     pipeline: int
     microbatch: int
 
 
 class RouteSlice(NamedTuple):
-    """One slice of a route: its layers, and the worker that runs their F, I and W."""
+    """One slice of a route: its layers, and the worker that runs them."""
 
     layers: LayerRange
     worker: Worker
 
 
 Route = tuple[RouteSlice, ...]
-"""Slices that a micro-batch passes, in order. Their layers cover all layers of the model without a gap."""
+"""Slices that a micro-batch passes, in order. Their layers cover all layers of the model without a
+gap."""
 
 
 def choose_evenly(some: int, count: int) -> set[int]:
@@ -145,7 +147,7 @@ def choose_evenly(some: int, count: int) -> set[int]:
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that each worker holds, and the route of each micro-batch, for which an order of ops is to be searched."""
+    """Held layers of each worker, and route of each micro-batch, to be ordered."""
 
     kind: str
     """Words that say how the layout was made, e.g. "re-cut pipelines, floating layers"."""
@@ -166,7 +168,7 @@ class NoPlanError(NoScheduleError):
 
 
 class NoRoomError(NoPlanError):
-    """Raised when no worker has room for one micro-batch at a whole stage; parts of the stage may still fit."""
+    """Raised when no worker has room for a micro-batch at a whole stage. Parts may fit."""
 
     def __init__(self, lack: str, outcome: str = ": no schedule can run it") -> None:
         super().__init__(lack, outcome)
@@ -182,13 +184,13 @@ class Unit(NamedTuple):
     """One micro-batch at one slice of its route. Its F, I and W run on the same worker."""
 
     slice: int
-    """Number of the slice: a stage, or the number of stages plus an index of `Problem.slices`."""
+    """Number of the slice: a stage, or that of stages plus an index of `Problem.slices`."""
     pipeline: int
     microbatch: int
 
 
 class Visit(NamedTuple):
-    """One slice of a route by its number, and the worker that the layout assigns to it."""
+    """One slice of a route by its number, and the layout's worker for it."""
 
     slice: int
     worker: Worker
@@ -198,15 +200,15 @@ class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
     """Restrictions on the layouts that a plan may choose from."""
 
     layers: LayersMode = "fixed"
-    """"move" if workers may come to hold other layers, "fixed" if all layers stay in place."""
+    """"move" if workers may come to hold other layers, "fixed" if not."""
     from_checkpoint: bool = False
     """True if layers that no live worker holds may be loaded from a checkpoint."""
     sliced: bool = True
-    """True if a micro-batch may change workers within a stage; False: its slices are whole stages."""
+    """True if a micro-batch may change workers within a stage."""
 
     @property
     def bound_scope(self) -> Scope:
-        """Set of schedules (`Scope`) for which lower bounds are proven if a plan may choose from these layouts."""
+        """Scope for which bounds are proven if a plan may choose from these layouts."""
         return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
 
 
@@ -214,8 +216,7 @@ IN_PLACE = LayoutScope()
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Scheduling problem: a job with its failed workers, the layers of each worker, and the route of each
-    micro-batch."""
+    """Scheduling problem: a job with failures, held layers, and routes."""
 
     name: str
     tick_seconds: float
@@ -230,26 +231,31 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
-    """True if any live holder of a slice may run all micro-batches of it; False: only those of failed workers."""
-    shedding: bool = False
-    """True if, without `sharing`, live workers of a stage that lost a worker may hand on micro-batches."""
-    parts: tuple[int, ...] = ()
-    """Number of equal layers, by stage, into which a micro-batch may be cut; 0 if the layers of the stage differ.
+    """True if any live holder of a slice may run all micro-batches of it.
 
-    Empty if micro-batches are never cut. The problem itself has whole stages; only its bound counts the parts.
+    False: only those of failed workers change workers.
+    """
+    shedding: bool = False
+    """True if, without `sharing`, peers of a lost worker may hand on micro-batches."""
+    parts: tuple[int, ...] = ()
+    """Number of equal layers, by stage, into which a micro-batch may be cut.
+
+    It is 0 if the layers of the stage differ; empty if micro-batches are never cut. The problem
+    itself has whole stages; only its bound counts the parts.
     """
     slices: tuple[LayerRange, ...] = ()
     """Layers of the slices that are not stages. They are numbered after the stages."""
     routes: Mapping[MicroBatch, tuple[Visit, ...]]
     """Route of each micro-batch: the slices that it passes, in order.
 
-    With layers in place, these are the stages of its direction on the workers of its pipeline, some of which may be
-    down.
+    With layers in place, these are the stages of its direction on the workers of its pipeline, some
+    of which may be down.
     """
     rounds_down: bool = False
-    """True if costs are rounded down, for bounds: then ops of slow workers are rounded down, too."""
+    """True if costs are rounded down, for bounds, those of slow workers, too."""
     assigned: bool = False
-    """True if the routes decide which worker runs each unit, as in a layout. All holders then share micro-batches.
+    """True if the routes decide which worker runs each unit, as in a layout. All holders then share
+    micro-batches.
 
     False with layers in place: the workers are still to be chosen.
     """
@@ -286,21 +292,22 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def reduction_root(self) -> tuple[int, ...]:
-        """First column that holds copies of a column's stages, and so reduces gradients with it, by column.
+        """First column that reduces gradients with a column, by column.
 
-        It is the column itself unless pipelines are bidirectional.
+        It is the column itself unless pipelines are bidirectional, where another holds copies of
+        its stages.
         """
         return tuple(component_roots(self.grid.columns, ((column, self.column_of[self.grid.original_stage(stage)])
                                                          for stage, column in enumerate(self.column_of))))
 
     @cached_property
     def op_kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of the compute ops of a unit, in order: F, I, W, or F, B if the backward is fused."""
+        """Kinds of a unit's compute ops, in order: F, I, W, or F, B."""
         return (OpKind.F, OpKind.I, OpKind.W) if self.backward == "split" else (OpKind.F, OpKind.B)
 
     @property
     def gradient_kind(self) -> OpKind:
-        """Op whose end frees the activation and sends the gradient on: I, or B when fused."""
+        """Op that frees the activation and sends the gradient: I, or B when fused."""
         return self.op_kinds[1]
 
     @cached_property
@@ -318,8 +325,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
         """Live workers that hold each slice, sorted, by slice number.
 
-        With layers in place and one direction, only those in the stage's column. With two directions, workers of both
-        columns that hold its layers.
+        With layers in place and one direction, only those in the stage's column. With two
+        directions, workers of both columns that hold its layers.
         """
         members: list[list[Worker]] = [[] for _ in self.groups.held]
         for worker in self.live_workers:
@@ -333,13 +340,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_unequal_time(self) -> bool:
-        """True if live holders of a stage may share its micro-batches, and would take different times if each ran only
-        those of its own pipeline."""
+        """True if holders that may share micro-batches take different times for their own."""
         return self.sharing and not self.assigned and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
 
     @cached_property
     def hosts_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
-        """Live holders of each slice that have room for at least one micro-batch of it, sorted, by slice number."""
+        """Live holders of each slice with room for a micro-batch, sorted, by number."""
         if self.memory is None:
             return self.holders_by_slice
         room = {worker: state.room - weights_of(self.memory, state.holds) for worker, state in self.workers.items()}
@@ -347,11 +353,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                      for number, holders in enumerate(self.holders_by_slice))
 
     def held_amounts(self, slice_: int) -> tuple[int, int]:
-        """Return the activation and the stash of a micro-batch at a slice, in memory units; 0 where the memory is
-        unlimited, and for what is held for no time.
+        """Return the activation and the stash of a micro-batch at a slice, in memory units.
 
-        That is the stash of a W that takes no time, as it may end when I does, and the activation of the model's end if
-        F and I take none.
+        They are 0 where the memory is unlimited, and for what is held for no time. That is the
+        stash of a W that takes no time, as it may end when I does, and the activation of the
+        model's end if F and I take none.
         """
         if self.memory is None:
             return 0, 0
@@ -361,7 +367,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return passes * self.memory.activation[slice_], stashes * self.memory.weight_stash[slice_]
 
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """Return the workers that may run slice number `slice_` for the micro-batches of this pipeline."""
+        """Return the workers that may run slice number `slice_` for the micro-batches of this
+        pipeline."""
         hosts = self.hosts_by_slice[slice_]
         if self.sharing:
             return hosts
@@ -371,7 +378,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def host_operation_count(self) -> int:
-        """Number of pairs of a compute op and a worker that may run it, which measures the size of a CP-SAT model."""
+        """Number of pairs of op and possible worker: the size of a CP-SAT model."""
         return sum(len(self.allowed_hosts(unit.slice, unit.pipeline))
                    for unit in self.iterate_units()) * len(self.op_kinds)
 
@@ -380,7 +387,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Worker(pipeline, self.column_of[stage])
 
     def op_ticks(self, kind: OpKind, slice_: int, worker: Worker) -> int:
-        """Return the ticks that op `kind` (F, I, W, B or A) of slice number `slice_` takes on a worker."""
+        """Return the ticks of op `kind` (not O) of a slice on a worker."""
         if kind is OpKind.A or not self.has_slow_workers:
             return self.usual_ticks(kind, slice_)
         if kind is OpKind.B:
@@ -389,8 +396,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return slowed // 1000 if self.rounds_down else -(-slowed // 1000)
 
     def usual_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks that op `kind` (F, I, W, B or A) of slice number `slice_` takes on a worker of the usual
-        speed."""
+        """Return the ticks of op `kind` (not O) of a slice at the usual speed."""
         return self._ticks_by_op[kind, slice_]
 
     @cached_property
@@ -400,21 +406,20 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_by_slice))}
 
     def copies_of(self, stage: int) -> tuple[int, ...]:
-        """Return the numbers of the stages of all directions that have the layers of this stage, itself included."""
+        """Return the stages of all directions with this stage's layers, itself included."""
         if self.grid.chains == 1:
             return (stage,)
         layers = self.layers_by_slice
         return tuple(other for other in range(len(self.grid.stages)) if layers[other] == layers[stage])
 
     def fastest_ticks(self, kind: OpKind, stage: int) -> int:
-        """Return the ticks that op `kind` of a stage, or of a copy of it, takes on the fastest live holder."""
+        """Return an op's ticks at a stage or its copies, on the fastest holder."""
         holders = self.holders_by_slice[stage]
         return min(self.op_ticks(kind, copy, worker) for copy in self.copies_of(stage)
                    for worker in (holders if self.has_slow_workers else holders[:1]))
 
     def min_transfer_ticks(self, stage: int) -> int:
-        """Return the least ticks that an activation takes from a stage to the next one, on whichever workers they
-        run."""
+        """Return the least ticks of an activation from a stage to the next."""
         same = self.column_of[stage] == self.column_of[stage + 1]
         # With several chains, a worker holds stages of both directions, and may run consecutive ones.
         can_stay = self.grid.chains > 1 and (self.sharing or self.failed)
@@ -422,7 +427,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bound_scope(self) -> Scope:
-        """Set of schedules (`Scope`) for which lower bounds of this problem, with layers in place, are proven."""
+        """Scope for which lower bounds of this problem, in place, are proven."""
         return Scope.OWN if not self.sharing else Scope.PLACE if self.can_cut_stages else Scope.STAGES
 
     @property
@@ -431,16 +436,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(count != 1 for count in self.parts)
 
     def count_parts(self, stage: int) -> int:
-        """Return the number of slices into which a stage may be cut for a micro-batch: the number of its layers if they
-        are equal, otherwise 0; 1 if no stage may be cut."""
+        """Return the number of slices that a stage may be cut into for a micro-batch.
+
+        It is the number of its layers if they are equal, otherwise 0; 1 if no stage may be cut.
+        """
         return self.parts[stage] if self.parts else 1
 
     @cached_property
     def min_path_ticks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Least ticks of a micro-batch's F (first tuple) and its I or B (second) on stages 0 to n - 1 together, by n
-        from 0 on.
+        """Least ticks of a micro-batch's F and I or B on the first n stages.
 
-        Each stage but the last of the model includes the transfer between it and the next one.
+        Both are by n, from 0 on. Each stage but the last of the model includes the transfer between
+        it and the next one.
         """
         stages = range(len(self.grid.stages))
         hops = [self.min_transfer_ticks(stage) for stage in stages[:-1]] + [0]
@@ -450,8 +457,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return forward, back
 
     def group_number(self, worker: Worker) -> int:
-        """Return the index in `groups` of a worker's group: the workers that hold the same layers, and so share one
-        deadline."""
+        """Return the index of a worker's group, which shares one deadline."""
         return self.groups.number_of[self.workers[worker].holds]
 
     def optimizer_ticks(self, worker: Worker) -> int:
@@ -465,7 +471,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def number_of_slice(self) -> Mapping[LayerRange, int]:
-        """Number of the slice with a range of layers, by that range; the first number if several have it."""
+        """Number of the slice with a range of layers; the first if several have it."""
         return {layers: number for number, layers in reversed(list(enumerate(self.layers_by_slice)))}
 
     def reduction_ticks(self, layers: LayerRange) -> int:
@@ -474,8 +480,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def can_reduce_early(self) -> bool:
-        """True if a worker may reduce the gradients of some of its layers before it has run all compute ops of the
-        others.
+        """True if a worker may reduce some layers before all compute ops of the others.
 
         This requires reductions that take no time; otherwise each would occupy all holders at once.
         """
@@ -483,9 +488,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def reduces_in_bubbles(self) -> bool:
-        """True if a reduction may lie in a bubble before the last compute op of its workers, although it takes time.
+        """True if a reduction that takes time may lie in a bubble.
 
-        This requires that workers reduce several virtual stages, each with the workers of the same layers only.
+        It may precede the last compute op of its workers. This requires that they reduce several
+        virtual stages, each with the workers of the same layers only.
         """
         timed = [group for layers, groups in self.groups.reductions for group in groups if self.reduction_ticks(layers)]
         return not self.groups.has_shared_reductions and any(
@@ -493,33 +499,31 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def anneals_reductions(self) -> bool:
-        """True if annealing chooses when each reduction begins: some may lie in bubbles, and windows may be offset."""
+        """True if annealing chooses when reductions begin, in bubbles or with offset windows."""
         return self.reduces_in_bubbles and self.optimizer == "staggered"
 
     def ticks_after_group(self, worker: Worker) -> int:
-        """Return the ticks from the tick at which a worker's group (the workers that hold the same layers) is finished
-        to the end of the worker's busy window.
+        """Return the ticks from the end of a worker's group to its window's.
 
-        A group is finished after its last reduction, and the optimizer step follows. If reductions are not timed one by
-        one, it counts as finished after its compute ops, and the ticks of its reductions are added.
+        A group ends after its last reduction, and the optimizer step follows. If reductions are not
+        timed one by one, it counts as ended after its compute ops, and the ticks of its reductions
+        are added.
         """
         return self.optimizer_ticks(worker) + (0 if self.times_each_reduction
                                                else self.ticks_of_reductions(self.group_number(worker)))
 
     @property
     def times_each_reduction(self) -> bool:
-        """True if each reduction has a time of its own: groups share some, or some may lie in bubbles. Otherwise the
-        reductions of a group follow its last compute op."""
+        """True if reductions have own times, shared or in bubbles; else they follow all compute."""
         return self.groups.has_shared_reductions or self.reduces_in_bubbles
 
     def ticks_of_reductions(self, group: int) -> int:
-        """Return the ticks of all reductions in which a group (workers that hold the same layers) takes part."""
+        """Return the ticks of all reductions in which a group takes part."""
         return self._reduction_ticks_by_group[group]
 
     @cached_property
     def _reduction_ticks_by_group(self) -> tuple[int, ...]:
-        """Sum of the ticks of all gradient reductions in which a group (workers that hold the same layers) takes part,
-        by group."""
+        """Ticks of all reductions in which a group takes part, by group."""
         return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.groups.reductions if group in groups)
                      for group in range(len(self.groups.held)))
 
@@ -529,14 +533,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return max(map(self.optimizer_ticks, self.workers))
 
     def column_closing_ticks(self, column: int) -> int:
-        """Return the ticks of the reductions and the optimizer step of a worker that holds exactly its column's
-        stages."""
+        """Return the ticks of reductions and step for exactly a column's stages."""
         return sum(self.times.all_reduce[stage]
                    for stage in self.grid.stages_of_column(column)) + self.times.optimizer[column]
 
     def iterate_units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
-        """Yield the units of these pipelines (default: all), sorted by pipeline and micro-batch, then in order of the
-        route."""
+        """Yield the units of pipelines (default: all), by pipeline, micro-batch and route."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
                 for visit in self.routes[MicroBatch(pipeline, microbatch)]:
@@ -551,7 +553,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def path_by_chain(self) -> tuple[tuple[tuple[LayerRange, int], ...], ...]:
-        """Stages that micro-batches of each direction visit, in order, as pairs of (range of layers, column)."""
+        """Stages of each direction, in order, as pairs (range of layers, column)."""
         return tuple(tuple((self.grid.layers_of(stage), self.column_of[stage])
                            for stage in self.grid.stages_of_microbatch(chain))
                      for chain in range(self.grid.chains))
@@ -578,26 +580,25 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
 
     def moved_memory(self, holds: Mapping[Worker, Held]) -> int:
-        """Return the memory units, in all, of the layers that workers hold in `holds` and not in this problem.
-
-        If the job gives no weights, return the number of these layers.
-        """
+        """Return the memory units, or number without weights, of layers in `holds` not held
+        here."""
         weights = self.costs.weights if any(self.costs.weights) else (1,) * self.grid.layer_count
         return sum(weights[layer] for worker, ranges in holds.items() if ranges != self.workers[worker].holds
                    for layer in layers_in(ranges).difference(self.list_held_layers(worker)))
 
     def held_closing_ticks(self, worker: Worker) -> int:
-        """Return the ticks of the all-reduces and optimizer steps of the layers that a worker holds now."""
+        """Return the ticks of all-reduces and steps of a worker's present layers."""
         return sum_over_ranges(self.costs.prefix_sums.closing, self.workers[worker].holds)
 
     def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
-        """Return the ticks of F, I and W together of these layers on a worker. Each op is rounded up separately."""
+        """Return the ticks of F, I and W together of these layers on a worker. Each op is rounded
+        up separately."""
         slow = self.slowness(worker)
         return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.prefix_sums[:3])
 
     @cached_property
     def ample_ticks(self) -> int:
-        """Ticks that exceed any possible load of a worker: the slowest one runs all micro-batches of all layers."""
+        """Ticks beyond any load: the slowest worker runs everything."""
         slowest = max(map(self.slowness, self.live_workers))
         return sum(self.costs.work) * self.grid.total_microbatches * slowest // 1000 + sum(self.costs.closing) + 1
 
@@ -610,10 +611,7 @@ class HeldRange(NamedTuple):
 
 
 def iterate_held_ranges(problem: Problem) -> Iterator[HeldRange]:
-    """Divide the layers at every end of a stage or of a held range, and yield each range with its holders, in order.
-
-    Raises LookupError if no live worker holds a layer.
-    """
+    """Yield ranges of layers with their holders. Raises LookupError if one has none alive."""
     cuts = {end for path in problem.path_by_chain for layers, _ in path for end in layers}
     cuts |= {end for properties in problem.workers.values() for layers in properties.holds for end in layers}
     for first, end in pairwise(sorted(cuts)):

@@ -17,10 +17,7 @@ Reduction = tuple[LayerRange, tuple[int, ...]]
 
 
 class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Groups of workers that hold the same layers, and so share one deadline.
-
-    It is the tick by which they must end their compute ops.
-    """
+    """Groups of workers with the same layers, which share one deadline of compute ops."""
 
     held: tuple[Held, ...]
     """Layers that the workers of each group hold."""
@@ -47,18 +44,12 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def has_shared_reductions(self) -> bool:
-        """True if groups share reductions.
-
-        Otherwise each group reduces its gradients after its last compute op.
-        """
+        """True if groups share reductions; else each reduces after its last compute op."""
         return any(len(groups) > 1 for _, groups in self.reductions)
 
 
 def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
-    """Return the numbers of the groups that hold each range of layers, ascending.
-
-    A group must hold all of it; `groups` has the layers that each one holds.
-    """
+    """Return, ascending, the groups in `groups` that hold all of each range of layers."""
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
     firsts = [ranges[number][0] for number in order]
     holding_groups: list[list[int]] = [[] for _ in ranges]

@@ -12,17 +12,14 @@ from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_in
 from slipstream.planner.model.problem import Problem
 
 NEVER = -2**60
-"""Tick that is earlier than those of any plan.
-
-It is the end of a group without workers.
-"""
+"""Tick that is earlier than those of any plan. It is the end of a group without workers."""
 
 
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
     """Return a copy of the solution in which every op starts as late as possible.
 
-    Its order and the ends of groups limit it. The argument `ends` has the tick by which each group
-    must end its compute ops, or the deadlines of `get_deadlines` if `Problem.anneals_reductions`.
+    Its order and `ends` limit it: the tick by which each group must end its compute ops, or the
+    deadlines of `get_deadlines` if `Problem.anneals_reductions`.
     """
     arrays, start = solution.arrays, np.zeros_like(solution.start)
     ends = np.asarray(ends, dtype=np.int64)
@@ -34,10 +31,7 @@ def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Soluti
 
 
 def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
-    """Return the tick at which each group ends its last reduction.
-
-    Reductions begin at `begin`; NEVER for a group without reductions.
-    """
+    """Return when each group's last reduction ends if they begin at `begin`; NEVER without."""
     between, last = arrays.reductions.between, begin + arrays.reductions.ticks
     latest: Ints = np.where(between >= 0, np.append(last, NEVER)[between], NEVER).max(axis=1)
     return latest
@@ -112,10 +106,7 @@ MAX_PERMUTED = 4
 
 
 class BubblePlaces(NamedTuple):
-    """Places of reductions that may lie in bubbles.
-
-    The bubbles are before the last compute op of their workers.
-    """
+    """Places of reductions in bubbles before their workers' last compute op."""
 
     begin: Ints
     """Start tick of each reduction."""
@@ -165,10 +156,7 @@ def _place_in_bubbles(
 def _busy_spans(
     pieces: Sequence[tuple[ProblemArrays, Ints]], group: int, after: int
 ) -> list[tuple[int, int]]:
-    """Return the spans of ticks in which a worker of a group is busy, ascending.
-
-    It runs an op that ends after a tick.
-    """
+    """Return the spans of ticks in which a worker of a group is busy, ascending."""
     spans: list[tuple[int, int]] = []
     for arrays, start in pieces:
         end = start + arrays.ops.duration
@@ -179,10 +167,7 @@ def _busy_spans(
 
 def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
                busy: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
-    """Place reductions in this order, each in the first gap that is long enough.
-
-    Returns the end of all, and the start of each.
-    """
+    """Place reductions in this order, each in the first gap that is long enough."""
     spans, begins, done = list(busy), dict[int, int](), max((end for _, end in busy), default=NEVER)
     for number in order:
         tick = ready[number]
@@ -197,10 +182,7 @@ def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
 
 
 def _ticks_saved(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
-    """Return by how many ticks each group finishes earlier.
-
-    Otherwise all of its reductions would follow its compute ops.
-    """
+    """Return by how many ticks groups end earlier than with their reductions last."""
     saved = np.zeros(len(problem.groups.held), dtype=np.int64)
     if not problem.reduces_in_bubbles:
         return saved
@@ -226,10 +208,7 @@ def compute_ticks_saved(pieces: Sequence[Solution]) -> Ints:
 
 
 def _last_ends(arrays: ProblemArrays, start: Ints) -> Ints:
-    """Return the tick at which each worker ends its last compute op.
-
-    That of the first start if it runs none.
-    """
+    """Return the tick at which each worker ends its last compute op."""
     last = np.full(len(arrays.workers), start.min())
     np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
     return last
@@ -246,20 +225,14 @@ def _last_awaited_ends(arrays: ProblemArrays, start: Ints) -> Ints:
 
 
 def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
-    """Return the start tick of each group's last reduction.
-
-    Those of all reductions are `begins`.
-    """
+    """Return the start tick of each group's last reduction."""
     between = arrays.reductions.between
     latest: Ints = np.where(between >= 0, np.append(begins, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
-    """Return, for each group, the largest of its workers' ticks in `last`.
-
-    There is one for each live worker; NEVER for a group without workers.
-    """
+    """Return, for each group, the largest of its workers' ticks in `last`."""
     ends = np.full(len(arrays.problem.groups.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
@@ -298,8 +271,8 @@ def solution_period(
 ) -> int:
     """Return the period of a solution, in ticks.
 
-    The argument `ends` has the ticks by which groups end their compute ops in all subproblems, and
-    `saved` those of `compute_ticks_saved`; None: those of this solution.
+    `ends` has the ticks by which groups end their compute ops in all subproblems, and `saved` those
+    of `compute_ticks_saved`; None: those of this solution.
     """
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
@@ -311,11 +284,7 @@ def solution_period(
 
 
 def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: Ints) -> int:
-    """Return the period in ticks of these starts and ends of groups.
-
-    Workers first start at `first`, groups end their compute ops at `ends`, and finish `saved` ticks
-    earlier than if all reductions followed these ops. Workers without ops are ignored.
-    """
+    """Return the period in ticks of these starts and ends of groups."""
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = (done - saved)[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":
@@ -328,11 +297,8 @@ def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
     """Return the latest ticks of groups' ends that do not delay the iteration.
 
     They are the ends of their compute ops; the end of the iteration becomes tick 0. The optimizer
-    must be synchronous.
-
-    The argument `ends` has the ticks at which groups end their compute ops in a plan, by the plan's
-    own clock. If later ends would change the order of the reductions and delay some of them, these
-    ends are kept.
+    must be synchronous. In a plan, by its own clock, groups end at `ends`; if later ends would
+    change the order of the reductions and delay some of them, these ends are kept.
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks

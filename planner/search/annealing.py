@@ -1,5 +1,4 @@
-"""Shorten plans by simulated annealing, with the compiled loops of `planner.kernel`, which also documents the
-arrays."""
+"""Shorten plans by simulated annealing, with the loops and arrays of `planner.kernel`."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +54,7 @@ from slipstream.planner.search.incumbent import Incumbent
 
 
 def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> Chain:
-    """Return an annealing chain (a run of annealing) that starts from the assignment of `arrays` and an order of all
-    ops."""
+    """Return a chain that starts from the assignment of `arrays` and an order."""
     ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
     state = _make_state(arrays, order, params.spare_units)
     return Chain(
@@ -74,8 +72,7 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingP
 
 
 def twin_chain(chain: Chain, seed: int) -> Chain:
-    """Return a copy of an annealing chain with its own arrays and random numbers, which continues from the same
-    state."""
+    """Return a copy of a chain's state with its own arrays and random numbers."""
     own = {field: _copy_arrays(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
     own["statistics"][:] = 0
     return chain._replace(**own)._replace(random=_make_random_state(seed))
@@ -124,11 +121,11 @@ def _make_state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
 
 
 def _tail_ticks(arrays: ProblemArrays) -> Ints:
-    """Return, for each worker, the ticks from the tick at which its group is finished to the end of its busy window.
+    """Return, by worker, the ticks from its group's end to its window's.
 
-    A group is the workers that hold the same layers. It is finished after its last reduction, but counts as finished
-    after its compute ops if reductions are not timed one by one. With a synchronous optimizer, all windows then end
-    with the iteration: no step starts before the last compute op.
+    A group ends with its last reduction, or, unless reductions are timed one by one, with its
+    compute ops. With a synchronous optimizer, all windows then end with the iteration: no step
+    starts before the last compute op.
     """
     problem = arrays.problem
     if problem.optimizer == "staggered" or problem.times_each_reduction:
@@ -139,8 +136,7 @@ def _tail_ticks(arrays: ProblemArrays) -> Ints:
 
 
 def _rows_by_pipeline(arrays: ProblemArrays) -> Ints:
-    """Return the rows (numbers among the live workers) of each pipeline's workers, [pipeline, number], padded with
-    -1."""
+    """Return the rows of each pipeline's workers, [pipeline, number], padded with -1."""
     members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
     for row, worker in enumerate(arrays.workers):
         members[worker.pipeline].append(row)
@@ -148,13 +144,12 @@ def _rows_by_pipeline(arrays: ProblemArrays) -> Ints:
 
 
 def _host_rows_by_slice(arrays: ProblemArrays) -> Ints:
-    """Return the rows (numbers among the live workers) of the holders of each slice, [slice, number], padded with
-    -1."""
+    """Return the rows of each slice's hosts, [slice, number], padded with -1."""
     return pad_rows([[arrays.row_of[worker] for worker in hosts] for hosts in arrays.problem.hosts_by_slice])
 
 
 def _op_ticks(arrays: ProblemArrays) -> Ints:
-    """Return the ticks of an op by kind, slice and worker; 0 if the worker does not hold the slice."""
+    """Return the ticks of ops, [kind, slice, worker]; 0 where not held."""
     problem = arrays.problem
     cost = np.zeros((len(problem.op_kinds), len(problem.layers_by_slice), len(arrays.workers)), dtype=np.int64)
     for number, holders in enumerate(problem.holders_by_slice):
@@ -169,7 +164,7 @@ def _zeros(size: int) -> Ints:
 
 
 def _make_random_state(seed: int) -> Any:
-    """Return the first state of the kernel's random number generator: never 0, and far apart for neighbouring seeds."""
+    """Return a generator's first state: never 0, and far apart for neighbouring seeds."""
     return np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
 
 
@@ -182,12 +177,12 @@ OPERATOR_NAMES = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: 
 
 
 class AnnealingChain:
-    """Run of annealing that shortens one plan of a subproblem. Its result depends on the seed and the number of steps,
-    not on the clock.
+    """Run of annealing that shortens one plan of a subproblem. Its result depends on the seed and
+    the number of steps, not on the clock.
 
-    Workers that hold the same layers form a group, whose deadline is the tick by which all of its compute ops must end.
-    The deadlines start as those of the plan. With a staggered optimizer, annealing shifts them until `fix_deadlines` is
-    called.
+    Workers that hold the same layers form a group, whose deadline is the tick by which all of its
+    compute ops must end. The deadlines start as those of the plan. With a staggered optimizer,
+    annealing shifts them until `fix_deadlines` is called.
     """
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:
@@ -201,10 +196,7 @@ class AnnealingChain:
         """Number of annealing steps between two looks at the clock."""
         self._cycle_steps, self._step = count_first_cycle_steps(ops, pipelines, params), 0
         self.steps = self.cycles = 0
-        """Number of annealing steps done; each tries an order of the ops.
-
-        The attribute `cycles` is the number of completed cooling cycles.
-        """
+        """Number of annealing steps done, and `cycles`, that of completed cooling cycles."""
         self._shifts = 0
         self._set_deadlines(solution)
         _copy_state(self._chain.state, self._chain.best)
@@ -214,12 +206,7 @@ class AnnealingChain:
         self.allow_shifts()
 
     def _set_deadlines(self, solution: Solution) -> None:
-        """Set the tick by which the workers of each group (which hold the same layers) must end compute, from the given
-        plan.
-
-        With a synchronous optimizer, it is as late as the end of the iteration, at tick 0, and the order of the
-        reductions allow.
-        """
+        """Set the tick by which each group must end compute, from the given plan."""
         chain = self._chain
         if self._problem.anneals_reductions:
             self._set_reductions(chain.state, get_deadlines(solution))
@@ -242,8 +229,7 @@ class AnnealingChain:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
     def _set_common_end(self, solution: Solution) -> None:
-        """Let reductions in bubbles begin as in a plan with a synchronous optimizer, which ends at tick 0, and
-        those that follow all compute ops of their group as late as that allows."""
+        """Let reductions in bubbles begin as in a plan with a synchronous optimizer."""
         instance, state = self._chain.instance, self._chain.state
         begins, ends = get_deadlines(solution), compute_group_ends(solution)
         step = self._problem.max_optimizer_ticks
@@ -263,15 +249,14 @@ class AnnealingChain:
         instance.tail[:] = -state.end[self._arrays.group]
 
     def _set_reductions(self, state: State, begins: Sequence[int] | Ints) -> None:
-        """Let reductions begin at these ticks in a state, where given (not 0 or `NEVER`), and set all deadlines."""
+        """Let reductions begin at these ticks, where given, and set all deadlines."""
         begins = np.asarray(begins)
         state.begin[:] = np.where((begins != 0) & (begins > NEVER), begins, state.begin)
         state.end[:] = ends_of_reductions(self._arrays, state.begin)
         set_deadlines_from_ends(self._chain.instance, state)
 
     def _begin_cycle(self) -> None:
-        """Begin the next cooling cycle, or restart the present one because the best plan or the deadlines (ticks by
-        which workers must end compute) have changed."""
+        """Begin the next cooling cycle, or restart this one with a new plan or deadlines."""
         self._cycle = self._make_cycle()
         measure_best(self._chain, self._cycle)
 
@@ -282,14 +267,12 @@ class AnnealingChain:
 
     @property
     def operator_counts(self) -> dict[str, tuple[int, int, int]]:
-        """Counts of annealing steps by the name of their kind, such as moving a unit to another worker: (steps tried,
-        steps accepted, steps that made the best plan shorter)."""
+        """Counts of steps by kind: (tried, accepted, made the best plan shorter)."""
         return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATOR_NAMES.items()}
 
     @property
     def best_deadlines(self) -> list[int]:
-        """Ticks by which groups (workers that hold the same layers) end their compute ops in the best plan, or at which
-        reductions begin (`get_deadlines`); 0 for groups that have no worker in this subproblem."""
+        """Deadlines in the best plan (`get_deadlines`); 0 for groups without a worker here."""
         if self._problem.anneals_reductions:
             taking_part = np.isin(self._arrays.reductions.sharers[:, 0], self._arrays.group)
             begins: list[int] = (taking_part * self._chain.best.begin).tolist()
@@ -305,8 +288,7 @@ class AnnealingChain:
         return self._step == 0
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Set the ticks by which all groups (workers that hold the same layers) must end their compute ops, and let
-        annealing steps shift them no longer."""
+        """Set the ticks by which groups must end compute, and shift them no longer."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
@@ -322,16 +304,14 @@ class AnnealingChain:
             self._begin_cycle()
 
     def allow_shifts(self) -> None:
-        """Let annealing steps shift the deadlines (ticks by which workers must end compute) again, unless the optimizer
-        is synchronous."""
+        """Let annealing steps shift the deadlines again, unless the optimizer is synchronous."""
         often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
                     len(self._arrays.ops.duration) // self._params.ops_per_shift)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
         self._begin_cycle()
 
     def make_twin(self, seed: int) -> "AnnealingChain":
-        """Return another chain for the same subproblem that begins with the best plan of this one, with another
-        seed."""
+        """Return another chain that begins with the best plan, with another seed."""
         copied = copy(self)
         copied._chain = twin_chain(self._chain, seed)
         copied._cycle_steps = count_first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
@@ -341,8 +321,7 @@ class AnnealingChain:
         return copied
 
     def continue_from(self, other: "AnnealingChain") -> None:
-        """Replace the state by the best plan of another run of annealing of the same subproblem, with the deadlines
-        (ticks by which workers must end compute) of that run."""
+        """Replace the state by the best plan of another chain, with its deadlines."""
         for state in (self._chain.state, self._chain.best):
             _copy_state(other._chain.best, state)
         self._chain.record[:] = other._chain.record
@@ -365,8 +344,7 @@ class AnnealingChain:
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
     def shorten_cycle(self, rounds: float) -> None:
-        """Let the present cooling cycle end within `rounds` more rounds of steps: if the search ended while the cycle
-        is hot, the cycle would have found little."""
+        """End the cooling cycle within `rounds` more rounds: while hot, it finds little."""
         end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)
@@ -376,8 +354,7 @@ class AnnealingChain:
         self.run_steps(self.round_steps)
 
     def run_steps(self, steps: int) -> None:
-        """Run at most this many annealing steps, fewer if the cooling cycle ends or the period reaches the goal
-        before."""
+        """Run so many annealing steps, fewer if the cycle or the goal ends them."""
         end = min(self._step + steps, self._cycle.steps)
         while self._step < end and self.period > self._goal:
             reached = anneal(self._chain, self._cycle, self._step, end)
@@ -394,8 +371,7 @@ class AnnealingChain:
             self._begin_cycle()
 
     def best_solution(self) -> Solution:
-        """Return the best plan so far, with start ticks relative to the deadlines (ticks by which groups of workers end
-        compute) that all subproblems share."""
+        """Return the best plan so far, on the clock of the common deadlines."""
         chain, arrays = self._chain, self._arrays
         time_state(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
@@ -412,28 +388,27 @@ def _copy_state(source: State, target: State) -> None:
 
 
 def choose_target_period(period: int, goal: int, share: float) -> int:
-    """Return the period that a cooling cycle aims at when the best plan has this period, in ticks.
+    """Return the period, in ticks, that a cooling cycle aims at from this best one.
 
-    The goal is a bound that often no plan reaches. A cycle that aims at it shortens windows that do not matter at the
-    cost of longer ones that do: from a list schedule of 4,136 ticks, whose layout allows 4,118, a cycle that aimed at a
-    bound of 4,030 reduced the total excess of all windows from 606 to 472, and ended at 4,152. `share` is the fraction
-    of the way from the period to the goal.
+    It is `share` of the way to the goal, a bound that often no plan reaches. A cycle that aims at
+    that shortens windows that do not matter at the cost of longer ones that do: from a list
+    schedule of 4,136 ticks, whose layout allows 4,118, a cycle that aimed at a bound of 4,030
+    reduced the total excess of all windows from 606 to 472, and ended at 4,152.
     """
     return max(goal, int(period - share * (period - goal)))
 
 
 def count_first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Return the number of steps of each of the first cooling cycles, as many cycles as `AnnealingParams.cycles` has;
-    it is doubled each time that so many cycles are completed.
+    """Return the number of steps of each of the first cooling cycles.
 
-    A step is assumed to recompute the times of one pipeline's ops.
+    It doubles each time that as many cycles as `AnnealingParams.cycles` has are completed. A step
+    is assumed to recompute the times of one pipeline's ops.
     """
     return max(params.fewest_steps, min(params.steps_per_op * ops, params.ops_per_cycle * pipelines // ops))
 
 
 def count_round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Return the number of annealing steps between two looks at the clock for a problem with this many ops and
-    pipelines."""
+    """Return the number of steps between two looks at the clock."""
     return max(1, min(params.steps_per_round, params.ops_per_round * pipelines // ops))
 
 
@@ -441,7 +416,7 @@ def count_round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
 
 
 REPORT_SECONDS, REPORT_SHARE = 0.5, 0.1
-"""Least seconds between two reports of an improvement, and largest share of the time that reports may take.
+"""Least seconds between two reports, and their largest share of the time.
 
 Joining the subproblems for a report takes as long as some rounds.
 """
@@ -449,10 +424,10 @@ Joining the subproblems for a report takes as long as some rounds.
 
 def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                   cycles: int | None = None, tell: Callable[[Incumbent], None] = lambda _: None) -> Incumbent:
-    """Anneal the subproblems of a candidate that determine its period; return it with solutions that are no worse.
+    """Anneal the subproblems that determine a candidate's period; return it, no worse.
 
-    The search ends at the bound, at the end of the budget, or after `cycles` cooling cycles of every such subproblem
-    (None: no limit). From time to time, `tell` receives a better candidate.
+    The search ends at the bound, at the end of the budget, or after `cycles` cooling cycles of
+    every such subproblem (None: no limit). From time to time, `tell` receives a better candidate.
     """
     goal, clock = known.bound.ticks, budget.clock
     pieces = _JointAnnealing(known, params.chains, [_PieceChains(solution, goal, budget.seed, params)
@@ -482,22 +457,18 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
 
 
 class _PieceChains:
-    """Subproblem with its annealing chains, runs of annealing that search for its best plan. Further chains are created
-    on demand."""
+    """Subproblem with its annealing chains; further ones are created on demand."""
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
         self.rounds = self.last_better_round = 0
-        """Number of annealing rounds (steps between two looks at the clock) that this subproblem has had.
-
-        The attribute `last_better_round` is the number of the round that found the last improvement.
-        """
+        """Number of rounds of this subproblem, also at the last improvement."""
         self._problem, self._seed = solution.arrays.problem, seed * params.chains
         self.chains = [AnnealingChain(solution, goal, self._seed, params)]
         self.period = self.best_chain.period
 
     @property
     def is_single_pipeline(self) -> bool:
-        """True if the subproblem is one pipeline: a healthy one, or one whose live workers share its layers."""
+        """True if the subproblem is one pipeline."""
         return self._problem.grid.pipelines == 1
 
     @property
@@ -511,22 +482,19 @@ class _PieceChains:
         return self.chains[0].cycles
 
     def get_chain(self, number: int) -> AnnealingChain:
-        """Return the subproblem's annealing chain (run of annealing) with this number; if it is the next number, create
-        it from the best one."""
+        """Return the chain of this number; the next number is made from the best one."""
         if number == len(self.chains):
             self.chains.append(self.best_chain.make_twin(self._seed + number))
         return self.chains[number]
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Set, in all annealing chains, the ticks by which groups (workers that hold the same layers) must end their
-        compute ops, and shift them no longer."""
+        """Set the deadlines of groups in all chains, and shift them no longer."""
         for chain in self.chains:
             chain.fix_deadlines(deadlines)
         self.period = self.best_chain.period
 
     def end_round(self) -> None:
-        """Finish a round of steps of this subproblem: chains that have completed a cooling cycle continue from the best
-        plan of all chains."""
+        """Finish a round: chains after a cooling cycle continue from the best plan."""
         self.rounds += 1
         best = self.best_chain
         for chain in self.chains:
@@ -537,18 +505,17 @@ class _PieceChains:
 
 
 def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return, for each subproblem, the ticks by which groups (workers that hold the same layers) must end compute. In
-    them 0 (the group has no worker there) is replaced by the group's latest tick in the other subproblems."""
+    """Replace each 0 of the deadlines by the group's latest tick in other subproblems."""
     latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
     return [[own or other for own, other in zip(of_piece, latest, strict=True)] for of_piece in deadlines]
 
 
 class _JointAnnealing:
-    """Annealing of the subproblems of a candidate, which must keep the same deadlines: the ticks by which groups
-    (workers that hold the same layers) end compute.
+    """Annealing of a candidate's subproblems, which must keep the same deadlines.
 
-    If all subproblems but at most one are single pipelines, one may shift the deadlines: the one that is not single, or
-    else the longest. This ends when another one is annealed, which must be able to rely on the deadlines.
+    If all subproblems but at most one are single pipelines, one may shift the deadlines: the one
+    that is not single, or else the longest. This ends when another one is annealed, which must be
+    able to rely on the deadlines.
     """
 
     def __init__(self, known: Incumbent, chains: int, pieces: list[_PieceChains]) -> None:
@@ -585,11 +552,7 @@ class _JointAnnealing:
         return max(piece.period for piece in self._pieces)
 
     def choose_chains(self, goal: int) -> list[AnnealingChain]:
-        """Return the runs of annealing (chains) to continue next: several of the longest subproblem or, if another one
-        is about as long, one of each of the longest subproblems.
-
-        The argument `goal` is the period, in ticks, at which annealing ends.
-        """
+        """Return the chains to continue: of the longest subproblem, or of several as long."""
         order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._annealed = order[:1]
         if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
@@ -598,8 +561,7 @@ class _JointAnnealing:
         return [order[0].get_chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
-        """Finish a round of steps: each annealed subproblem takes over its best plan, and the deadlines (ticks by which
-        workers must end compute) of the subproblem that may shift them are passed to the others."""
+        """Finish a round, and pass on the deadlines of the subproblem that may shift them."""
         self.rounds += 1
         for piece in self._annealed:
             piece.end_round()
@@ -613,11 +575,7 @@ class _JointAnnealing:
             self._fix_deadlines(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
 
     def shorten_cycles(self, rounds: float) -> None:
-        """Let the present cooling cycles of the annealed subproblems end within about `rounds` more rounds of steps in
-        all.
-
-        Of these rounds, each subproblem gets the share that it had of all rounds so far.
-        """
+        """Let the annealed subproblems' cycles end within about `rounds` more rounds in all."""
         for piece in self._annealed:
             for chain in piece.chains:
                 chain.shorten_cycle(rounds * piece.rounds / self.rounds)
@@ -630,8 +588,7 @@ class _JointAnnealing:
                     tally.count_uses(f"annealing: {name}", attempts, better)
 
     def make_candidate(self) -> Incumbent:
-        """Return the candidate with the best plan found for each subproblem, all with start ticks relative to the same
-        deadlines."""
+        """Return the candidate with the best plans found, all on the same clock."""
         ranked = sorted(self._pieces, key=lambda piece: -piece.period)
         deadlines = _fill_missing_deadlines([piece.best_chain.best_deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))

@@ -1,4 +1,5 @@
-"""Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never becomes worse."""
+"""Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never
+becomes worse."""
 
 import math
 from collections import Counter, defaultdict
@@ -26,10 +27,9 @@ from slipstream.schedules.schedule import OpKind, Worker
 
 
 class Variables:
-    """Variables of the CP-SAT model: starts of ops and reductions, hosts of units, windows of groups, the period.
+    """Variables of the CP-SAT model: starts, hosts of units, windows of groups, period.
 
-    A host is a worker that may run the unit. Units with a single possible host have no literal. A group is the workers
-    that hold the same layers.
+    A host is a worker that may run the unit. Units with a single possible host have no literal.
     """
 
     def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
@@ -82,8 +82,7 @@ class Variables:
                 self.runs[host].append((kind, unit, interval))
 
     def iterate_literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
-        """Iterate over the workers that may run a unit, each with the literal that chooses it; None if it is the only
-        one."""
+        """Iterate over a unit's hosts, each with its literal; None for an only one."""
         for host in self.hosts[unit]:
             yield host, self.host_literals.get((unit, host))
 
@@ -92,8 +91,8 @@ class Variables:
 
 
 class Constraints:
-    """Builder that adds all rules to the CP-SAT model. In the formulas, F, I and W are start times, p durations and h
-    hosts."""
+    """Builder that adds all rules to the CP-SAT model. In the formulas, F, I and W are start times,
+    p durations and h hosts."""
 
     def __init__(self, model: CpModel, problem: Problem, variables: Variables) -> None:
         self._model = model
@@ -101,14 +100,15 @@ class Constraints:
         self._variables = variables
 
     def add_rules(self) -> None:
-        """Add the rules of a schedule to the model: data flows, no overlap, memory, busy windows."""
+        """Add the rules of a schedule: data flows, no overlap, memory, busy windows."""
         self._add_data_flows()
         self.add_no_overlap()
         self._add_memory_limits()
         self._add_windows()
 
     def add_implied_constraints(self) -> None:
-        """Add constraints that follow from the rules, and symmetry breaking. Neither makes a plan longer."""
+        """Add constraints that follow from the rules, and symmetry breaking. Neither makes a plan
+        longer."""
         self._order_microbatches()
         self._limit_stages()
         self._limit_loads()
@@ -116,7 +116,7 @@ class Constraints:
         self._order_workers()
 
     def _add_data_flows(self) -> None:
-        """Require that an op starts after the end of each op that it waits for, plus the transfer if workers differ."""
+        """Require that an op starts after those it waits for, and the transfer."""
         problem, variables = self._problem, self._variables
         for key, start in variables.start.items():
             for producer, rule in producers_with_rules(key, problem.grid.stages_of_microbatch(key[3])):
@@ -154,8 +154,7 @@ class Constraints:
                                         *reductions.get(problem.group_number(worker), ())])
 
     def _add_memory_limits(self) -> None:
-        """Require that activations (from F's start to I's end) and what W needs (from I's end to W's end) together
-        never exceed the capacity of a worker."""
+        """Require that activations and what W needs never exceed a worker's capacity."""
         problem = self._problem
         if problem.memory is None:
             return
@@ -170,8 +169,7 @@ class Constraints:
                 self._model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
     def make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
-        """Return pairs (interval, memory units that a unit takes on a host during it); the intervals are present if the
-        host is chosen."""
+        """Return pairs (interval, memory units of a unit), present if its host is chosen."""
         problem, variables = self._problem, self._variables
         times = [(variables.start if kind in CHANGING_AT_START else variables.end)[kind, *unit]
                  for kind in problem.op_kinds]
@@ -187,14 +185,15 @@ class Constraints:
         return intervals
 
     def _add_windows(self) -> None:
-        """Let R_g be at most every start and E_g at least every end in group g, and derive the period from them.
+        """Bound each group's starts by R_g and ends by E_g, and derive the period.
 
-        All windows of a group end together, O after E_g, as its workers run each reduction at the same time. A group
-        with one reduction runs it after its compute ops; of several, each only waits for the W of its own layers, and
-        E_g is at least its end.
+        All windows of a group end together, O after E_g, as its workers run each reduction at the
+        same time. A group with one reduction runs it after its compute ops; of several, each only
+        waits for the W of its own layers, and E_g is at least its end.
 
-        Staggered: period >= E_g - R_g + A + O. Synchronous: every O waits for the last compute op of the job, so period
-        >= E_g + A + O and period >= (last compute op) + O of any worker, from time 0.
+        Staggered: period >= E_g - R_g + A + O. Synchronous: every O waits for the last compute op
+        of the job, so period >= E_g + A + O and period >= (last compute op) + O of any worker, from
+        time 0.
         """
         problem, variables, model = self._problem, self._variables, self._model
         final, synchronous = problem.op_kinds[-1], problem.optimizer == "synchronous"
@@ -216,10 +215,10 @@ class Constraints:
             model.add(variables.period >= variables.last[group] - begin + ticks)
 
     def _order_microbatches(self) -> None:
-        """Break symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
+        """Break symmetry: micro-batches of a pipeline run in order where hosts are single.
 
-        They are interchangeable: assigning the k-th F, I and W of every stage to micro-batch k keeps every rule. This
-        is not true if some unit has a choice of hosts.
+        They are interchangeable: assigning the k-th F, I and W of every stage to micro-batch k
+        keeps every rule. This is not true if some unit has a choice of hosts.
         """
         problem, variables = self._problem, self._variables
         grid = problem.grid
@@ -235,10 +234,7 @@ class Constraints:
 
 
     def _limit_stages(self) -> None:
-        """Allow at most as many ops at a time of stages with the same holders as there are of these.
-
-        Each op takes at least the time of its fastest possible host.
-        """
+        """Allow at most as many ops at a time as their stages have holders."""
         problem, variables = self._problem, self._variables
         keys_of: dict[tuple[Worker, ...], list[OpKey]] = {}
         for key in variables.start:
@@ -252,7 +248,7 @@ class Constraints:
             self._model.add_cumulative(spans, [1] * len(spans), len(holders))
 
     def _limit_loads(self) -> None:
-        """Require that the ops of a worker, its reductions and its optimizer step together take at most the period."""
+        """Require that a worker's ops, reductions and step take at most the period."""
         problem, variables = self._problem, self._variables
         for worker, runs in variables.runs.items():
             ticks = [(problem.op_ticks(kind, unit.slice, worker), variables.host_literals.get((unit, worker)))
@@ -262,10 +258,11 @@ class Constraints:
                                 + problem.column_closing_ticks(worker.column) <= variables.period)
 
     def _order_forwards(self) -> None:
-        """Break symmetry: micro-batches of a group of `find_interchangeable` begin in the order of their names.
+        """Break symmetry: micro-batches of a group of `find_interchangeable` begin in the order of
+        their names.
 
-        If n workers hold their first stage, the F of the group's micro-batch k + n starts after that of micro-batch k,
-        later by at least the ticks of an F on the fastest of these workers.
+        If n workers hold their first stage, the F of the group's micro-batch k + n starts after
+        that of micro-batch k, later by at least the ticks of an F on the fastest of these workers.
         """
         problem, variables = self._problem, self._variables
         for batches in find_interchangeable(problem):
@@ -279,11 +276,10 @@ class Constraints:
                 self._model.add(early + least <= late)
 
     def _order_workers(self) -> None:
-        """Break symmetry: of equal workers, each runs a micro-batch only if the worker before it runs one with a lower
-        number.
+        """Break symmetry of equal workers: each runs a micro-batch after the one before it.
 
-        This requires that all micro-batches are interchangeable and may run on any worker of a column, so that equal
-        workers are interchangeable, too.
+        This requires that all micro-batches are interchangeable and may run on any worker of a
+        column, so that equal workers are interchangeable, too.
         """
         problem, variables = self._problem, self._variables
         for equal, stage in find_equal_workers(problem):
@@ -296,24 +292,28 @@ class Constraints:
 
 
 MAX_MODEL_MEMORY = 2**20
-"""Largest room of a worker, in the model's units of memory. The solver multiplies memory by ticks, which overflows if
-both are fine, and then ends the process or denies that any plan exists."""
+"""Largest room of a worker, in the model's units of memory.
+
+The solver multiplies memory by ticks, which overflows if both are fine, and then ends the process
+or denies that any plan exists.
+"""
 
 
 class CoarseMemory(NamedTuple):
-    """Amounts of memory and the room of a worker in a unit that is coarse enough for the solver."""
+    """Amounts of memory and a worker's room in a unit coarse enough for the solver."""
 
     amounts: list[int]
     room: int
     is_exact: bool
-    """True if the unit divides all amounts, so that just those fit into the room that did before."""
+    """True if the unit divides all amounts: the same ones fit as before."""
 
 
 def coarsen_memory(amounts: Sequence[int], room: int, *, up: bool = False) -> CoarseMemory:
-    """Return amounts of memory and the room of a worker in a coarser unit: their common divisor if that suffices.
+    """Return amounts and room in a coarser unit: their common divisor if that suffices.
 
-    Otherwise amounts are rounded down: every plan within the room stays within it, so that bounds hold, but a plan by
-    these amounts may exceed the room by a trifle. If `up`, they are rounded up: plans by these amounts fit.
+    Otherwise amounts are rounded down: every plan within the room stays within it, so that bounds
+    hold, but a plan by these amounts may exceed the room by a trifle. If `up`, they are rounded up:
+    plans by these amounts fit.
     """
     unit = max(1, math.gcd(*amounts))
     is_exact = room // unit <= MAX_MODEL_MEMORY
@@ -327,7 +327,7 @@ def coarsen_memory(amounts: Sequence[int], room: int, *, up: bool = False) -> Co
 
 
 class InnerReduction(NamedTuple):
-    """Reduction of one of several ranges of layers that a group holds: it may come before compute ops of the others."""
+    """Reduction of one of several ranges of a group: other ops may follow it."""
 
     layers: LayerRange
     group: int
@@ -336,7 +336,7 @@ class InnerReduction(NamedTuple):
 
 
 def iterate_inner_reductions(problem: Problem) -> Iterator[InnerReduction]:
-    """Iterate over the reductions of groups (workers that hold the same layers) that have several."""
+    """Iterate over the reductions of groups that have several."""
     counts = Counter(group for _, groups in problem.groups.reductions for group in groups)
     for layers, groups in problem.groups.reductions:
         if counts[groups[0]] > 1:
@@ -344,7 +344,7 @@ def iterate_inner_reductions(problem: Problem) -> Iterator[InnerReduction]:
 
 
 def _ticks_after_compute(problem: Problem, worker: Worker) -> int:
-    """Return the ticks of O, and of A if the worker's group has only one, which follows all of its compute ops."""
+    """Return the ticks of O, and of A if the group has a single one."""
     inner = {reduction.group for reduction in iterate_inner_reductions(problem)}
     group = problem.group_number(worker)
     return problem.optimizer_ticks(worker) + (0 if group in inner else problem.ticks_of_reductions(group))
@@ -354,10 +354,11 @@ def _ticks_after_compute(problem: Problem, worker: Worker) -> int:
 
 
 def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
-    """Return groups of micro-batches that may exchange their numbers, if several workers may run them at some stage.
+    """Return groups of micro-batches that may exchange their numbers.
 
-    Those of a group take equal times and may run on the same workers. If holders share all micro-batches, a group has
-    those of one direction of all pipelines; otherwise only of one pipeline.
+    There are some if several workers may run them at some stage. Those of a group take equal times
+    and may run on the same workers. If holders share all micro-batches, a group has those of one
+    direction of all pipelines; otherwise only of one pipeline.
     """
     grid, groups = problem.grid, []
     for chain in range(grid.chains):
@@ -370,8 +371,7 @@ def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
 
 
 def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
-    """Return groups of interchangeable workers, each as (workers of one column, number of a stage of this column),
-    where every micro-batch passes the stage."""
+    """Return interchangeable workers of a column, with a stage that all micro-batches pass."""
     if not problem.sharing or problem.grid.chains > 1:
         return []
     groups = []
@@ -385,7 +385,8 @@ def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
 
 
 class CanonicalNames:
-    """Renaming of a plan's micro-batches and workers such that it satisfies the model's symmetry breaking."""
+    """Renaming of a plan's micro-batches and workers such that it satisfies the model's symmetry
+    breaking."""
 
     def __init__(self, problem: Problem, plan: Solution) -> None:
         self._batches: dict[MicroBatch, MicroBatch] = {}
@@ -405,8 +406,7 @@ class CanonicalNames:
         return self._batches.get(MicroBatch(pipeline, microbatch), MicroBatch(pipeline, microbatch))
 
     def canonical_worker(self, worker: Worker) -> Worker:
-        """Return the worker that takes the place of a worker of the plan in the CP-SAT model: an interchangeable one,
-        or itself."""
+        """Return the worker that takes this one's place in the model, or itself."""
         return self._workers.get(worker, worker)
 
 
@@ -433,10 +433,10 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
                      params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
     """Search with CP-SAT, within the budget, for a shorter plan than the given one, `hint`.
 
-    Return the best plan, its period in ticks, and the proven bound in ticks, at least `lower_bound`. The same seed
-    gives the same result whenever optimality is proven in time: with one search thread, only the end depends on the
-    clock. (Eight threads on two cores were no faster on the jobs of the tests; tables use the cores for different
-    entries.)
+    Return the best plan, its period in ticks, and the proven bound in ticks, at least
+    `lower_bound`. The same seed gives the same result whenever optimality is proven in time: with
+    one search thread, only the end depends on the clock. (Eight threads on two cores were no faster
+    on the jobs of the tests; tables use the cores for different entries.)
     """
     hint_period = solution_period(hint)
     model, variables = _build_model(problem, lower_bound, hint_period)
@@ -464,7 +464,7 @@ class FirstPlan(NamedTuple):
 
 
 def find_solution(problem: Problem, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> FirstPlan:
-    """Search with CP-SAT, within the budget, for the shortest plan of a problem of which no plan is known."""
+    """Search with CP-SAT for the shortest plan of a problem without a known one."""
     if not all(problem.allowed_hosts(unit.slice, unit.pipeline) for unit in problem.iterate_units()):
         return FirstPlan(None, is_impossible=True)
     model, variables = _build_model(problem, 0, ample_period(problem))
@@ -477,14 +477,14 @@ def find_solution(problem: Problem, budget: Budget, params: CpSatParams = DEFAUL
 
 
 def ample_period(problem: Problem) -> int:
-    """Return a number of ticks in which all ops of a problem can run one after the other, wherever they run."""
+    """Return ticks in which all ops can run one after the other, wherever they run."""
     ops = sum(max(problem.op_ticks(kind, unit.slice, host) for host in problem.allowed_hosts(unit.slice, unit.pipeline))
               + problem.times.transfer for unit in problem.iterate_units() for kind in problem.op_kinds)
     return ops + sum(problem.times.all_reduce) + max(problem.times.optimizer)
 
 
 def is_within_room(solution: Solution) -> bool:
-    """Return whether all workers keep within their memory, which a model with coarsened memory does not ensure."""
+    """Return whether workers keep within memory, which a coarsened model does not ensure."""
     arrays, problem = solution.arrays, solution.arrays.problem
     if problem.memory is None:
         return True
@@ -501,13 +501,14 @@ def is_within_room(solution: Solution) -> bool:
 
 
 def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
-    """Return whether CP-SAT proves within the budget that no plan has a shorter period than `period` ticks."""
+    """Return whether CP-SAT proves that no plan is shorter than `period` ticks."""
     model, variables = _build_model(problem, 0, period - 1)
     return run_solver(model, variables, budget, params)[1] == cp_model.INFEASIBLE
 
 
 def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
-    """Return a model that minimises the period between `shortest` and `longest`, and its variables."""
+    """Return a model that minimises the period between `shortest` and `longest`, and its
+    variables."""
     model = cp_model.CpModel()
     variables = Variables(model, problem, _latest_possible_end(problem, longest))
     constraints = Constraints(model, problem, variables)
@@ -521,10 +522,10 @@ def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_mode
 
 def run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
                 on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
-    """Solve the model within the budget in another thread, so that this thread can stop the search; `on_solution` is
-    called for each better plan.
+    """Solve the model within the budget; return the solver and its status.
 
-    Return the solver, which has the values, and its status.
+    It runs in another thread, so that this one can stop it; `on_solution` is called for each better
+    plan.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -560,12 +561,13 @@ def _choose_linearization(model: cp_model.CpModel, variables: Variables, params:
 
 
 def _latest_possible_end(problem: Problem, period: int) -> int:
-    """Return a tick by which all ops of any plan with at most this period end, if its first op starts at 0.
+    """Return a tick by which a plan of this period ends, from tick 0.
 
-    With a synchronous optimizer, it is the period, by definition. Staggered: let R_g be the first start in group g. The
-    first op is the F of some micro-batch at its first stage, so R = 0 in that group g0. The micro-batch visits the
-    layers of every group g, and its I at the first stage follows its F there, hence R_g <= F <= I(first) <= R_g0 +
-    period = period; and all ops of group g end by R_g + period <= 2 period.
+    With a synchronous optimizer, it is the period, by definition. Staggered: let R_g be the first
+    start in group g. The first op is the F of some micro-batch at its first stage, so R = 0 in that
+    group g0. The micro-batch visits the layers of every group g, and its I at the first stage
+    follows its F there, hence R_g <= F <= I(first) <= R_g0 + period = period; and all ops of group
+    g end by R_g + period <= 2 period.
     """
     return period if problem.optimizer == "synchronous" else 2 * period
 
@@ -606,7 +608,7 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
 
 
 def _find_gap(spans: Sequence[tuple[int, int]], earliest: int, ticks: int) -> int:
-    """Return the first tick, from `earliest` on, from which on `ticks` ticks overlap none of the `spans`."""
+    """Return the first tick from `earliest` on of `ticks` ticks beside the `spans`."""
     begin = earliest
     for start, end in sorted(spans):
         if begin + ticks <= start:
@@ -629,10 +631,10 @@ def _read_solution(arrays: ProblemArrays, variables: Variables, solver: cp_model
 
 
 def _flow_sort_key(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
-    """Return a key that sorts ops by their ticks in `starts`; ops that start together are sorted by age of the
-    micro-batch, oldest first, whichever workers run them.
+    """Return a key that sorts ops by start, then by age of their micro-batch.
 
-    Any such order is free of cycles: an op that another one waits for at the same instant comes before it.
+    Any such order is free of cycles: an op that another one waits for at the same instant comes
+    before it.
     """
     kind, stage, pipeline, microbatch = key
     entered = starts[OpKind.F, problem.grid.stages_of_microbatch(microbatch)[0], pipeline, microbatch]

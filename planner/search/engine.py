@@ -1,9 +1,10 @@
-"""Search for the best plan: order the ops of candidates, improve the promising ones, and try to prove the best optimal.
+"""Search for the best plan: order candidates' ops, improve, and try proofs.
 
-A candidate is a problem in which the layers of each worker and the slices of each micro-batch are decided. First, a few
-list schedules of each candidate show which ones deserve more time. The best few layouts get many more list schedules.
-Then the best few candidates are annealed in turns, fewer each time, until one has the rest of the time (successive
-halving); a small one is also given to CP-SAT after a little annealing. A job with one candidate is treated alike.
+A candidate is a problem in which the layers of each worker and the slices of each micro-batch are
+decided. First, a few list schedules of each candidate show which ones deserve more time. The best
+few layouts get many more list schedules. Then the best few candidates are annealed in turns, fewer
+each time, until one has the rest of the time (successive halving); a small one is also given to
+CP-SAT after a little annealing. A job with one candidate is treated alike.
 """
 
 import contextlib
@@ -41,17 +42,17 @@ from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
 FIRST_PLAN_SECONDS = 2.0
-"""Least time, in seconds of the search's clock, to look for a first plan with CP-SAT if list schedules find none."""
+"""Least seconds to look for a first plan with CP-SAT if list schedules find none."""
 MIN_SHARE_LEFT = 0.1
-"""Share of the time: if less than this is left when list schedules end, the search says that the limit ended it."""
+"""Share of the time; with less left after list schedules, the limit ended them."""
 
 
 def find_best_candidate(given: Problem | CandidateSource, method: Method, budget: Budget,
                         params: SearchParams = DEFAULTS) -> Incumbent:
-    """Search by `method`, within the budget, for the best plan of one problem or over all candidates (layouts) of a
-    source.
+    """Search by `method` for the best plan of a problem, or over a source's candidates.
 
-    Return the candidate with it. Raises NoPlanError if no candidate has room for the micro-batches in flight.
+    Return the candidate with it. Raises NoPlanError if no candidate has room for the micro-batches
+    in flight.
     """
     proposals = given if isinstance(given, CandidateSource) else CandidateSource(first=given)
     if method in BASELINES:
@@ -71,8 +72,7 @@ def _make_baseline(problem: Problem, method: Method, params: SearchParams) -> In
 
 
 class _Engine:
-    """Search for the best plan over candidates (layouts, or the problem in place) by list schedules, annealing and
-    CP-SAT."""
+    """Search over candidates by list schedules, annealing and CP-SAT."""
 
     def __init__(self, proposals: CandidateSource, budget: Budget, params: SearchParams, *, greedy: bool) -> None:
         self._proposals, self._budget, self._greedy = proposals, budget, greedy
@@ -118,19 +118,15 @@ class _Engine:
             ran=", ".join(budget.tally.techniques))
 
     def _is_for_lists_alone(self, first: Incumbent | None, budget: Budget) -> bool:
-        """Return whether neither annealing nor CP-SAT could begin after the share of list schedules."""
+        """Return whether neither annealing nor CP-SAT could begin after the share of list
+        schedules."""
         if first is None or self._several or find_provable_pieces(first, self._params.cp_sat):
             return False
         seconds = (1 - self._params.lists.share) * budget.seconds_left
         return seconds < self._params.annealing.begin_seconds * first.operation_count
 
     def _find_search_end(self, best: Incumbent, budget: Budget) -> SearchEnd:
-        """Return the reason why the search has ended with the candidate `best`: the bound, an interrupt, the limit, or
-        that nothing better was found for long (`STALE`).
-
-        A search by list schedules alone counts as ended by the limit if little time is left (`MIN_SHARE_LEFT`); one
-        with annealing, if no time is left or any candidate may still improve.
-        """
+        """Return the reason why the search has ended with the candidate `best`."""
         needs = MIN_SHARE_LEFT * (budget.deadline - self._began) if self._greedy else 0.0
         goes_on = not self._greedy and self._rank_promising()
         return budget.end_reason(best.period, best.bound.ticks, needs) \
@@ -143,16 +139,14 @@ class _Engine:
     # --- Propose, and order each ---
 
     def _add_candidate(self, known: Incumbent, budget: Budget) -> None:
-        """Make a few list schedules of a candidate within the budget and keep it for the search, unless all get stuck
-        for lack of memory."""
+        """Keep a candidate with a few list schedules, unless all get stuck for memory."""
         with contextlib.suppress(StuckError):
             steps = 0 if self._several and not self._greedy else self._params.lists.most_steps
             candidate = improve_by_list_schedules(known, budget, self._params.lists, steps)
             self._candidates.append(with_solved_pieces(candidate, budget.solved or ()))
 
     def _add_small_layout(self, budget: Budget, share: float = 1.0) -> bool:
-        """Add the layout that CP-SAT finds for a small job within a share of the budget, if its period is shorter than
-        that of all candidates. Return True if it has proven that no layout has a plan."""
+        """Add CP-SAT's layout if it is the shortest; return True if none can exist."""
         from slipstream.planner.search import layer_model  # the solver takes a third of a second to load
 
         layered, bound = self._proposals.layered, self._proposals.layered_bound
@@ -173,8 +167,7 @@ class _Engine:
         return impossible
 
     def _add_first_plan(self, first: Incumbent | None, budget: Budget) -> None:
-        """Add a plan that CP-SAT finds for a small job for which all list schedules get stuck. Raises NoPlanError if
-        there is none."""
+        """Add a plan by CP-SAT for a small job without a list schedule."""
         from slipstream.planner.search import cpsat
 
         budget = budget.with_seconds(max(budget.seconds_left, FIRST_PLAN_SECONDS))
@@ -217,8 +210,7 @@ class _Engine:
             remaining -= 1
 
     def _max_layouts(self, seconds: float) -> int:
-        """Return the number of layouts to examine in this number of seconds; if annealing follows, the number does not
-        depend on the seconds."""
+        """Return the number of layouts to examine; it depends on `seconds` without annealing."""
         params = self._layouts
         if not self._greedy:
             return params.most
@@ -227,11 +219,10 @@ class _Engine:
     # --- Improve the promising ---
 
     def _improve_small(self, budget: Budget) -> None:
-        """Improve candidates that move no layers and are small enough for a proof by CP-SAT, each with the whole
-        budget.
+        """Improve candidates in place that CP-SAT may prove, each with the whole budget.
 
-        A search that may move layers thus returns no worse plan than one that may not, whose only candidate is such a
-        one.
+        A search that may move layers thus returns no worse plan than one that may not, whose only
+        candidate is such a one.
         """
         for known in self._rank_promising():
             small = not known.moved and find_provable_pieces(known, self._params.cp_sat)
@@ -240,11 +231,7 @@ class _Engine:
                 self._replace_candidate(known, improve_candidate(known, budget, self._params))
 
     def _restart_promising(self, budget: Budget) -> None:
-        """Improve the list schedules of the most promising layouts by random changes of their dispatch rules, in rounds
-        with fewer layouts each.
-
-        Large layouts use two threads: most of the time is spent in compiled loops, which release the GIL.
-        """
+        """Change the rules of the most promising layouts at random, in rounds of fewer."""
         params = self._layouts
         largest = max((known.problem.operation_count for known in self._rank_promising() if known.moved), default=0)
         rounds = params.large_restarts if largest > params.largest_annealed else params.restarts
@@ -270,8 +257,7 @@ class _Engine:
                                                                          self._layouts.restart_steps))
 
     def _anneal_promising(self, budget: Budget) -> None:
-        """Anneal the most promising candidates in rounds with fewer candidates each, then improve the most promising
-        one (`improve_candidate`)."""
+        """Anneal the most promising candidates, fewer each round; then improve the best."""
         for count, share in self._layouts.halvings:
             ranked = self._rank_promising()[:count]
             if len(ranked) < 2:
@@ -286,22 +272,19 @@ class _Engine:
             self._replace_candidate(final[0], improve_candidate(final[0], budget, self._params))
 
     def _split_budget(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
-        """Yield each candidate with an equal share of the time left, until some candidate of the search reaches its
-        bound."""
+        """Yield each candidate with an equal share of the time, until one reaches its bound."""
         for number, known in enumerate(some):
             if self._is_over(budget):
                 return
             yield known, budget.with_share(1 / (len(some) - number))
 
     def _rank_promising(self) -> list[Incumbent]:
-        """Return the candidates whose period is above their bound, sorted by the period expected after more annealing,
-        shortest first."""
+        """Return the candidates above their bound, shortest expected period first."""
         return sorted((known for known in self._candidates if known.can_improve),
                       key=lambda known: known.expected_rank(self._layouts.again))
 
     def _is_over(self, budget: Budget) -> bool:
-        """Return whether the search must end before its deadline: some candidate has reached its bound, or `budget` was
-        stopped (Ctrl-C)."""
+        """Return whether a candidate has reached its bound, or `budget` was stopped."""
         return budget.is_stopped or any(not known.can_improve for known in self._candidates)
 
     def _replace_candidate(self, known: Incumbent, better: Incumbent) -> None:

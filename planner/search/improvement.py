@@ -16,11 +16,12 @@ from slipstream.schedules.schedule import Scope
 
 def improve_by_list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
                               steps: int | None = None) -> Incumbent:
-    """Try many list schedules of each subproblem of a candidate, and return the candidate with the best ones.
+    """Try many list schedules of each subproblem; return the candidate with the best.
 
-    At most `steps` dispatch rules of each subproblem are drawn at random (None: `most_steps` of `params`). The search
-    for a subproblem ends when its period is at most the longest one found for another. If there are several
-    subproblems, only the final period of the whole is reported as progress.
+    At most `steps` dispatch rules of each subproblem are drawn at random (None: `most_steps` of
+    `params`). The search for a subproblem ends when its period is at most the longest one found for
+    another. If there are several subproblems, only the final period of the whole is reported as
+    progress.
     """
     candidate = _search_each_piece(known, budget, params, params.most_steps if steps is None else steps)
     if len(known.pieces) > 1:
@@ -54,11 +55,7 @@ def _search_each_piece(known: Incumbent, budget: Budget, params: ListParams, ste
 
 def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                          cycles: int | None = None) -> Incumbent:
-    """Anneal the subproblems that determine a candidate's period for `cycles` cooling cycles (None: to the budget's
-    end).
-
-    Return the candidate, which is no worse.
-    """
+    """Anneal for `cycles` (None: to the budget's end); return the candidate, no worse."""
     begin = params.begin_seconds * known.operation_count
     if budget.end_reason(known.period, known.bound.ticks, begin):
         return known
@@ -79,14 +76,13 @@ def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingPara
 
 
 def find_provable_pieces(known: Incumbent, params: CpSatParams) -> list[int]:
-    """Return the indices of the subproblems (pieces) of a candidate that are small enough for CP-SAT, whose model
-    requires layers in place."""
+    """Return the indices of subproblems, in place, that are small enough for CP-SAT."""
     return [index for index, piece in enumerate(known.pieces)
             if is_provable_by_search(piece.problem) and piece.problem.host_operation_count <= params.largest_proof]
 
 
 def improve_by_cpsat(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
-    """Improve small subproblems of a candidate by CP-SAT, the longest first, and return it; its bound may be raised."""
+    """Improve small subproblems by CP-SAT, longest first; the bound may rise."""
     for index in sorted(find_provable_pieces(known, params), key=known.periods.__getitem__, reverse=True):
         if known.periods[index] > known.target_period(index) and not budget.is_stopped:
             known = _prove_piece(known, index, budget.with_share(params.proof_share), params)
@@ -114,18 +110,14 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
 
 
 def _proof_problem(known: Incumbent, index: int, params: CpSatParams) -> Problem:
-    """Return the problem that CP-SAT is to solve for the subproblem at `index` of a candidate.
-
-    It is that subproblem. If the candidate has no other, and the problem stays small enough, CP-SAT may also choose
-    among all workers that the whole problem allows for a unit.
-    """
+    """Return the problem that CP-SAT is to solve for a subproblem."""
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
     return shared if len(known.pieces) == 1 and shared.host_operation_count <= params.largest_proof else problem
 
 
 def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Anneal a candidate until the budget ends, with CP-SAT in between if it has small subproblems, and return it."""
+    """Anneal a candidate until the budget ends, with CP-SAT on small subproblems in between."""
     if not find_provable_pieces(known, params.cp_sat):
         return improve_by_annealing(known, budget, params.annealing)
     known = improve_by_annealing(known, budget, params.annealing, params.cp_sat.hint_cycles)
@@ -141,14 +133,18 @@ def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) ->
 
 
 STALE_SHARE = 0.5
-"""Share of annealing without improvement, above which `describe_gap` says that more annealing hardly helps."""
+"""Share of annealing without improvement, above which `describe_gap` says that more annealing
+hardly helps."""
 MIN_CYCLES = 3
-"""Number of cooling cycles from which on a gap is probably due to the bound and not to the plan."""
+"""Number of cooling cycles after which a gap is probably due to the bound."""
 
 
 def describe_gap(known: Incumbent, clock: Clock, seconds: float) -> str:
-    """Return words that explain why a candidate's period is above the proven bound: whether a longer search may find a
-    better plan, and what the bound counts. The search took `seconds` on its clock."""
+    """Return words that explain why a candidate's period is above the proven bound.
+
+    They say whether a longer search may find a better plan, and what the bound counts. The search
+    took `seconds` on its clock.
+    """
     bound = f"the bound counts {known.bound.counts}"
     if not known.orders:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"

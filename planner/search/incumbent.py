@@ -17,11 +17,7 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Candidate of a search: a problem, its subproblems with the best solution of each, and the bound. Periods are in
-    ticks.
-
-    The best candidate also records how the search went.
-    """
+    """Candidate of a search: a problem, solutions, a bound, in ticks, and the search's course."""
 
     problem: Problem
     pieces: tuple[Piece, ...]
@@ -32,18 +28,13 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     periods: tuple[int, ...] = ()
     """Period, in ticks, of each subproblem's best solution."""
     period: int = 0
-    """Period of the whole problem in ticks. With all solutions on one clock, it may be longer than each of
-    `periods`."""
+    """Ticks of the whole, which may exceed each of `periods` on one clock."""
     deadlines: Sequence[int] | None = None
-    """Ticks by which each group of workers that hold the same layers must end its compute ops, in all subproblems.
-
-    None unless annealing has put all solutions on one clock.
-    """
+    """Ticks by which groups end compute; None unless annealing put all on one clock."""
     moved: int = 0
-    """Memory units of the layers that workers receive for this candidate, or their number if the job gives no
-    weights."""
+    """Memory units of the layers that workers receive; without weights, their number."""
     orders: int = 0
-    """Number of orders of ops that the last annealing tried for the subproblem that was longest at its end."""
+    """Number of orders that the last annealing tried for the subproblem longest at its end."""
     stale: float = 0.0
     """Share of `orders` that were tried after the last improvement."""
     cycles: int = 0
@@ -55,9 +46,9 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     end: SearchEnd = SearchEnd.BOUND
     """Reason why the search ended; set for the best candidate only."""
     evidence: str = ""
-    """Words that explain a period above the bound; empty if there is no gap to explain."""
+    """Words that explain a period above the bound; empty without a gap."""
     fixed_period: float | None = None
-    """Period in seconds of the best candidate with layers in place; None if this one moves no layers."""
+    """Period in seconds of the best candidate in place; None if no layers move."""
 
     @property
     def period_seconds(self) -> float:
@@ -66,27 +57,26 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """Sort key that puts better candidates first: (period in seconds, memory of moved layers, number of ops)."""
+        """Sort key, best first: (period in seconds, memory of moved layers, ops)."""
         return self.period_seconds, self.moved, self.problem.operation_count
 
     def expected_rank(self, again: float) -> tuple[float, int, int]:
-        """Return the sort key `rank` as it would be if more annealing shortened the period by `again` times as much as
-        the last annealing."""
+        """Return `rank` if more annealing gained `again` times as much as the last."""
         return max(0.0, self.period_seconds - again * self.gained), *self.rank[1:]
 
     @property
     def operation_count(self) -> int:
-        """Number of compute ops of all subproblems. One whose solution several sets of pipelines run by counts once."""
+        """Number of compute ops of all subproblems. One whose solution several sets of pipelines
+        run by counts once."""
         return sum(piece.problem.operation_count for piece in self.pieces)
 
     @property
     def can_improve(self) -> bool:
-        """True if the period is above the proven bound, so that a shorter plan may exist."""
+        """True if the period is above the proven bound: a shorter plan may exist."""
         return self.period > self.bound.ticks
 
     def target_period(self, index: int) -> int:
-        """Return a period, in ticks, that is short enough for the subproblem at `index`: a shorter one would not
-        shorten the whole.
+        """Return a period, in ticks, below which a subproblem does not shorten the whole.
 
         It is the bound, or the longest period of another subproblem.
         """
@@ -94,10 +84,10 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def with_solutions(self, solutions: Sequence[Solution], periods: Sequence[int],
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
-        """Return a copy of the candidate with other solutions of all subproblems, and their periods in ticks.
+        """Return a copy of the candidate with other solutions, and their periods in ticks.
 
-        If given, `deadlines` has, for each group (workers that hold the same layers), the tick by which it ends
-        compute, and the start ticks of all solutions are on the same clock as these.
+        If given, `deadlines` has the tick by which each group ends compute, and the start ticks of
+        all solutions are on the same clock as these.
         """
         whole = periods[0] if len(self.pieces) == 1 else \
             assemble.compute_period(self.problem, solutions, deadlines)
@@ -105,16 +95,14 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                                        deadlines=deadlines)
 
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
-        """Return a copy of the candidate in which the subproblem at `index` has `solution`, whose period is `period`
-        ticks, or the candidate itself if the whole would be longer."""
+        """Return a copy with another solution, of `period` ticks, unless the whole gets longer."""
         solutions, periods = list(self.solutions), list(self.periods)
         solutions[index], periods[index] = solution, period
         candidate = self.with_solutions(solutions, periods)
         return candidate if candidate.period <= self.period else self
 
     def make_schedule(self, method: str = "") -> Schedule:
-        """Build the schedule of this candidate, with its bound and the name of the method: `method` or, if that is
-        empty, the techniques in `ran`."""
+        """Build the schedule, with its bound and `method` or, if empty, the techniques in `ran`."""
         return assemble.build_schedule(self.problem, list(zip(self.pieces, self.solutions, strict=True)),
                                        method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 
@@ -128,8 +116,7 @@ class SolvedPiece(msgspec.Struct, frozen=True, eq=False):
 
 
 def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incumbent:
-    """Return a copy of the candidate in which shorter solutions of earlier searches, `solved`, replace those of equal
-    subproblems."""
+    """Return a copy of the candidate with shorter solutions of equal subproblems from `solved`."""
     for index, piece in enumerate(known.pieces):
         for earlier in solved:
             if earlier.period < known.periods[index] and earlier.problem == piece.problem:
@@ -139,16 +126,19 @@ def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incum
 
 def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
                    params: PieceParams = DEFAULTS.pieces) -> Incumbent:
-    """Divide a problem into subproblems, and return them as a candidate (`Incumbent`) without solutions.
+    """Divide a problem into subproblems, and return them as a candidate (`Incumbent`) without
+    solutions.
 
-    The candidate stores `bound`, a lower bound on its period (None: the strongest proven one), and `moved`, the memory
-    units of the layers that workers receive for it (their number if the job gives no weights).
+    The candidate stores `bound`, a lower bound on its period (None: the strongest proven one), and
+    `moved`, the memory units of the layers that workers receive for it (their number if the job
+    gives no weights).
 
-    In the subproblems, live workers run all micro-batches of their own pipelines, and only those of failed workers may
-    go to any peer: a free choice for all widens the search more than it gains (measured in benchmarks.quality, with
-    memory for as many activations as there are stages: plans became up to 4 % longer). A problem that allows a free
-    choice keeps it if live workers of a stage would otherwise take different times. With `shedding` and few
-    micro-batches, live workers of a stage that lost a worker may hand on their own, too.
+    In the subproblems, live workers run all micro-batches of their own pipelines, and only those of
+    failed workers may go to any peer: a free choice for all widens the search more than it gains
+    (measured in benchmarks.quality, with memory for as many activations as there are stages: plans
+    became up to 4 % longer). A problem that allows a free choice keeps it if live workers of a
+    stage would otherwise take different times. With `shedding` and few micro-batches, live workers
+    of a stage that lost a worker may hand on their own, too.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
     searched = problem if problem.has_unequal_time or problem.assigned else \
@@ -169,7 +159,7 @@ def order_pieces(problem: Problem, pieces: Sequence[Piece], order: Callable[[Pro
 
 
 def join_pieces(known: Incumbent) -> Incumbent:
-    """Return a copy of a candidate with layers in place that is not divided, with the same plan as one solution."""
+    """Return a copy of a candidate in place with the same plan as one solution."""
     problem, hosts, starts, keys = known.problem, dict[Unit, Worker](), dict[OpKey, int](), list[OpKey]()
     aligned = assemble.align_pieces(problem, known.solutions, known.deadlines)
     for piece, solution in zip(known.pieces, aligned, strict=True):
@@ -191,25 +181,26 @@ def join_pieces(known: Incumbent) -> Incumbent:
 
 
 LayoutSource = Callable[[float], Iterator[Incumbent]]
-"""Function that yields candidates, one for each layout, without solutions, the most promising first, each on demand.
+"""Function that yields a candidate without solutions for each layout.
 
-Its argument is `largest_fine`, see `planner.layout.candidates`. Raises LookupError if there are no candidates.
+They come on demand, the most promising first. Its argument is `largest_fine`, see
+`planner.layout.candidates`. Raises LookupError if there are no candidates.
 """
 
 
 class CandidateSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates of a search: the problem with layers in place, and a source of layouts if others are allowed."""
+    """Candidates of a search: the problem in place, and a source of layouts if allowed."""
 
     first: Problem | None
     """Problem with layers in place; None if that has no plan."""
     bound: Bound | None = None
-    """Lower bound, in ticks of `first`, for it and all layouts; None: the strongest bound of `first` is used."""
+    """Lower bound of all candidates, in ticks of `first`; None: the strongest of `first`."""
     layouts: LayoutSource | None = None
     layered: Problem | None = None
     """Problem of single layers from which layouts are made; None if no layouts are allowed."""
     layered_bound: Bound | None = None
     """Lower bound, in ticks of `layered`, for all layouts."""
     units: int = 0
-    """Number of units of the problem, from which the time that a layout takes is estimated."""
+    """Number of units of the problem, to estimate the time of a layout."""
     moving: bool = False
     """True if layers may move in the layouts."""

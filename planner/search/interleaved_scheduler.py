@@ -1,14 +1,16 @@
-"""Make orders in which F and I of a worker's stages take turns: for any durations, transfers and memory.
+"""Make orders in which F and I of a worker's stages take turns.
 
-Interleaved stages: micro-batches go in groups. A worker runs the F of a group at its first stage, then at its next, and
-so on; the I (or B) likewise from its last stage on. After the F of its warm-up, F and I alternate (Narayanan et al.
-2021, arXiv 2104.04473). A group of all micro-batches is breadth-first (Lamy-Poirier 2023, arXiv 2211.05953).
+They suit any durations, transfers and memory. Interleaved stages: micro-batches go in groups. A
+worker runs the F of a group at its first stage, then at its next, and so on; the I (or B) likewise
+from its last stage on. After the F of its warm-up, F and I alternate (Narayanan et al. 2021, arXiv
+2104.04473). A group of all micro-batches is breadth-first (Lamy-Poirier 2023, arXiv 2211.05953).
 
-Two stages as a V: F of the first stage, F of both, F and I of the second, then F and I of the first and of the second
-in turn; at the end I of both, then I of the first and W in turn (Qi et al. 2024, arXiv 2401.10241).
+Two stages as a V: F of the first stage, F of both, F and I of the second, then F and I of the first
+and of the second in turn; at the end I of both, then I of the first and W in turn (Qi et al. 2024,
+arXiv 2401.10241).
 
-W run directly after their I, or a fixed number of I later, as with zero bubble, or wherever a worker would be idle or
-needs memory.
+W run directly after their I, or a fixed number of I later, as with zero bubble, or wherever a
+worker would be idle or needs memory.
 """
 
 import itertools
@@ -40,15 +42,15 @@ class InterleavedRule(msgspec.Struct, frozen=True, kw_only=True):
     extra: int = 0
     """F in the warm-up of each worker in addition."""
     waiting: Waiting = "any"
-    """Number of W that may wait: none, as many as workers come before this one, or any."""
+    """Number of W that may wait: none, as many as workers before, or any."""
     late_drain: bool = False
-    """True if any number of W may wait after the I that follows a worker's last F."""
+    """True if any number of W may wait after a worker's last F."""
     patience: float = 1.0
     """Idle time, in durations of a W, in which a waiting W runs."""
 
 
 def iterate_interleaved_rules(problem: Problem) -> Iterator[InterleavedRule]:
-    """Iterate over the rules to try; there are none unless each worker has several stages of one direction."""
+    """Iterate over the rules to try, if workers have several stages of one direction."""
     grid = problem.grid
     if grid.depth < 2 * grid.columns or grid.chains > 1 or problem.assigned:
         return
@@ -83,7 +85,7 @@ class InterleavedScheduler:
         self._last: tuple[Ints, Ints] | None = None
 
     def evaluate_rule(self, rule: InterleavedRule) -> int:
-        """Return the period, in ticks, of the order that the rule makes; `last_solution` returns it.
+        """Return the period, in ticks, of a rule's order; `last_solution` returns it.
 
         Raises StuckError if the rule's sequences of F and I wait for each other, or for memory.
         """
@@ -107,7 +109,7 @@ class InterleavedScheduler:
         return self.arrays.make_solution(*self._last)
 
     def _turn_of(self, row: int, rule: InterleavedRule) -> Ints:
-        """Return the F and I of a worker in the order in which it runs them."""
+        """Return the F and I of a worker in the order of their run."""
         arrays = self.arrays
         units = np.flatnonzero(arrays.ops.worker == row)
         number, pipeline, microbatch = arrays.unit_numbers[units].T
@@ -128,9 +130,10 @@ class InterleavedScheduler:
 
 
 def _turn_of_v(first: Ints, second: Ints, warm: int, column: int, columns: int) -> Ints:
-    """Return the F and I of a worker with the F `first` and `second` of its stages on the way out and back.
+    """Return the F and I of a worker with a stage out and one back.
 
-    `warm` of them are run before the first on the way back. -1 is the oldest W that waits.
+    `warm` F of the first stage come before the first on the way back. -1 is the oldest W that
+    waits.
     """
     turn = [*first[:warm]]
     done, most = [len(turn), 0, 0, 0], max(len(first), len(second))  # F of both stages, I of both

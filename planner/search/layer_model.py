@@ -1,8 +1,9 @@
-"""Plan small jobs as a whole with CP-SAT: which worker runs each layer of each micro-batch, and when.
+"""Plan small jobs as a whole with CP-SAT: who runs each layer, and when.
 
-The model is that of `planner.search.cpsat`, with layers in place of stages, and all live workers as hosts if layers may
-move. Every layout that is allowed is a solution of it, so that it also finds a plan where list schedules find none. Its
-answer is a layout and an order of ops, which are timed like all others; it proves nothing.
+The model is that of `planner.search.cpsat`, with layers in place of stages, and all live workers as
+hosts if layers may move. Every layout that is allowed is a solution of it, so that it also finds a
+plan where list schedules find none. Its answer is a layout and an order of ops, which are timed
+like all others; it proves nothing.
 """
 
 from collections.abc import Mapping
@@ -32,8 +33,10 @@ from slipstream.schedules.schedule import OpKind, Worker
 
 
 def list_parts(problem: Problem) -> tuple[LayerRange, ...]:
-    """Return the ranges of layers that one worker runs for a micro-batch: layers if micro-batches may be cut, otherwise
-    stages."""
+    """Return the ranges of layers that a worker runs: layers if allowed, else stages.
+
+    Layers are allowed if micro-batches may be cut or layers moved.
+    """
     if problem.question.sliced or problem.question.layers == "move":
         return tuple((layer, layer + 1) for layer in range(problem.grid.layer_count))
     return tuple(sorted({layers for path in problem.path_by_chain for layers, _ in path}))
@@ -57,9 +60,10 @@ class SmallPlan(NamedTuple):
 
 def search_layouts(problem: Problem, shortest: int, longest: int | None, budget: Budget,
                    params: CpSatParams) -> SmallPlan:
-    """Search, within the budget, for the layout and order of the shortest period from `shortest` to `longest` ticks.
+    """Search for the layout and order of the shortest period, within the budget.
 
-    If `longest` is None, no plan is known, and any period is allowed.
+    It is from `shortest` to `longest` ticks. If `longest` is None, no plan is known, and any period
+    is allowed.
     """
     if not problem.question.from_checkpoint and len({layer for worker in problem.live_workers
                                                      for layer in problem.list_held_layers(worker)}) \
@@ -73,8 +77,7 @@ def search_layouts(problem: Problem, shortest: int, longest: int | None, budget:
 
 
 class _LayerModel:
-    """Model of a problem of layers: a literal for each layer of a micro-batch on each worker, and a start for each
-    op."""
+    """Model with a literal for each layer of a micro-batch on each worker, and starts."""
 
     def __init__(self, problem: Problem, longest: int | None) -> None:
         self._problem, self._parts, self._model = problem, list_parts(problem), CpModel()
@@ -85,7 +88,7 @@ class _LayerModel:
         horizon = 2 * (self.ample if longest is None else longest)
         self._variables = variables = Variables(self._model, self._free, horizon)
         self.is_exact = True
-        """True if the model counts memory exactly, so that it has a solution if any layout has a plan."""
+        """True if memory is counted exactly: any layout with a plan is a solution."""
         self._holds = self._add_holdings()
         self._constraints = Constraints(self._model, self._free, variables)
         self._add_data_flows()
@@ -95,7 +98,7 @@ class _LayerModel:
         self._order_microbatches()
 
     def _with_hosts(self) -> Problem:
-        """Return the problem in which each part is a slice, held by all workers that may come to hold it."""
+        """Return the problem in which parts are slices, held by all possible holders."""
         problem = self._problem
         everything = ((0, problem.grid.layer_count),)
         holds = {worker: everything if problem.question.layers == "move" else state.holds
@@ -104,13 +107,13 @@ class _LayerModel:
         return with_layout(problem, Layout(kind="", holds=holds, routes=dict.fromkeys(problem.routes, route)))
 
     def _literals(self, worker: Worker, part: LayerRange) -> list[BoolVarT | int]:
-        """Return, for each micro-batch, the literal that a worker runs a part of it; 1 if only this worker may."""
+        """Return, by micro-batch, the literal that a worker runs a part; 1 if it must."""
         variables, number = self._variables, self._free.number_of_slice[part]
         return [variables.host_literals.get((unit, worker), 1) for unit in variables.units
                 if unit.slice == number and worker in variables.hosts[unit]]
 
     def _add_holdings(self) -> dict[tuple[Worker, LayerRange], BoolVarT | int]:
-        """Return, for each worker and part that it may hold, the literal that it holds it: what it runs it holds."""
+        """Return the literals of what workers hold: what they run they hold."""
         problem, model = self._problem, self._model
         holds: dict[tuple[Worker, LayerRange], BoolVarT | int] = {}
         for worker, state in self._free.workers.items():
@@ -126,7 +129,7 @@ class _LayerModel:
         return holds
 
     def _add_data_flows(self) -> None:
-        """Require that each op follows those that it waits for, by the transfer if their workers differ."""
+        """Require that each op follows those it waits for, by the transfer if workers differ."""
         model, variables = self._model, self._variables
         hop, route = self._problem.times.transfer, [self._free.number_of_slice[part] for part in self._parts]
         away: dict[tuple[Unit, Unit], IntVar | int] = {}
@@ -151,7 +154,7 @@ class _LayerModel:
         return away
 
     def _add_memory_limits(self) -> None:
-        """Require that the weights of what a worker holds and its micro-batches stay within its room."""
+        """Require that held weights and micro-batches stay within a worker's room."""
         problem, model, variables = self._problem, self._model, self._variables
         if problem.memory is None:
             return
@@ -171,8 +174,8 @@ class _LayerModel:
                 model.add_cumulative([interval for interval, _ in demands], coarse.amounts, coarse.room)
 
     def _add_windows(self) -> None:
-        """Let the period be the longest busy window. The reductions of a worker follow its compute ops, or take no
-        time; O follows the reductions of all that it holds."""
+        """Let the period be the longest busy window. The reductions of a worker follow its compute
+        ops, or take no time; O follows the reductions of all that it holds."""
         model, variables, problem = self._model, self._variables, self._problem
         horizon, costs = variables.horizon, problem.costs.prefix_sums
         step = prefix_sums(problem.costs.optimizer)
@@ -229,7 +232,7 @@ class _LayerModel:
             model.add_no_overlap(reductions)
 
     def _order_microbatches(self) -> None:
-        """Break symmetry: all micro-batches may run on the same workers, so they begin in the order of their names."""
+        """Break symmetry: micro-batches, which may run on the same workers, begin in order."""
         number = self._free.number_of_slice[self._parts[0]]
         starts = [self._variables.start[OpKind.F, number, *batch] for batch in sorted(self._free.routes)]
         for early, late in pairwise(starts):
@@ -237,7 +240,7 @@ class _LayerModel:
 
     def solve(self, shortest: int, longest: int | None, budget: Budget,
               params: CpSatParams) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
-        """Return the solver, with the shortest plan between these periods that it finds, and its status."""
+        """Return the solver, with the shortest plan found, and its status."""
         model, period = self._model, self._variables.period
         model.add(period >= shortest)
         model.add(period <= (self.ample if longest is None else longest))
@@ -279,7 +282,7 @@ class _LayerModel:
         return arrays.make_solution(order, time_order(arrays, order)[1])
 
     def _flow_key(self, key: OpKey, start: int, solver: cp_model.CpSolver) -> tuple[int, ...]:
-        """Return a key that sorts ops by start; of those that start together, each comes after those it waits for."""
+        """Return a key that sorts ops by start, after those that they wait for."""
         kind, slice_, pipeline, microbatch = key
         first = self._free.number_of_slice[self._parts[0]]
         entered = solver.value(self._variables.start[OpKind.F, first, pipeline, microbatch])

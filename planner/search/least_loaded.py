@@ -87,10 +87,7 @@ class _Loads:
         return Fraction(sum(self._ticks[worker] for worker in holders) + more, len(holders))
 
     def find_first(self, stages: tuple[int, ...]) -> Turn:
-        """Return who would finish a micro-batch at these stages first.
-
-        Of several it is one in turn; workers whose pipelines lost the fewest begin.
-        """
+        """Return who would finish a micro-batch at these stages first."""
         if stages not in self._turns:
             self._turns[stages] = self._make_turns(stages)
         turns = self._turns[stages]

@@ -1,5 +1,4 @@
-"""Make list schedules of one problem under one assignment: assignment rules, dispatch rules, and the compiled
-scheduler."""
+"""Make list schedules of a problem: assignment rules, dispatch rules, compiled scheduler."""
 
 import heapq
 import math
@@ -38,12 +37,12 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """Return the worker of each unit: the one that the layout gives, else the one of the micro-batch's own pipeline if
-    it is alive and has room, else a peer chosen by `rule`: in turn, the least loaded, or spread over stages
-    (`ASSIGNMENT_RULES`).
+    """Return the worker of each unit: the layout's, its own, or a peer by `rule`.
 
-    The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`. Raises StuckError if
-    no worker in a stage's column has room.
+    Its own is that of the micro-batch's pipeline, if alive and with room; peers take units in turn,
+    the least loaded first, or spread over stages (`ASSIGNMENT_RULES`). The rule "by-speed" may also
+    move micro-batches away from live workers: see `_assign_by_speed`. Raises StuckError if no
+    worker in a stage's column has room.
     """
     if problem.assigned:
         return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
@@ -98,11 +97,7 @@ def hosts_in_column(problem: Problem, stage: int) -> Sequence[Worker]:
 
 
 def _find_hosts(problem: Problem) -> Mapping[int, Sequence[Worker]]:
-    """Return the workers that may run re-routed units of each stage without a deadlock.
-
-    With two directions, workers of the other column may if none has to run one direction after
-    the other, and if they have room for what an F reserves.
-    """
+    """Return the workers that may run re-routed units of each stage without a deadlock."""
     reserved = _reserve_by_column(problem)
     hosts: dict[int, Sequence[Worker]] = {}
     for stage in range(len(problem.grid.stages)):
@@ -115,12 +110,11 @@ def _find_hosts(problem: Problem) -> Mapping[int, Sequence[Worker]]:
 
 
 def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
-    """Distribute each stage's micro-batches over its live workers to minimise the longest load; return the worker of
-    each unit.
+    """Distribute each stage's micro-batches over its workers by the longest load.
 
-    A worker keeps its own micro-batches up to the number that balances the loads. The others, evenly spaced over the
-    iteration, go to workers that should run more than their own, first to pipelines that run the fewest micro-batches
-    of others so far.
+    A worker keeps its own micro-batches up to the number that balances the loads. The others,
+    evenly spaced over the iteration, go to workers that should run more than their own, first to
+    pipelines that run the fewest micro-batches of others so far.
     """
     hosts: dict[Unit, Worker] = {}
     foreign: Counter[int] = Counter()
@@ -147,12 +141,7 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
 
 
 def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
-    """Return, by pipeline, how many units of a stage its worker should run such that the busiest worker has the least
-    load.
-
-    There are `total` units to run. By pipeline, `price` has the ticks of a unit on its worker, and `own` the number of
-    units of its own micro-batches. Ties go to workers with own units left.
-    """
+    """Return, by pipeline, the number of `total` units that balances the loads."""
     counts = dict.fromkeys(price, 0)
     heap = [(price[host], own[host] < 1, host) for host in price]
     heapq.heapify(heap)
@@ -164,18 +153,16 @@ def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int
 
 
 def _assign_round_robin(live: Sequence[Worker], units: list[Unit]) -> dict[Unit, Worker]:
-    """Assign units to the peers in `live` in turn, regardless of load, and return the worker of each: ReCycle's rule
-    (SOSP 2024)."""
+    """Assign units to the peers in `live` in turn: ReCycle's rule (SOSP 2024)."""
     return {unit: live[index % len(live)] for index, unit in enumerate(units)}
 
 
 def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Assign each re-routed unit to the peer whose pipeline runs the fewest such units at all stages, if that peer has
-    time; return the worker of each unit.
+    """Assign units to peers whose pipelines run the fewest re-routed ones, if they have time.
 
-    Pipelines with dead workers come last: their micro-batches wait for peers, so their workers should have time to
-    spare. A peer has time for more than its share if another stage sets the bound. The stages with the least spare time
-    choose first. `rerouted` has the units by stage, `lost` the number of dead workers by pipeline.
+    Pipelines with dead workers come last: their micro-batches wait for peers, so their workers
+    should have time to spare. A peer has time for more than its share if another stage sets the
+    bound. The stages with the least spare time choose first.
     """
     bound = lower_bound(problem)
     rerouted_to = [dead_count * count for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)]
@@ -203,8 +190,7 @@ def _count_dead_workers(problem: Problem) -> list[int]:
 
 
 def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
-    """Return, by pipeline, the sum of the ticks of all compute ops (F, I and W, or F and B) of one micro-batch at this
-    stage on that pipeline's live worker. Pipelines without one are left out."""
+    """Return the ticks of a micro-batch's compute ops, by pipeline with a live worker here."""
     return {pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
             for pipeline, host in _host_by_pipeline(problem, stage).items()}
 
@@ -222,24 +208,21 @@ ReroutedTurn = Literal["in turn", "first", "last"]
 
 
 STEPS_PER_PLACE = 64
-"""Number of steps per place to which a micro-batch's place in the turn is rounded when priorities are computed.
+"""Number of steps per place to which a place in the turn is rounded.
 
 The turn is the order in which micro-batches go if nothing else decides.
 """
 MAX_CACHED_PRIORITIES = 32
-"""Largest number of arrays of priorities, one per unit, that a list scheduler keeps.
-
-Neighbouring rules share them, but there are thousands of random steps.
-"""
+"""Largest number of arrays of priorities that a scheduler keeps for neighbouring rules."""
 Floats = NDArray[np.float64]
 
 
 class StuckError(Exception):
-    """Raised when micro-batches wait for each other's memory: workers hold too many layers for their room."""
+    """Raised when micro-batches wait for each other's memory: workers hold too many layers."""
 
 
 class PlaceChange(NamedTuple):
-    """Change of one micro-batch's place in the turn, the order in which micro-batches go if nothing else decides."""
+    """Change of a micro-batch's place in the turn."""
 
     pipeline: int
     microbatch: int
@@ -250,43 +233,48 @@ class PlaceChange(NamedTuple):
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """Rule by which a list scheduler decides which ready op a worker starts, if any.
 
-    Gradients come before forwards, and forwards before weight gradients; the fields decide the rest. The turn is the
-    order of micro-batches by age, those of several pipelines alternating. `planner.search.list_search` tries many
-    rules.
+    Gradients come before forwards, and forwards before weight gradients; the fields decide the
+    rest. The turn is the order of micro-batches by age, those of several pipelines alternating.
+    `planner.search.list_search` tries many rules.
     """
 
     lookahead: float = 0.0
-    """Time, in durations of a W: no W starts if a more urgent op is known to become ready within it."""
+    """Durations of a W: none starts if a more urgent op becomes ready within."""
     forward_lookahead: float = 0.0
-    """Time, in durations of an F: no F starts if an I or B is known to become ready on the worker within it."""
+    """Durations of an F: none starts if an I or B becomes ready within."""
     fill_wait: tuple[int, ...] | None = None
-    """Ticks, by slice: before a worker's first I or B, no F starts if one is known to become ready within them.
+    """Ticks, by slice: no F starts if a first I or B becomes ready within.
 
-    None: `forward_lookahead` decides then, too. An F that delays the first gradient delays it at all earlier stages,
-    where other ops must fill the time. Later there are enough ops.
+    None: `forward_lookahead` decides before a worker's first I or B, too. An F that delays the
+    first gradient delays it at all earlier stages, where other ops must fill the time. Later there
+    are enough ops.
     """
     advance: float = 0.0
-    """Factor on the extra time of a longer route, by which F of its micro-batches go before their turn."""
+    """Factor on a longer route's extra time, by which F go before their turn."""
     gradient_advance: float = 0.0
-    """Factor on the extra time of a longer route, by which I, B and W of its micro-batches go before their turn."""
+    """Factor on a longer route's extra time, by which I, B and W go earlier."""
     places: tuple[PlaceChange, ...] = ()
-    """Single micro-batches whose F go before or after their turn, each with the number of places."""
+    """Micro-batches whose F go before or after their turn, with places."""
     gradient_places: tuple[PlaceChange, ...] = ()
-    """Single micro-batches whose I, B and W go before or after their turn, each with the number of places."""
+    """Micro-batches whose I, B and W go before or after their turn, with places."""
     forward_order: ForwardOrder = "deepest"
-    """F that goes first: "oldest" prefers lower micro-batches, "deepest" those furthest along their routes."""
+    """F that goes first: "oldest" prefers lower micro-batches, "deepest" those furthest along their
+    routes."""
     in_flight: tuple[int, ...] | None = None
-    """Maximum number of a worker's micro-batches between F and the end of I, by slice; None: no limit.
+    """Maximum of a worker's micro-batches between F and I's end, by slice; None: no limit.
 
     Weight gradients can wait in memory that forwards do not take, and fill bubbles later.
     """
     load_share: float = 1.0
-    """Factor by which limits `in_flight` grow with a worker's load: x % more units than usual raise them by this times
-    x %."""
-    rerouted: ReroutedTurn = "in turn"
-    """Turn of re-routed micro-batches: before the pipeline's own ("first"), after them ("last"), or by age ("in turn").
+    """Factor by which limits `in_flight` grow with a worker's load.
 
-    "first" is good if the broken pipeline, which waits for several peers, sets the pace.
+    With x % more units than usual, they are this times x % higher.
+    """
+    rerouted: ReroutedTurn = "in turn"
+    """Turn of re-routed micro-batches: "first", "last", or by age ("in turn").
+
+    First or last is before or after the pipeline's own. "first" is good if the broken pipeline,
+    which waits for several peers, sets the pace.
     """
     make_room: bool = False
     """True if a W runs before anything else while an F waits for memory."""
@@ -295,16 +283,13 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     ignore_transfers: bool = False
     """True if the order is chosen as if transfers took no time.
 
-    On the coarse grid of op lengths a worker is rarely in the middle of an op when a more urgent one arrives a moment
-    later. The order is then timed with the true transfers.
+    On the coarse grid of op lengths a worker is rarely in the middle of an op when a more urgent
+    one arrives a moment later. The order is then timed with the true transfers.
     """
 
 
 def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
-    """Return limits on the micro-batches in flight, by slice: those of 1F1B times `slope`, plus `extra`.
-
-    They are high at early stages, whose gradients come back late.
-    """
+    """Return 1F1B's limits by slice, high at first, times `slope` plus `extra`."""
     grid, first = problem.grid, [low for low, _ in problem.layers_by_slice[:problem.grid.depth]]
     begun_before = [*(grid.original_stage(stage) for stage in range(len(grid.stages))),
                     *(bisect_right(first, low) - 1 for low, _ in problem.slices)]
@@ -318,7 +303,7 @@ def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
 
 
 class ListScheduler:
-    """Builder of list schedules of one problem with one assignment of units to workers, by any dispatch rule."""
+    """Builder of list schedules of a problem with one assignment, by any dispatch rule."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
@@ -336,9 +321,10 @@ class ListScheduler:
         self._last_order_and_starts: tuple[Ints, Ints] | None = None
 
     def order_ops(self, rule: DispatchRule) -> Ints:
-        """Return the numbers of all ops in the order in which they start under a rule (which op an idle worker starts).
+        """Return the numbers of all ops in the order of their start under a rule.
 
-        Raises StuckError if micro-batches wait for each other's memory; see `compute_reserved_memory`.
+        Raises StuckError if micro-batches wait for each other's memory; see
+        `compute_reserved_memory`.
         """
         dispatch = self._kernel.Dispatch(
             rank=self._priorities(rule.rerouted, rule.advance, rule.places),
@@ -354,11 +340,7 @@ class ListScheduler:
         return order
 
     def _forward_wait_ticks(self, rule: DispatchRule) -> Ints:
-        """Return the ticks that an F waits under a rule if an I or B is about to be ready: before the worker's first I
-        or B, and after it, shape [2, slices].
-
-        Waits that the rule gives in durations of an F are multiples of its usual time, which a slow worker exceeds.
-        """
+        """Return the ticks that an F waits before and after a first gradient: [2, slices]."""
         key = rule.forward_lookahead, rule.fill_wait
         if key not in self._waits:
             usual = rule.forward_lookahead * self._forward
@@ -367,8 +349,7 @@ class ListScheduler:
         return self._waits[key]
 
     def _priorities(self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]) -> Ints:
-        """Return the priority of each unit (lower ones go first) by these fields of a `DispatchRule`: by age, with
-        re-routed micro-batches, those on longer routes and single ones moved forward or back. Results are cached."""
+        """Return the priority of each unit by these fields of a `DispatchRule`; cached."""
         key = rerouted, advance, places
         if key not in self._cached_priorities:
             if len(self._cached_priorities) == MAX_CACHED_PRIORITIES:
@@ -382,8 +363,7 @@ class ListScheduler:
         return _compute_extra_route_time(self.arrays)
 
     def evaluate_rule(self, rule: DispatchRule) -> int:
-        """Return the period, in ticks, of the list schedule by this rule (which op an idle worker starts). Afterwards,
-        `last_solution` returns it."""
+        """Return the ticks of a rule's list schedule, which becomes `last_solution`."""
         order = self.order_ops(rule)
         period, start = time_order(self.arrays, order)
         self._last_order_and_starts = order, start
@@ -395,14 +375,12 @@ class ListScheduler:
 
     @property
     def last_order_and_starts(self) -> tuple[Ints, Ints]:
-        """Numbers of all ops in their order, and start tick of each op by its number, in the list schedule that the
-        last call of `evaluate_rule` made."""
+        """Order of all ops, and start ticks by op, of the last `evaluate_rule`."""
         assert self._last_order_and_starts is not None
         return self._last_order_and_starts
 
     def _in_flight_slots(self, rule: DispatchRule) -> Ints:
-        """Return how many micro-batches each worker may have between F and the end of I under a rule, by worker and
-        slice: shape [workers, slices]."""
+        """Return the in-flight limits of workers under a rule: [workers, slices]."""
         load = self.arrays.load
         if rule.in_flight is None:
             return np.full((len(load), len(self._memory.room)), UNLIMITED)
@@ -414,11 +392,7 @@ class ListScheduler:
 
 def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: ReroutedTurn, advance: float,
                         places: Sequence[PlaceChange]) -> Ints:
-    """Return the priority of each unit; lower ones go first: older micro-batches, those of several pipelines in turn.
-
-    Micro-batches count as older by `advance` times the extra time of their route, `longer` (None: 0), and by the
-    changes in `places`. The fields `rerouted`, `advance` and `places` are those of a `DispatchRule`.
-    """
+    """Return the priority of each unit; lower ones, of older micro-batches, go first."""
     _, pipeline, number = arrays.unit_numbers.T
     older = np.zeros(len(number)) if longer is None else advance * longer
     for change in places:
@@ -433,10 +407,10 @@ def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: 
 
 
 def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
-    """Return, for each unit, how much longer its micro-batch's route takes than the shortest one, forward and back.
+    """Return how much longer each unit's route takes than the shortest one.
 
-    The unit of time is what the busiest worker needs for a micro-batch. An op is assumed to wait for half of another op
-    on average.
+    The unit is the time of the busiest worker for a micro-batch. An op is assumed to wait for half
+    of another op on average.
     """
     ops, kinds = arrays.ops, arrays.ops.kinds
     both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * arrays.problem.times.transfer + ops.duration.mean()
@@ -451,38 +425,38 @@ def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
 
 
 class ReservedMemory(NamedTuple):
-    """Memory, by slice, that must be free when a micro-batch's F starts, and that this F takes, so that no deadlock
-    occurs.
+    """Memory, by slice, that F takes and that must be free, against deadlocks.
 
-    Proof: of all micro-batches that wait for room, take one that is furthest along its route, at position p; of
-    several, one that waits for its I. Everything else on its worker was begun at positions up to p (before p, if it
-    waits for its F), and the last of it was begun only while the room needed at p remained. So the op fits.
+    Proof: of all micro-batches that wait for room, take one that is furthest along its route, at
+    position p; of several, one that waits for its I. Everything else on its worker was begun at
+    positions up to p (before p, if it waits for its F), and the last of it was begun only while the
+    room needed at p remained. So the op fits.
     """
 
     at_start: tuple[int, ...]
-    """Memory units taken when an F starts, by slice. If the stash needs more, the I waits until enough W have run."""
+    """Memory units taken when an F starts, by slice. If the stash needs more, the I waits until
+    enough W have run."""
     needed: tuple[int, ...]
-    """Memory units that must be free when an F starts, by slice: for itself, and to continue at its worker's later
-    stages."""
+    """Memory units, by slice, that F needs free, also for its worker's later stages."""
     chains_in_turn: bool
-    """True if all micro-batches of one direction of a bidirectional pipeline must finish before those of the other
-    begin."""
+    """True if a direction's micro-batches must finish before the other's begin."""
 
 
 def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory to reserve for a micro-batch when its F starts, so that a list schedule does not get stuck.
+    """Return the memory to reserve at a micro-batch's F, so that no schedule gets stuck.
 
-    This is a guarantee if layers are held by column; for other layouts a schedule may still get stuck.
+    This is a guarantee if layers are held by column; for other layouts a schedule may still get
+    stuck.
     """
     return _reserve_by_worker(arrays) if arrays.problem.assigned else _reserve_by_column(arrays.problem)
 
 
 def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory to reserve when an F starts, by slice, if each unit has the worker that `arrays` give.
+    """Return the memory to reserve by slice, if `arrays` give each unit's worker.
 
-    The free memory must suffice for the slice's peak and for the largest peak of its worker's later slices. All
-    micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's room is too small for this, each
-    F waits only for the peak of its own slice.
+    The free memory must suffice for the slice's peak and for the largest peak of its worker's later
+    slices. All micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's
+    room is too small for this, each F waits only for the peak of its own slice.
     """
     problem = arrays.problem
     slices = range(len(problem.layers_by_slice))
@@ -504,15 +478,12 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
-    """Return, by stage, the memory taken and the memory that must be free when an F starts, if layers are held by
-    column.
+    """Return the memory to reserve by stage, if layers are held by column.
 
-    If workers have enough memory, an F takes the peak of its stage (the larger of the activation and what W needs), and
-    the peaks of its worker's later stages must be free, too. No I then ever waits for room.
-
-    Otherwise an F takes its activation, and the least memory with which a plan exists (`min_room`) must be free. As
-    micro-batches in opposite directions of a bidirectional pipeline would then block each other, the result also says
-    that one direction must finish before the other begins (`chains_in_turn`).
+    If workers have enough memory, an F takes the peak of its stage, and the peaks of its worker's
+    later stages must be free, too. No I then ever waits for room. Otherwise an F takes its
+    activation, and the least memory with which a plan exists (`min_room`) must be free. As opposite
+    directions would then block each other, one must finish before the other begins.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
     most = tuple(peak_slice_memory(problem, stage) for stage in stages)
@@ -528,11 +499,10 @@ def _reserve_by_column(problem: Problem) -> ReservedMemory:
 
 
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
-    """Return whether a worker would have room for fewer micro-batches than 1F1B has in flight if memory were reserved
-    for what W needs, at a stage where this is more than the activation.
+    """Return whether reserving what W needs leaves fewer in flight than 1F1B has.
 
-    This is so with activation recomputation: little is held until I, and from then on as much as without it. The
-    argument `room` has the memory for activations by column. The result is False for bidirectional pipelines.
+    This is so with activation recomputation: little is held until I, and from then on as much as
+    without it. False for bidirectional pipelines.
     """
     grid = problem.grid
     return grid.chains == 1 and any(
@@ -542,10 +512,7 @@ def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
 
 
 def make_memory_limits(arrays: ProblemArrays) -> tuple[Any, bool]:
-    """Return the memory of the workers, and what ops take of it, as the kernel's `MemoryLimits`.
-
-    The second value says whether directions must run in turn (`ReservedMemory.chains_in_turn`).
-    """
+    """Return the kernel's `MemoryLimits`, and whether directions must run in turn."""
     problem, reserved = arrays.problem, compute_reserved_memory(arrays)
     kinds = OpKind.F, problem.gradient_kind, OpKind.W
     room = [(*(memory_change(kind, at_start, stash_memory(problem, number)) for kind in kinds), needed)
@@ -555,7 +522,7 @@ def make_memory_limits(arrays: ProblemArrays) -> tuple[Any, bool]:
 
 
 def without_reserves(memory: Any) -> Any:
-    """Return a copy of the kernel's `MemoryLimits` in which an F reserves no memory for later stages."""
+    """Return a copy of `MemoryLimits` in which an F reserves nothing for later stages."""
     loops, room = kernel_loops(), memory.room.copy()
     room[:, loops.NEEDED] = room[:, loops.FORWARD]
     return memory._replace(room=room)
@@ -565,19 +532,22 @@ def without_reserves(memory: Any) -> Any:
 
 
 def schedule_1f1b(problem: Problem) -> Solution:
-    """Return the list schedule of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing round-robin to peers.
+    """Return the list schedule of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing
+    round-robin to peers.
 
-    Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or split.
+    Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or
+    split.
     """
     return _schedule_by_rule(problem, DispatchRule(forward_order="oldest", eager_weights=True,
                                                    in_flight=scale_in_flight_limits(problem)))
 
 
 def schedule_recycle(problem: Problem) -> Solution:
-    """Return the list schedule of ReCycle's rule (SOSP 2024): round-robin re-routing, own micro-batches in 1F1B order.
+    """Return the list schedule of ReCycle's rule (SOSP 2024).
 
-    Re-routed micro-batches and weight gradients fill the bubbles that this order leaves. The in-flight limit of a peer
-    grows with the number of micro-batches that it runs.
+    It re-routes round-robin, and runs own micro-batches in 1F1B order. Re-routed micro-batches and
+    weight gradients fill the bubbles that this order leaves. The in-flight limit of a peer grows
+    with the number of micro-batches that it runs.
     """
     return _schedule_by_rule(problem, DispatchRule(forward_order="oldest", rerouted="last",
                                                    in_flight=scale_in_flight_limits(problem)))

@@ -1,6 +1,7 @@
-"""Search many list schedules: a grid of dispatch rules first, then random steps from the best ones.
+"""Search many list schedules: a grid of dispatch rules, then random steps.
 
-A step changes the dispatch rule, or which peers run the micro-batches of a dead worker.
+Steps go from the best rules. A step changes the dispatch rule, or which peers run the micro-batches
+of a dead worker.
 """
 
 import itertools
@@ -49,15 +50,14 @@ Rule = DispatchRule | RoundRule | InterleavedRule
 
 
 class Scheduler(Protocol):
-    """Builder of the schedules of one problem and assignment: a `ListScheduler`, `RoundScheduler` or
-    `InterleavedScheduler`."""
+    """Builder of an assignment's schedules: by lists, in rounds, or interleaved."""
 
     arrays: ProblemArrays
 
     def __init__(self, arrays: ProblemArrays) -> None: ...
 
     def evaluate_rule(self, rule: Any) -> int:
-        """Return the period of the schedule by a rule; raise StuckError if there is none for lack of memory."""
+        """Return the period of a rule's schedule; raise StuckError for lack of memory."""
 
     def last_solution(self) -> Solution:
         """Return the schedule that the last call of `evaluate_rule` made."""
@@ -67,10 +67,10 @@ class Scheduler(Protocol):
 
 
 def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, DispatchRule]]:
-    """Iterate over pairs (index in `ASSIGNMENT_RULES`, dispatch rule) that are tried first because they often do best.
+    """Iterate over pairs (index in `ASSIGNMENT_RULES`, dispatch rule) that often do best.
 
-    The first ones follow from the fill bound (`compute_whole_fill`); the others often come close to the best of the
-    grid.
+    The first ones follow from the fill bound (`compute_whole_fill`); the others often come close to
+    the best of the grid.
     """
     if fill := compute_whole_fill(problem):
         wait = tuple(ticks + 1 for ticks in fill.idle)
@@ -94,8 +94,7 @@ def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[in
 
 
 def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
-    """Iterate over the grid of dispatch rules (which op a worker starts), each the best for some problem, the most
-    often successful first."""
+    """Iterate over rules that are each best for some problem, the most often best first."""
     rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
     orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
     turns: tuple[ReroutedTurn, ...] = ("in turn", "first") if problem.failed else ("in turn",)
@@ -109,7 +108,7 @@ def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
 
 
 def change_rule(problem: Problem, rule: Rule, random: random.Random, params: ListParams) -> Rule:
-    """Return a copy of a dispatch rule (which op a worker starts) in which one or two fields are changed at random."""
+    """Return a copy of a dispatch rule with one or two fields changed at random."""
     if isinstance(rule, RoundRule):
         return change_round_rule(rule, len(problem.layers_by_slice), random)
     if isinstance(rule, InterleavedRule):
@@ -128,7 +127,7 @@ def _change_field(problem: Problem, rule: DispatchRule, random: random.Random, p
 
 
 def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.Random, params: ListParams) -> object:
-    """Return a random value for the field `name` of a dispatch rule (which op a worker starts)."""
+    """Return a random value for the field `name` of a dispatch rule."""
     if name in ("places", "gradient_places"):
         return _change_place(problem, getattr(rule, name), random, params)
     if name in ("advance", "gradient_advance"):
@@ -147,8 +146,7 @@ def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.
 
 
 def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
-    """Return the limits of a dispatch rule on micro-batches in flight, by slice, changed at random on some consecutive
-    stages."""
+    """Return a rule's in-flight limits, changed at random on consecutive stages."""
     stages = len(problem.grid.stages)
     limits = list(rule.in_flight or scale_in_flight_limits(problem, 2.0, 0))
     first = random.randrange(stages)
@@ -160,8 +158,7 @@ def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) 
 
 def _change_place(problem: Problem, places: Sequence[PlaceChange], random: random.Random,
                   params: ListParams) -> tuple[PlaceChange, ...]:
-    """Return a copy of `places`, which lists micro-batches that do not keep the order by age, with one random
-    micro-batch moved forward or back by a random number of places (`params.places`)."""
+    """Return a copy of `places` with a random micro-batch moved by a random number."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
@@ -171,8 +168,7 @@ def _change_place(problem: Problem, places: Sequence[PlaceChange], random: rando
 
 
 def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
-    """Return the ticks, by slice, that an F waits for its worker's first gradient (`fill_wait`), changed at random for
-    all or some consecutive slices."""
+    """Return a rule's waits (`fill_wait`), changed at random for some or all slices."""
     waits = list(rule.fill_wait or scale_forward_ticks(problem, rule.forward_lookahead))
     first, end = 0, len(waits)
     if random.random() < 0.5:
@@ -188,18 +184,16 @@ def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, p
 TRIED_RULES, TRIED_ROUNDS, TRIED_INTERLEAVED, TRIED_STEPS, TRIED_ASSIGNMENTS = (
     f"list schedules: {what}"
     for what in ("dispatch rules", "rounds", "interleaved", "random steps", "random assignments"))
-"""Labels under which the tally counts list schedules of the grid, orders in rounds, interleaved orders, list schedules
-of changed rules and of changed assignments."""
+"""Labels in the tally: grid, rounds, interleaved, changed rules, changed assignments."""
 FIRST_RULES, FIRST_ROUNDS = 3, 4
-"""Numbers of dispatch rules of the shortlist, and of rules for orders in rounds, that are tried first."""
+"""Numbers of shortlisted rules, and of rules for rounds, that are tried first."""
 TIGHTNESS = 1e-4
-"""Share by which a plan that reserves no memory must be shorter to be preferred: annealing has less room in it."""
+"""Share by which plans without reserves, hard to anneal, must be shorter."""
 PeriodCallback = Callable[[int], None]
 
 
 class _Attempt(NamedTuple):
-    """Dispatch rule (which op a worker starts) that was tried under an assignment of units to workers, with the period
-    of its list schedule."""
+    """Dispatch rule that was tried under an assignment, with its period."""
 
     period: int
     """Period of the list schedule of this rule, in ticks."""
@@ -208,7 +202,7 @@ class _Attempt(NamedTuple):
 
 
 class _SearchState:
-    """State of a search by list schedules: the best plan, and the dispatch rule from which random steps start."""
+    """State of the search: the best plan, and the rule that random steps start from."""
 
     def __init__(self, problem: Problem, bound: int, budget: Budget, tell: PeriodCallback) -> None:
         self.problem = problem
@@ -227,11 +221,7 @@ class _SearchState:
         self._rank = math.inf
 
     def try_rule(self, scheduler: Scheduler, rule: Rule, why: str) -> _Attempt | None:
-        """Make the list schedule of a dispatch rule, keep it if it is the best, and return the rule with its period.
-
-        If it is no worse than the rule from which random steps start, they start from this one. The attempt is counted
-        in the tally as `why`. Return None if the schedule gets stuck for lack of memory.
-        """
+        """Make a rule's list schedule, keep the best, and return the attempt."""
         began, before = self._clock.now(), self.period
         schedule_steps = LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit)
         self._clock.count_steps(schedule_steps)
@@ -250,8 +240,7 @@ class _SearchState:
         return attempt
 
     def _keep_if_better(self, period: int, solution: Callable[[], Solution], rank: float | None = None) -> None:
-        """Store a plan as the best if its `rank` (None: its period, in ticks) is lower; the function `solution`, which
-        builds the plan, is called only then."""
+        """Store a plan, built by `solution`, if its `rank` (None: its period) is lower."""
         rank = period if rank is None else rank
         if rank < self._rank:
             self.solution, self.period, self._rank = solution(), period, rank
@@ -273,22 +262,23 @@ class _SearchState:
 
     @property
     def is_over(self) -> bool:
-        """True if there is a plan and the search must end: by the bound, the time, or a request to stop."""
+        """True if the search, which has a plan, must end: bound, time or request."""
         return self.period is not None and self._budget.end_reason(self.period, self._bound, self._slowest) is not None
 
     def make_scheduler(self, arrays: ProblemArrays, kind: type[Scheduler] = ListScheduler) -> Scheduler:
-        """Return a scheduler for the assignment in `arrays`, and count the search steps that this takes."""
+        """Return a scheduler for the assignment in `arrays`, and count its steps."""
         self._clock.count_steps(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
         return kind(arrays)
 
 
 def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists,
                           steps: int | None = None, tell: PeriodCallback = lambda _: None) -> tuple[Solution, int]:
-    """Return the best of many list schedules within the budget, and its period in ticks. At least one is tried.
+    """Return the best of many list schedules within the budget, and its period in ticks. At least
+    one is tried.
 
-    The search ends when a plan reaches the `bound`, in ticks. The callback `tell` receives the period, in ticks, of
-    each better plan. At most `steps` random changes of rules are tried (None: `most_steps` of `params`). Raises
-    StuckError if all schedules get stuck.
+    The search ends when a plan reaches the `bound`, in ticks. The callback `tell` receives the
+    period, in ticks, of each better plan. At most `steps` random changes of rules are tried (None:
+    `most_steps` of `params`). Raises StuckError if all schedules get stuck.
     """
     best = _SearchState(problem, bound, budget, tell)
     starts = _try_grid(best, params)
@@ -302,15 +292,12 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
 
 
 def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
-    """Try dispatch rules (which op a worker starts) while there is time and no plan reaches the bound; `best` keeps the
-    best plan.
+    """Try dispatch rules while there is time; return the best attempts.
 
-    First come the few rules of `iterate_shortlist`, which often do best, then a grid of rules under every assignment of
-    units, then 1F1B and ReCycle, which small jobs try even when time is over. If a layout gives the routes, the search
-    ends after the shortlist, since random steps find more in the same time; if all schedules of the shortlist get stuck
-    for lack of memory, it ends with the first that does not.
-
-    Return the `ListParams.starts` attempts with the shortest periods, from which random steps start.
+    First come the few rules of `iterate_shortlist`, then a grid of rules under every assignment,
+    then 1F1B and ReCycle, which small jobs try even when time is over. If a layout gives the
+    routes, the search ends after the shortlist, since random steps find more in the same time; if
+    all of it get stuck, it ends with the first that does not.
     """
     problem = best.problem
     schedulers: list[Scheduler | None] = []
@@ -340,10 +327,7 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
 
 
 def _iterate_first_rules(problem: Problem, params: ListParams) -> Iterator[tuple[int, Rule]]:
-    """Iterate over the rules to try first, each with its index in `ASSIGNMENT_RULES`.
-
-    Orders in rounds are tried if memory is limited, the first of them early: large jobs have time for few rules.
-    """
+    """Iterate over the rules to try first, each with its index in `ASSIGNMENT_RULES`."""
     shortlist = iterate_shortlist(problem, params)
     rounds = iterate_round_rules(problem)
     yield from itertools.islice(shortlist, FIRST_RULES)
@@ -354,10 +338,7 @@ def _iterate_first_rules(problem: Problem, params: ListParams) -> Iterator[tuple
 
 
 def _iterate_grid(best: _SearchState) -> Iterator[tuple[int, Rule]]:
-    """Iterate over the grid of rules under every assignment.
-
-    If a layout gives the assignment, the grid ends with the first plan.
-    """
+    """Iterate over the grid of rules under every assignment."""
     for rule in iterate_rule_grid(best.problem):
         for index in range(len(ASSIGNMENT_RULES)):
             if best.problem.assigned and best.solution is not None:
@@ -367,7 +348,7 @@ def _iterate_grid(best: _SearchState) -> Iterator[tuple[int, Rule]]:
 
 def _try_other(best: _SearchState, schedulers: list[Scheduler | None], rule: Rule, kind: type[Scheduler],
                why: str) -> _Attempt | None:
-    """Try a rule for orders in rounds, or interleaved ones, under the assignment of the best rule so far."""
+    """Try a rule for rounds or interleaved orders under the best rule's assignment."""
     current = best.current.scheduler if best.current else _get_scheduler(best, schedulers, 0)
     assert current is not None
     if kind not in best.others or best.others[kind].arrays is not current.arrays:
@@ -376,12 +357,7 @@ def _try_other(best: _SearchState, schedulers: list[Scheduler | None], rule: Rul
 
 
 def _get_scheduler(best: _SearchState, made: list[Scheduler | None], index: int) -> Scheduler | None:
-    """Return the list scheduler for the assignment rule at `index`, or None if an earlier rule gives the same
-    assignment.
-
-    A first plan needs only one scheduler, so each is built on demand: `made` has those of the first rules, and those up
-    to `index` are added.
-    """
+    """Return the scheduler for an assignment rule, None if an earlier rule gives the same."""
     problem = best.problem
     for rule in ASSIGNMENT_RULES[len(made):index + 1]:
         gives = problem.has_unequal_time if rule == "by-speed" else not made \
@@ -394,10 +370,9 @@ def _get_scheduler(best: _SearchState, made: list[Scheduler | None], index: int)
 
 def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random.Random, steps: int,
                   params: ListParams) -> None:
-    """Try at most `steps` random changes of the dispatch rule or the assignment, keeping those that are no worse;
-    `best` keeps the best plan.
+    """Try at most `steps` random changes, keeping those that are no worse.
 
-    If nothing better is found for long, the steps start again from one of `starts`, the best rules (random restarts):
+    If nothing better is found for long, they start again from one of `starts` (random restarts):
     how far they come depends more on the first steps than on their number.
     """
     if best.current is None:  # only the baselines did not get stuck
@@ -421,17 +396,15 @@ def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random
 
 
 def _can_exchange(problem: Problem) -> bool:
-    """Return whether it is worth exchanging the workers of re-routed units: with one broken pipeline, assignments
-    hardly differ."""
+    """Return whether exchanging re-routed units' workers pays: several pipelines are broken."""
     return not problem.assigned and len({worker.pipeline for worker in problem.failed}) > 1
 
 
 def _exchange_hosts(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
-    """Return a copy of the arrays in which re-routed units of one random stage, or of each stage, have exchanged their
-    workers at random. All workers keep their load.
+    """Return a copy of the arrays with the workers of re-routed units exchanged at random.
 
-    Half of the calls shuffle the workers of all these units, which finds other pairs of pipelines. The others exchange
-    only neighbours in the order of pipelines and micro-batches, which finds a better order.
+    All workers keep their load. Half of the calls shuffle the workers of a stage, or of each, which
+    finds other pairs of pipelines. The others exchange only neighbours, which finds a better order.
     """
     slices = arrays.ops.slice
     rerouted: dict[int, list[int]] = {}

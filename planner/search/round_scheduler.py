@@ -1,9 +1,11 @@
-"""Make orders in rounds: schedules of zero bubble for any durations, transfers, memory and placement.
+"""Make orders in rounds: schedules of zero bubble for any durations, transfers, memory and
+placement.
 
-Greedy list schedules fill scarce memory with the wrong micro-batches. Here every worker runs one I (or B) and one F in
-each round, so that the number of micro-batches in flight stays the same, and W only fill gaps. These
-are the rules of the automatic schedules of zero bubble (Qi et al. 2024, arXiv 2401.10241) and of its
-V placement (arXiv 2405.15362), for workers with any number of stages and re-routed micro-batches.
+Greedy list schedules fill scarce memory with the wrong micro-batches. Here every worker runs one I
+(or B) and one F in each round, so that the number of micro-batches in flight stays the same, and W
+only fill gaps. These are the rules of the automatic schedules of zero bubble (Qi et al. 2024, arXiv
+2401.10241) and of its V placement (arXiv 2405.15362), for workers with any number of stages and
+re-routed micro-batches.
 """
 
 import random
@@ -23,7 +25,7 @@ from slipstream.planner.search.list_scheduler import StuckError, make_memory_lim
 
 Spread = Literal["own", "stay", "less"]
 PASSES = 3
-"""Most orders of a rule; each knows how long each worker was idle in the one before."""
+"""Most orders of a rule; each knows the workers' idle time in the one before."""
 
 
 class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,33 +36,34 @@ class RoundRule(msgspec.Struct, frozen=True, kw_only=True):
     spread: Spread = "own"
     """How the F before the first I are divided over the stages, given the memory.
 
-    "own": the stages of a worker share its memory in proportion to how long a micro-batch stays there.
-    "stay": they share it as those of the worker do where micro-batches stay longest.
-    "less": each stage of a route has one F less than the stage before it.
+    "own": the stages of a worker share its memory in proportion to how long a micro-batch stays
+    there. "stay": they share it as those of the worker do where micro-batches stay longest. "less":
+    each stage of a route has one F less than the stage before it.
     """
     more: tuple[int, ...] = ()
     """F before the first I in addition, by slice; empty: none."""
     tolerance: float = 0.0
-    """Time, in mean durations of an op, by which F before the first I may delay the first micro-batch."""
+    """Mean durations of an op by which early F may delay the first micro-batch."""
     even: bool = False
-    """True if every worker runs as many F before its first I as the one that runs most, memory allowing."""
+    """True if every worker runs as many F before its first I, memory allowing."""
     patience: float = 0.0
-    """Time, in durations of a W, that a worker waits for its next op beyond the idle time of others.
+    """Durations of a W that a worker waits beyond the idle time of others.
 
-    If it would wait longer, it runs a W although that delays the op. Negative: it waits less.
+    If it would wait longer for its next op, it runs a W although that delays the op. Negative: it
+    waits less.
     """
     fill_forward: bool = True
-    """True if W also run before an F that they delay, as they do before an I."""
+    """True if W also run before an F that they delay, as before an I."""
     skip: bool = False
-    """True if an F is postponed to the next round where it would delay an I."""
+    """True if an F that would delay an I is postponed to the next round."""
     cascade_forward: bool = False
     """True if a micro-batch may pass several workers by F in one round."""
     cascade_gradient: bool = True
     """True if a micro-batch may pass several workers by I in one round."""
     pass_on: bool = True
-    """True if the same holds for the worker's next stage, once it has run all ops of the one where it held."""
+    """True if the same holds for the worker's next stage, once this one is done."""
     reserve: bool = True
-    """True if an F starts only if its micro-batch has room at the worker's later stages, too: it never gets stuck."""
+    """True if F starts only with room at later stages. The order is then never stuck."""
     capacity: float = 1.0
     """Share of the memory that is used: what fits in less memory is sometimes shorter."""
 
@@ -83,9 +86,9 @@ RULES_OF_WHOLE_PIPELINES = (
     RoundRule(reserve=False, spread="stay"), RoundRule(skip=True, fill_forward=False),
     RoundRule(reserve=False, skip=True, tolerance=0.1), RoundRule(reserve=False, tolerance=1.0),
     RoundRule(skip=True, spread="less", tolerance=0.1))
-"""Rules for pipelines that have lost no worker. Of 128, each of the first eight is the one with which the best of those
-before it gains most on 58 of the published settings of benchmarks.curves; the fifth and the last three are for settings
-that the others leave behind."""
+"""Rules for pipelines that have lost no worker. Of 128, each of the first eight is the one with
+which the best of those before it gains most on 58 of the published settings of benchmarks.curves;
+the fifth and the last three are for settings that the others leave behind."""
 RULES_OF_SEVERAL_STAGES = (
     RoundRule(reserve=False, skip=True, patience=0.015), RoundRule(reserve=False, skip=True, patience=-0.05),
     RoundRule(reserve=False, skip=True, tolerance=0.25, patience=-0.05, spread="less"),
@@ -94,9 +97,10 @@ RULES_OF_SEVERAL_STAGES = (
     RoundRule(reserve=False, skip=True, tolerance=0.25, patience=0.015, fill_forward=False),
     RoundRule(skip=True, tolerance=0.25, patience=-0.05),
     RoundRule(reserve=False, skip=True, tolerance=0.1, patience=-0.2))
-"""Rules tried first for whole pipelines with several stages on each worker. To wait a little more or less than others
-gives other orders, some of them shorter: with these alone, of 54, no V setting of benchmarks.curves with memory up to
-1.75x is behind. The first four, which large jobs have time for, are enough with the most micro-batches."""
+"""Rules tried first for whole pipelines with several stages on each worker. To wait a little more
+or less than others gives other orders, some of them shorter: with these alone, of 54, no V setting
+of benchmarks.curves with memory up to 1.75x is behind. The first four, which large jobs have time
+for, are enough with the most micro-batches."""
 RULES_OF_ANY_PIPELINE = (
     RoundRule(skip=True, spread="less"), RoundRule(skip=True, patience=-9.0),
     RoundRule(skip=True, fill_forward=False, cascade_gradient=False),
@@ -106,7 +110,7 @@ RULES_OF_ANY_PIPELINE = (
 
 
 def iterate_round_rules(problem: Problem) -> Iterator[RoundRule]:
-    """Iterate over the rules to try; there are none if memory is unlimited, or if a layout gives the routes."""
+    """Iterate over the rules to try; none without memory limits, or with given routes."""
     if problem.memory is None or problem.assigned:
         return
     if problem.failed:
@@ -121,7 +125,7 @@ def iterate_round_rules(problem: Problem) -> Iterator[RoundRule]:
 
 
 def change_round_rule(rule: RoundRule, slices: int, random: random.Random) -> RoundRule:
-    """Return a copy of a rule with one or two fields changed at random, for a problem of so many slices."""
+    """Return a copy of a rule with one or two fields changed at random."""
     names = random.sample(list(_CHOICES), random.choice((1, 1, 2)))
     return msgspec.structs.replace(rule, **{
         name: _change_more(rule.more, slices, random) if name == "more" else random.choice(_CHOICES[name])
@@ -147,7 +151,7 @@ class RoundScheduler:
         self._last: tuple[Ints, Ints] | None = None
 
     def evaluate_rule(self, rule: RoundRule) -> int:
-        """Return the period, in ticks, of the best order that the rule makes; `last_solution` returns it.
+        """Return the period, in ticks, of a rule's best order; `last_solution` returns it.
 
         Raises StuckError if a worker lacks the memory to go on.
         """
@@ -222,7 +226,7 @@ class RoundScheduler:
 
     @cached_property
     def _first_starts(self) -> Ints:
-        """Ticks at which a micro-batch that nothing delays starts F, and I or B: shape [slices, 2]."""
+        """First ticks of F and of I or B of an undelayed micro-batch: [slices, 2]."""
         problem = self.arrays.problem
         starts = np.zeros((len(problem.layers_by_slice), 2), dtype=np.int64)
         for chain in range(problem.grid.chains):

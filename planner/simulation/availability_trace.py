@@ -32,25 +32,13 @@ class Change(msgspec.Struct, frozen=True):
     removed: tuple[int, ...] = ()
     """Places (numbered slots of the fleet, each for one machine) that lost their machine."""
     added: tuple[int, ...] = ()
-    """Places that got a machine.
-
-    It is whole and at its usual speed, unless the lists below say otherwise.
-    """
+    """Places that got a machine, whole and at its usual speed unless listed below."""
     slowed: tuple[tuple[int, float], ...] = ()
-    """Pairs (place, factor) of machines whose speed changes.
-
-    The machine takes this many times as long from now on; 1 is its usual speed.
-    """
+    """Pairs (place, factor): the machine takes this many times as long; 1 is usual."""
     gpus: tuple[tuple[int, int], ...] = ()
-    """Pairs (place, count) of machines whose number of live GPUs changes.
-
-    This many are alive from now on, at least one.
-    """
+    """Pairs (place, count): so many of the machine's GPUs, at least one, are alive."""
     links: float = 0.0
-    """Factor by which slow links lengthen the whole job from now on.
-
-    1: as usual, 0: no change.
-    """
+    """Factor by which slow links lengthen the whole job from now on. 1: as usual, 0: no change."""
 
     @property
     def has_changes(self) -> bool:
@@ -77,10 +65,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Corrections and assumptions that were made for the trace, one line each."""
 
     def iterate_live_counts(self) -> Iterator[tuple[float, int]]:
-        """Yield pairs (time in seconds, machines alive from then on).
-
-        The first is at 0.
-        """
+        """Yield pairs (time in seconds, machines alive from then on), the first at 0."""
         alive = len(self.live)
         yield 0.0, alive
         for change in self.changes:
@@ -116,10 +101,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds_between_failures(self) -> float:
-        """Mean time between instants at which machines or some of their GPUs are lost.
-
-        If there is at most one such instant, it is the length of the trace.
-        """
+        """Mean time between losses of machines or GPUs; with at most one, the trace's length."""
         return self.length_seconds / max(
             1,
             sum(
@@ -129,11 +111,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _iterate_partial_losses(self) -> Iterator[tuple[int, ...]]:
-        """Yield, for each change, the machines that continue with fewer GPUs than before.
-
-        Changes at time 0 do not count: they only describe machines that lack GPUs from the
-        beginning.
-        """
+        """Yield, for each change, the machines that continue with fewer GPUs than before."""
         alive = dict.fromkeys(self.live, self.gpus_per_worker)
         for change in self.changes:
             new_places = set(change.added)
@@ -167,10 +145,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _MachineStates:
-    """States of the machines as a policy sees them.
-
-    Down, or alive with a slowdown factor.
-    """
+    """States of the machines as a policy sees them. Down, or alive with a slowdown factor."""
 
     def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
         self._gpus_per_worker = whole
@@ -183,11 +158,7 @@ class _MachineStates:
         """Number of GPUs that each machine continues with, by place."""
 
     def translate_change(self, change: Change) -> tuple[Change, Change]:
-        """Return a change of the trace as a policy sees it, and a second one.
-
-        The second, at the same instant, adds machines which restart on fewer GPUs. The states are
-        updated.
-        """
+        """Return a change as a policy sees it, and one that adds restarting machines."""
         for place in change.removed:
             self._live_gpus.pop(place, None)
             self._slow.pop(place, None)
@@ -310,10 +281,7 @@ def with_node_failures(
 
 
 def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return the places of each node's workers in a trace fitted to the job.
-
-    A place's number is pipeline x stages + column.
-    """
+    """Return the places (pipeline x stages + column) of each node in a fitted trace."""
     places = []
     for node in job.nodes:
         places.append(tuple(worker.pipeline * job.stages + worker.column for worker in node))
@@ -326,9 +294,9 @@ DEATH_SECONDS = 60.0
 
 def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,
                       gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Return a trace in which the workers `dead` die after a minute and stay away.
+    """Return a trace of `days` in which the workers `dead` soon die for good.
 
-    It has `days` days. Raises ValueError for unknown workers.
+    They die after a minute. Raises ValueError for unknown workers.
     """
     places = []
     for worker in dead:

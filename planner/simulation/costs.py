@@ -15,17 +15,11 @@ import msgspec
 import numpy as np
 
 RESTART_SECONDS = {350e6: 80.0, 2.7e9: 515.0, 6.7e9: 701.0}
-"""Seconds to restart a job from a checkpoint, by number of parameters [O].
-
-76-83 s for small models.
-"""
+"""Seconds to restart a job from a checkpoint, by parameters [O]. 76-83 s for small models."""
 CHECKPOINT_SECONDS = {350e6: 14.0, 2.7e9: 50.0, 6.7e9: 120.0}
 """Seconds to write a checkpoint, by number of parameters; 11-16 s for small models [O]."""
 OOBLECK_SECONDS = {350e6: 3.0, 2.7e9: 6.0, 6.7e9: 10.0}
-"""Seconds for Oobleck to reconfigure, by number of parameters [O].
-
-It instantiates new pipelines and copies missing layers.
-"""
+"""Seconds for Oobleck to form pipelines and copy layers, by parameters [O]."""
 BAMBOO_SECONDS = {350e6: 12.5, 6.7e9: 450.0}
 """Seconds for Bamboo to form new pipelines.
 
@@ -62,28 +56,15 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     bamboo_fatal_seconds: float = 30.0
     """Time of the rendezvous after a failure that Bamboo's redundancy does not cover [B]."""
     bamboo_fault_free_share: float = 13.41 / 20.55
-    """Throughput of Bamboo with all workers, as a share of that of 1F1B.
-
-    It runs redundant forwards. Measured, 350M [R].
-    """
+    """Throughput of Bamboo, of redundant forwards, as a share of 1F1B. Measured, 350M [R]."""
     bamboo_max_covered_share: float = 0.05
-    """Largest share of stages that predecessors run for dead workers [B].
-
-    Beyond it, Bamboo forms new pipelines.
-    """
+    """Largest share of stages run for dead workers before Bamboo forms pipelines [B]."""
     ft_hsdp_stall_seconds: float = 180.0
-    """Time for which all replicas pause at a failure: 3 minutes (FT-HSDP, arXiv 2602.00277,
-    abstract).
-    """
+    """Pause of all replicas at a failure: 3 minutes (FT-HSDP, arXiv 2602.00277, abstract)."""
     ft_hsdp_restart_seconds: float = 600.0
-    """Time for a replica to restart: the 10 minutes that synchronous training needs there
-    (abstract).
-    """
+    """Time for a replica to restart: 10 minutes, as synchronous training there (abstract)."""
     plan_seconds: float = 0.0
-    """Seconds from a failure until there is a plan with layers moved.
-
-    0 if a table has the plan.
-    """
+    """Seconds from a failure until there is a plan with layers moved. 0 if a table has the plan."""
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:

@@ -36,8 +36,7 @@ MAX_BYTES = 64 * 2**20
 
 
 class EntryError(ValueError):
-    """Error for a table or policy of another system that cannot be used. The message is one line.
-    """
+    """One-line error for a table or policy of another system that cannot be used."""
 
 
 class Entry(RatedByStage):
@@ -60,18 +59,14 @@ class Entry(RatedByStage):
         return 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases from the beginning of a trace.
-
-        The system trains on the machines whose numbers are in `live`.
-        """
+        """Return the phases from the start of a trace, on the machines in `live`."""
         self._live = set(live)
         return self.resume_training(self.rate(self._count_down_by_stage()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after machines were lost or added.
+        """Return the phases after a change: a pause, redoing lost samples, then training.
 
-        They are a pause, redoing lost samples, then training. The argument `remaining` has what was
-        left of the phases before.
+        `remaining` has what was left of the phases before.
         """
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._count_down_by_stage()
@@ -83,10 +78,7 @@ class Entry(RatedByStage):
         )
 
     def _count_down_by_stage(self) -> DownByStage:
-        """Return the number of dead workers of each stage.
-
-        Machine m has stage m mod S, as in the grid.
-        """
+        """Return the number of dead workers of each stage."""
         stages = self.scenario.stages
         live = [0] * stages
         for machine in self._live:
@@ -95,10 +87,7 @@ class Entry(RatedByStage):
 
 
 class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Throughput and pause of another system for a number of dead workers.
-
-    The number (`down`) is that in all, or those of each stage.
-    """
+    """Throughput and pause of another system for `down` dead workers, in all or by stage."""
 
     down: int | list[int]
     samples_per_second: float
@@ -131,28 +120,18 @@ class _TableEntry(Entry):
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the table's row for `down`, by stage.
-
-        Without one, those of the row for the smallest total that is at least the sum of `down`; 0
-        if there is none.
-        """
+        """Return the samples per second of the table's row for `down`, by stage."""
         row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """Return the seconds of pause before training with `down` dead workers by stage.
-
-        They are from the same row as `rate`; 0 if there is none.
-        """
+        """Return the seconds of pause before training with `down` dead workers by stage."""
         row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 
 
 def decode_json_file(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
-    """Return the contents of a JSON file, decoded by `decoder`.
-
-    Raises EntryError, whose message names the file and says that `expected` was expected.
-    """
+    """Return a JSON file's contents. Raises EntryError that names the file and `expected`."""
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
         return decoder.decode(data)
@@ -164,10 +143,7 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 
 
 def read_entry(path: Path) -> EntryTable:
-    """Read the file that describes another system for the benchmark.
-
-    Raises EntryError, whose message names the file and the error.
-    """
+    """Read another system's file for the benchmark. Raises EntryError that names it."""
     table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:

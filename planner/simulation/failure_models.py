@@ -18,17 +18,11 @@ import numpy as np
 GPUS_PER_SERVER = 8
 """Number of GPUs of a server, in all of these clusters unless stated otherwise."""
 UNICRON_TRANSIENT = 0.73
-"""Share of failures after which a restart brings the machine back.
-
-Unicron (arXiv 2401.00134), section 2.
-"""
+"""Share of failures that a restart mends. Unicron (arXiv 2401.00134), section 2."""
 
 
 class FailureKind(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of failures.
-
-    How many GPUs fail at once, how often, and how long they are away.
-    """
+    """One cause of failures: how many GPUs fail at once, how often, and how long."""
 
     cause: str
     gpus: int = 1
@@ -40,22 +34,14 @@ class FailureKind(msgspec.Struct, frozen=True, kw_only=True):
     restart_hours: float = 0.1
     """Mean hours that such a restart takes; assumed unless the source gives it."""
     repair_hours: float = 4.0
-    """Mean time of the repair or replacement after all other failures.
-
-    Assumed unless the source gives it.
-    """
+    """Mean time of other failures' repair or replacement. Assumed unless the source gives it."""
     repair_median_hours: float | None = None
-    """Median hours of a repair, which then is log-normally distributed; None: it is exponentially
-    distributed.
-    """
+    """Median hours of a repair, then log-normally distributed; None: exponentially."""
     source: str = "given by the user"
 
 
 class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates, causes and repair times of the failures of a fleet of GPUs.
-
-    A domain is a group of GPUs that fail at once.
-    """
+    """Rates, causes and repair times of failures of GPUs. A domain's GPUs fail at once."""
 
     name: str
     kinds: tuple[FailureKind, ...]
@@ -63,10 +49,7 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
     mttf_hours: tuple[tuple[int, float], ...] = ()
     """Published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
     repairs_at_once: int | None = None
-    """Number of domains that can be repaired at the same time; None: no limit.
-
-    Others wait in the order of their failures.
-    """
+    """Number of domains repaired at a time, in order of failure; None: no limit."""
     rate_shape: float | None = None
     """Shape of the gamma distribution of domains' rates; None: equal rates.
 
@@ -74,15 +57,9 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
     the same few domains have.
     """
     period_days: float | None = None
-    """Length of periods with more or fewer failures than usual; None: no periods.
-
-    All domains change together.
-    """
+    """Length of periods in which all domains fail more or less; None: no periods."""
     period_shape: float = 1.0
-    """Shape of the gamma distribution of periods' rates, whose mean is 1.
-
-    The smaller it is, the more failures come in the same few periods.
-    """
+    """Shape of the gamma distribution of periods' rates, with mean 1. Small: few are bad."""
 
     def mean_hours_to_failure(self, gpus: int) -> float:
         """Return the mean hours between failures of any kind in this number of GPUs."""
@@ -205,17 +182,11 @@ def _build_llama_3() -> FailureModel:
 
 RSC = "Meta Research SuperCluster (Kokolis et al., HPCA 2025, arXiv 2410.21680)"
 RSC_1 = 6.50
-"""Failures per 1,000 node-days of the cluster RSC-1 (section III, figure 7).
-
-A node is a server of 8 A100.
-"""
+"""Failures per 1,000 days of RSC-1's nodes of 8 A100 (section III, figure 7)."""
 RSC_2 = 2.34
 """Failures per 1,000 node-days of the cluster RSC-2, likewise."""
 RSC_MTTF = ((1_024, 7.9), (16_384, 1.8), (131_072, 0.23))
-"""Pairs of the number of GPUs of a job and its MTTF in hours.
-
-Measured at 1,024, projected beyond (section III, figure 7).
-"""
+"""Pairs (GPUs, MTTF in hours), projected beyond 1,024 (section III, figure 7)."""
 
 
 def _build_meta_rsc(
@@ -318,10 +289,7 @@ _DELTA_A100 = (
     ("power management unit", 77 / 9.6e6, False),
     ("uncorrectable memory", 1 / 283_271, False),
 )
-"""Kinds of GPU errors in the Delta cluster.
-
-(cause, errors per GPU-hour, True if only the process ends)
-"""
+"""GPU errors in the Delta cluster: (cause, per GPU-hour, True if only the process ends)."""
 FT_HSDP_GPUS = 100_000
 """Number of GPUs of the job of FT-HSDP."""
 FT_HSDP_HOURS = 18 / 60
@@ -417,27 +385,18 @@ FAILURE_MODELS: Mapping[str, FailureModel] = {
         ),
     )
 }
-"""Failure models by name.
-
-Places are GPUs; `availability_trace.group_gpus` makes workers of several.
-"""
+"""Failure models by name. Places are GPUs; `group_gpus` makes workers of several."""
 
 
 # --- Slow for a while -----------------------------------------------------------------------------
 
 
 class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of temporary slowness.
-
-    Of a worker, or of links that the whole job waits for.
-    """
+    """One cause of temporary slowness of a worker, or of links that all wait for."""
 
     cause: str
     share: float
-    """Share of the time in which a job has this slowness.
-
-    Some worker is slow, or its links.
-    """
+    """Share of the time in which a job has this slowness. Some worker is slow, or its links."""
     hours: float
     """Mean duration of one slow time, in hours."""
     factor: float

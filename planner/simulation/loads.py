@@ -1,7 +1,4 @@
-"""Compute the time of workers in an iteration, and the failures that cost least.
-
-The latter are distributions over stages.
-"""
+"""Compute workers' times in an iteration, and the cheapest distributions of failures."""
 
 import math
 from collections.abc import Sequence
@@ -12,19 +9,13 @@ from slipstream.planner.job.file import Job
 LAYERS_PER_STAGE = 8
 """Assumed number of layers of a stage, if the job file gives none."""
 MAX_LAYERS = 128
-"""Largest number of layers for policies that use a formula.
-
-In larger models several layers count as one.
-"""
+"""Largest number of layers for formulas; in larger models several count as one."""
 DownByStage = tuple[int, ...]
 """Number of dead workers of each stage (column)."""
 
 
 class Loads:
-    """Compute times of layers, workers and iterations of one job.
-
-    All its workers are equally fast.
-    """
+    """Compute times of layers, workers and iterations of a job of equally fast workers."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -55,10 +46,7 @@ class Loads:
         return tuple(each + (stage in more) for stage in range(self._job.stages))
 
     def max_load_seconds(self, down: DownByStage) -> float:
-        """Return the compute seconds of the most loaded worker in an iteration.
-
-        There are `down` dead workers by stage.
-        """
+        """Return the compute seconds of the most loaded worker, with `down` dead by stage."""
         if down not in self._loads:
             self._loads[down] = max(
                 self._stage_load_seconds(stage, count) for stage, count in enumerate(down)
@@ -78,11 +66,7 @@ class Loads:
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Pairs of seconds, by column.
-
-        F, I and W of one micro-batch on the column's stages (in a bidirectional schedule, the mean
-        of both directions), and the all-reduces and optimizer steps of all these stages.
-        """
+        """Seconds of a micro-batch's compute, and of all closing ops, by column."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
             stages = [
@@ -107,10 +91,7 @@ class Loads:
 
     @cached_property
     def layer_seconds(self) -> tuple[float, ...]:
-        """Seconds of F, I and W of each layer, together.
-
-        They are an equal part of its stage's seconds.
-        """
+        """Seconds of F, I and W of each layer together, equal parts of its stage's."""
         job, times, depth = self._job, self._job.time, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
         if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
@@ -148,11 +129,7 @@ class Loads:
 
     @cached_property
     def _total_work_seconds(self) -> tuple[float, float]:
-        """Two times of an iteration in seconds.
-
-        The sum of the compute ops on all stages, and the least sum of all-reduce and optimizer step
-        of any stage.
-        """
+        """Seconds of all compute ops, and the least of any stage's closing ops."""
         times, depth = self._job.time, self._job.depth
         work = sum(
             map(
@@ -171,10 +148,7 @@ class Loads:
 
 
 def spread_over_stages(failures: int, stages: int) -> DownByStage:
-    """Return the number of failures in each stage if spread evenly.
-
-    Extra ones go to the last stages, which wait least.
-    """
+    """Return the failures of each stage if spread evenly, the rest to the last stages."""
     return tuple(
         failures // stages + (stage >= stages - failures % stages) for stage in range(stages)
     )

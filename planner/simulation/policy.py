@@ -20,16 +20,10 @@ from slipstream.planner.simulation.throughput import Throughputs
 
 
 class Cause(StrEnum):
-    """Reason why a job makes less progress than the fastest one without failures.
-
-    That is the fastest policy with all workers alive.
-    """
+    """Reason why a job makes less progress than the fastest policy without failures."""
 
     RUN = "fewer workers"
-    """Training, with all workers or fewer.
-
-    The loss is relative to the policy's own rate with all workers alive.
-    """
+    """Training, the loss relative to the policy's own rate with all workers alive."""
     SWITCH = "reconfiguring"
     LOAD = "loading parameters"
     LOST = "redoing lost work"
@@ -37,10 +31,7 @@ class Cause(StrEnum):
     CHECKPOINT = "writing checkpoints"
     WAIT = "waiting for workers"
     SLOW = "waiting for slow workers"
-    """Loss of policies that do not balance speeds.
-
-    Other policies train at the rate of a plan for the slow workers.
-    """
+    """Loss of policies that do not balance speeds; others plan for slow workers."""
     LINKS = "slow links"
     WHOLE = "slower even when whole"
     """Loss of a policy whose schedule with all workers alive is slower than the best."""
@@ -53,10 +44,7 @@ STATELESS_CAUSES = (Cause.WAIT, Cause.RESTART)
 
 
 class Phase(msgspec.Struct, frozen=True, gc=False):
-    """Span of simulated time in which a job trains at one rate, for one cause.
-
-    The rate is 0 if it pauses or waits.
-    """
+    """Span of simulated time at one training rate for one cause; 0 while nothing trains."""
 
     cause: Cause
     seconds: float = math.inf
@@ -79,10 +67,7 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
         return Phase(self.cause, seconds, self.rate, self.checkpoints, self.redone)
 
     def with_slowdown(self, factor: float) -> "Phase":
-        """Return this phase with training slowed by a factor.
-
-        If it redoes samples, it lasts longer by the factor.
-        """
+        """Return this phase with training slowed, and redoing lengthened, by a factor."""
         if factor == 1.0 or not (self.rate or self.redone):
             return self
         seconds = self.seconds * factor if self.redone else self.seconds
@@ -129,10 +114,8 @@ class Scenario(NamedTuple):
 
 
 class Policy(ABC):
-    """Base class of policies, ways in which a job reacts to failures, in a simulation.
-
-    Each object simulates one run. Subclasses define `start`, `on_change` and `steady_rate`.
-    """
+    """Base class of policies in a simulation of one run; see `start`, `on_change`,
+    `steady_rate`."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -140,10 +123,7 @@ class Policy(ABC):
     assumptions: ClassVar[str]
     """Assumptions of the policy's simulation, with sources."""
     source: ClassVar[str]
-    """Origin of the policy.
-
-    Paper, section or figure, artifact; "our reading" if no code is public.
-    """
+    """Paper, section or figure, artifact; "our reading" if no code is public."""
 
     is_reference: ClassVar[bool] = False
     """True if this is a line to compare with, and no system that exists."""
@@ -153,15 +133,9 @@ class Policy(ABC):
     Others run the schedule that they publish, and are also simulated with this planner's.
     """
     pauses: ClassVar[bool] = False
-    """True if training stops while a checkpoint is written.
-
-    Otherwise it is written in the background.
-    """
+    """True if training stops for checkpoints; otherwise they are written in the background."""
     balances_speeds: ClassVar[bool] = False
-    """True if the policy changes its plan when workers become slow.
-
-    Otherwise all workers wait for the slowest one.
-    """
+    """True if the plan changes with speeds; otherwise all wait for the slowest worker."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -175,17 +149,11 @@ class Policy(ABC):
         self.switch = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
         self.load = Phase(Cause.LOAD, scenario.costs.load_seconds)
         self._samples_owed = 0.0
-        """Samples that a waiting job must train again.
-
-        They come in addition to those since the last checkpoint.
-        """
+        """Samples that a waiting job must train again, besides those since the checkpoint."""
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second with all workers alive, without checkpoints.
-
-        The default is that of whole pipelines.
-        """
+        """Samples per second of whole pipelines, all alive, without checkpoints."""
         return self.throughputs.whole_pipelines_rate(self.scenario.pipelines)
 
     @abstractmethod
@@ -206,10 +174,7 @@ class Policy(ABC):
 
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second in the long run, without checkpoints.
-
-        This many workers are dead, in the places where they cost least.
-        """
+        """Return the long-run samples per second with so many dead where they cost least."""
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
@@ -221,10 +186,7 @@ class Policy(ABC):
 
     @property
     def slowdown(self) -> float:
-        """Factor by which training takes longer, as it waits for slow machines.
-
-        It is relative to the rates that the policy returned.
-        """
+        """Factor by which training, at the returned rates, waits for slow machines."""
         return 1.0 if self.balances_speeds or not self.slow else max(self.slow.values())
 
     def handle_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
@@ -330,10 +292,7 @@ class Policy(ABC):
         )
 
     def training_phase(self, rate: float) -> Phase:
-        """Return a phase without end, of training at `rate` samples per second.
-
-        Pauses for checkpoints are subtracted.
-        """
+        """Return a phase without end at `rate` samples per second, less checkpoints' pauses."""
         if not self.pauses:
             return Phase(Cause.RUN, math.inf, rate)
         interval = self.scenario.checkpoint_interval
@@ -355,18 +314,12 @@ class Policy(ABC):
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
-        """Return whether the job waits or restarts in the current phase, `remaining[0]`.
-
-        If so, only the checkpoint holds the parameters.
-        """
+        """Return whether only the checkpoint has the parameters, in phase `remaining[0]`."""
         return remaining[0].cause in STATELESS_CAUSES
 
 
 class RatedByStage(Policy):
-    """Base class of policies whose throughput depends on the dead workers of each stage.
-
-    Subclasses define `rate`.
-    """
+    """Base class of policies whose `rate` depends on the dead workers of each stage."""
 
     @abstractmethod
     def rate(self, down: DownByStage) -> float:
@@ -378,10 +331,7 @@ class RatedByStage(Policy):
         return self.rate((0,) * self.scenario.stages)
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures, spread evenly over stages.
-
-        0 if a stage would have none alive.
-        """
+        """Return the samples per second with failures spread evenly; 0 if a stage dies out."""
         spread = self.throughputs.loads.spread_evenly(failures)
         return self.rate(spread) if spread else 0.0
 
@@ -454,9 +404,7 @@ class CheckpointTimes:
         self._first = 0
         """Index of the first span since the job last returned to a checkpoint."""
         self._discarded: list[tuple[int, float]] = []
-        """Samples discarded since the last return to a checkpoint: pairs (number of spans before,
-        samples).
-        """
+        """Samples discarded since the last return: pairs (spans before, samples)."""
 
     @property
     def samples_since_stall(self) -> float:
@@ -475,10 +423,7 @@ class CheckpointTimes:
         self._discarded.append((len(self._spans.phases), samples))
 
     def return_to_last(self) -> float:
-        """Record a return to the last checkpoint, and return the samples that this loses.
-
-        Those that are already recorded as discarded are not counted.
-        """
+        """Record a return to the last checkpoint; return the samples that it newly loses."""
         seconds = self._spans.seconds
         phases = self._spans.phases
         cycle = self.cycle

@@ -20,19 +20,13 @@ _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 
 class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Result of one policy over one trace, n consecutive spans of time.
-
-    Each has a training rate and a cause.
-    """
+    """Result of one policy over one trace: n spans of time, with rates and causes."""
 
     policy: str
     fault_free_rate: float
     """Samples per second with all workers alive."""
     seconds: Floats
-    """Time in seconds at which each span starts, and the last one ends.
-
-    n + 1 values.
-    """
+    """Time in seconds at which each span starts, and the last one ends. n + 1 values."""
     phases: Sequence[Phase]
     """Phase of the policy that is in progress during each span."""
     slowdowns: Sequence[tuple[float, float]]
@@ -94,10 +88,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return float(np.diff(self.seconds)[stopped].sum() / count) if count else 0.0
 
     def mean_rates_between(self, edges: Floats) -> Floats:
-        """Return the mean useful samples per second between consecutive `edges`.
-
-        Edges are ascending times in seconds.
-        """
+        """Return the mean useful samples per second between ascending `edges` in seconds."""
         trained = np.concatenate([[0.0], np.cumsum(self.useful_rates * np.diff(self.seconds))])
         mean: Floats = np.diff(np.interp(edges, self.seconds, trained)) / np.diff(edges)
         return mean
@@ -129,11 +120,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
-    """Simulate one policy over a trace, and return its spans of time.
-
-    The trace was fitted to its job (`availability_trace.fit_to_job`). The trace was fitted to its
-    job (`availability_trace.fit_to_job`).
-    """
+    """Simulate a policy over a trace that fits its job (`fit_to_job`); return its spans."""
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
     spans, links = policy.spans, 1.0
     phases: Sequence[Phase] = policy.start(trace.live)
@@ -161,10 +148,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     trace: AvailabilityTrace
     runs: Mapping[str, PolicyRun]
     best_rate: float
-    """Samples per second of the fastest policy with all workers alive.
-
-    Lost time is measured against it.
-    """
+    """Samples per second of the fastest policy, all alive, to measure lost time."""
     planned: Mapping[str, PolicyRun] = msgspec.field(default_factory=dict)
     """Runs of other systems' policies if they, too, run this planner's schedules."""
 
@@ -256,10 +240,7 @@ def compare_policies(
 
 
 class TraceSimulator:
-    """Callable that simulates policies over a numbered trace, in any process.
-
-    Plans are kept for later traces.
-    """
+    """Callable that simulates policies over numbered traces, and keeps their plans."""
 
     def __init__(
         self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs
@@ -273,10 +254,7 @@ class TraceSimulator:
         self._throughputs: Throughputs | None = None
 
     def __call__(self, numbered: tuple[int, AvailabilityTrace]) -> dict[str, float]:
-        """Return the mean useful samples per second over a trace, by name of policy.
-
-        The argument is a pair (number, trace), of which the number is not used.
-        """
+        """Return the mean useful samples per second by policy, for (number, trace)."""
         _, trace = numbered
         if self._throughputs is None:
             self._throughputs = self._make()

@@ -45,10 +45,7 @@ from slipstream.planner.simulation.availability_trace import AvailabilityTrace, 
 FAILED_STATES = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")
 TRAINING_TYPE = "Pretrain"
-"""Type of the jobs of AcmeTrace that are read, if a file has any.
-
-Otherwise all jobs on several servers are read.
-"""
+"""Type of AcmeTrace's jobs to read, if there; else all on several servers."""
 MAX_ABSENCE_SECONDS = 86_400.0
 """Longest absence of a job."""
 USUAL_ABSENCE_SECONDS = 360.0
@@ -64,10 +61,7 @@ class _SpotMetadata(msgspec.Struct):
 
 
 class _SpotTrace(msgspec.Struct):
-    """JSON object of a spot trace of SkyPilot.
-
-    The number of available instances at regular times.
-    """
+    """JSON object of a spot trace of SkyPilot."""
     metadata: _SpotMetadata
     data: list[float]
 
@@ -76,10 +70,7 @@ _SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
 
 
 def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
-    """Return the counts in one of SkyPilot's traces, and its length in seconds.
-
-    Counts are pairs (seconds, instances from then on). Raises ValueError.
-    """
+    """Return pairs (seconds, instances) of SkyPilot, and the length. Raises ValueError."""
     try:
         trace = _SPOT_TRACE.decode(text)
     except msgspec.MsgspecError as error:
@@ -102,10 +93,7 @@ def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
 
 
 INFINITE_HBD_SERVERS = 400
-"""Number of servers of the fleet in InfiniteHBD-Trace.
-
-Its file names only those with a fault.
-"""
+"""Number of servers of the fleet in InfiniteHBD-Trace. Its file names only those with a fault."""
 
 
 class _Fault(msgspec.Struct):
@@ -120,10 +108,7 @@ _FAULTS = msgspec.json.Decoder(list[_Fault])
 
 
 def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
-    """Return InfiniteHBD-Trace as a trace of its servers, which are down while a fault lasts.
-
-    Raises ValueError.
-    """
+    """Return InfiniteHBD-Trace's servers, down during faults. Raises ValueError."""
     try:
         events = sorted(_FAULTS.decode(text), key=lambda event: event.event_time)
     except msgspec.MsgspecError as error:
@@ -270,11 +255,7 @@ def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return the seconds from each job's end to the start of the next.
-
-    It is of the same user and number of GPUs. Jobs without one within `MAX_ABSENCE_SECONDS` are
-    left out.
-    """
+    """Return the seconds from each job's end to the start of the next."""
     similar = defaultdict[tuple[str, int], list[_AcmeJob]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
         similar[job.user, job.gpus].append(job)

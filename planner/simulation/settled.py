@@ -30,24 +30,18 @@ from slipstream.schedules.tables.table import Table
 SETTLE_SECONDS = 0.5
 """Largest time for one plan, in seconds of a fixed number of search steps."""
 SECONDS_PER_OP = 2e-4
-"""Time for each compute op of a plan, likewise.
-
-The list schedules of small jobs need no more.
-"""
+"""Time for each compute op of a plan, likewise. The list schedules of small jobs need no more."""
 TRIAL_SHARE = 0.25
-"""Share of a plan's time for the trial of each choice of dead workers.
+"""Share of a plan's time for trying each choice of dead workers.
 
-There are two choices; the better one then gets the rest. The better one then gets the rest.
+There are two choices; the better one then gets the rest.
 """
 MIN_GROUP_PIPELINES = 8
 """Minimum number of pipelines of a group. A job of at least two groups is planned in groups."""
 
 
 class RebalancedPlan(NamedTuple):
-    """Period of a plan with layers moved, and the most layers that a worker receives.
-
-    They are in multiples of a stage's.
-    """
+    """Period of a plan with layers moved, and a worker's most received, in stages."""
 
     period: float
     """Period in seconds."""
@@ -60,10 +54,7 @@ class RebalancedPlan(NamedTuple):
 
 
 class SlowWorkerCount(NamedTuple):
-    """Number of slow live workers, and the slowdown factor of the slowest.
-
-    It is assumed for all.
-    """
+    """Number of slow live workers, and the factor of the slowest, assumed for all."""
 
     workers: int
     factor: float
@@ -141,11 +132,7 @@ class RebalancedPlans:
         )
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule with layers moved for this many failures.
-
-        None if the table has none. If the argument `dead` of `__init__` has this many workers, the
-        schedule is for exactly these.
-        """
+        """Return the table's schedule with layers moved for this many failures."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):
@@ -176,10 +163,7 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether exactly the workers `dead` of `__init__` are down.
-
-        So it is in a plan for the whole job and as many failures as these.
-        """
+        """Return whether exactly the workers `dead` of `__init__` are down."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:
@@ -189,10 +173,7 @@ class RebalancedPlans:
         )
 
     def _period_bound(self, pipelines: int, failures: int) -> float:
-        """Return a lower bound in seconds on any plan's period for this many failures.
-
-        The job has `pipelines` pipelines. The job has `pipelines` pipelines.
-        """
+        """Return a lower bound in seconds on any plan's period for this many failures."""
         job = self._make_job_part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
@@ -224,13 +205,7 @@ class RebalancedPlans:
     def _search_schedule(
         self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
     ) -> Schedule | None:
-        """Return the best schedule with layers moved found in a `share` of a plan's time.
-
-        The share is 0 to 1; None if there is no schedule. The first `failures` of the workers in
-        `chosen` are down and the others slow.
-
-        Steps are counted, so that the result depends neither on the machine nor on its load.
-        """
+        """Return the best schedule with layers moved found in a `share` of a plan's time."""
         failed = chosen[:failures]
         slowed = tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
@@ -257,10 +232,7 @@ def stack_failures(failures: int, pipelines: int, stages: int) -> list[Worker]: 
 
 
 def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Return this many failed workers, spread evenly over pipelines.
-
-    In each they are one stage before those of the previous pipeline.
-    """
+    """Return failed workers spread evenly over pipelines, one stage earlier in each next."""
     return [
         Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
         for index in range(failures)

@@ -27,9 +27,9 @@ MAX_FAILURES = 5e6
 
 
 def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
-    """Return a trace of `days` days for `places` GPUs, with failures drawn from a model.
+    """Return a trace of `days` days for `places` GPUs, all alive at first.
 
-    All are alive at the beginning. Raises ValueError for more than `MAX_FAILURES` failures.
+    Raises ValueError for more than `MAX_FAILURES` failures.
     """
     _require_drawable(days * 24 / model.mean_hours_to_failure(places))
     random = np.random.default_rng(seed)
@@ -80,11 +80,7 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
 def _draw_rates(
     random: np.random.Generator, model: FailureModel, places: int
 ) -> Sequence[np.ndarray | None]:
-    """Return the relative failure rates of the domains of each kind of failure.
-
-    A domain is the GPUs that fail at once. Kinds with domains of equal size share these rates. None
-    means that all rates are equal.
-    """
+    """Return the relative failure rates of the domains of each kind of failure."""
     if model.rate_shape is None:
         return [None] * len(model.kinds)
     of_size = {
@@ -115,11 +111,7 @@ def _draw_periods(
 def _queue_repairs(
     hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int
 ) -> None:
-    """Add waits for repairs to `absent`, the hours of absence after each failure.
-
-    Only `at_once` repairs run at a time. Failures happen at `hours`. The indices of those that need
-    a repair are `lasting`, ordered by time.
-    """
+    """Add waits for repairs to `absent`, the hours of absence after each failure."""
     free = [0.0] * at_once
     for index in lasting.tolist():
         begin = max(hours[index], heapq.heappop(free))
@@ -170,14 +162,7 @@ def _build_slow_changes(
 
 def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float,
                    rates: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the failures of `count` domains up to `horizon` hours.
-
-    A domain is the GPUs that fail at once. Returns their hours and the indices of their domains,
-    sorted by neither.
-
-    A domain fails once in `mtbf_hours` on average, more often or less by its relative rate in
-    `rates` (None: all are 1).
-    """
+    """Draw the failures of `count` domains up to `horizon` hours."""
     hours, units = [], []
     alive, clock = np.arange(count), np.zeros(count)
     while len(alive):
@@ -193,11 +178,7 @@ def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, h
 def _build_changes(
     failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float
 ) -> list[Change]:
-    """Return the changes of a trace of `places` machines that result from failures.
-
-    A failure is (hour, number of the first machine, number of machines, hours absent). It does
-    nothing to a machine that is absent at that time.
-    """
+    """Return the changes of a trace of `places` machines that result from failures."""
     down: set[int] = set()
     returns: list[tuple[float, int]] = []
     changes: list[Change] = []

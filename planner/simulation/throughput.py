@@ -30,10 +30,7 @@ SearchMethod = Literal["cp-sat", "greedy"]
 """Methods of `slipstream plan` by which schedules are searched."""
 
 PLAN_SECONDS = 0.2
-"""Maximum time for one plan, in seconds of a fixed number of search steps each.
-
-Most plans need a hundredth of it.
-"""
+"""Maximum seconds, in counted steps, of a plan; most need a hundredth."""
 
 
 class Throughputs:
@@ -97,10 +94,7 @@ class Throughputs:
         """True if whole pipelines run this planner's schedules, and not 1F1B."""
 
     def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the cached value of a policy's `key`, any hashable value.
-
-        `find` computes it the first time.
-        """
+        """Return the cached value of a policy's hashable `key`, by `find` the first time."""
         return _find_once(self._rates, key, find)
 
     def _plan_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
@@ -120,10 +114,7 @@ class Throughputs:
     # --- This planner -----------------------------------------------------------------------------
 
     def planned_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of Slipstream's schedule with layers in place.
-
-        `down` workers are dead, one number per stage.
-        """
+        """Return the samples per second of Slipstream in place, `down` workers dead by stage."""
         return self._plan_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
     def in_place_rate(self, down: DownByStage) -> float:
@@ -169,10 +160,7 @@ class Throughputs:
 
     @property
     def whole_rate(self) -> float:
-        """Samples per second of Slipstream's best schedule with all workers alive.
-
-        Layers are in place or moved, whichever is faster.
-        """
+        """Samples per second with all workers alive, layers in place or moved, the faster."""
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
@@ -225,14 +213,7 @@ class Throughputs:
         return min(period, self._search_period(self.job, down, "greedy")[0])
 
     def _is_behind_dropping(self, down: DownByStage, period: float) -> bool:
-        """Return whether dropping the replicas of dead workers keeps more samples per second.
-
-        They are dropped with their share of the batch, and compared with a period in seconds with
-        whole micro-batches.
-
-        A job may be small enough to be planned again, with micro-batches cut within a stage. For
-        others, the result is False.
-        """
+        """Return whether dropping the replicas of dead workers keeps more samples per second."""
         left = (self.job.pipelines - max(down)) / self.job.pipelines
         whole = (0,) * self.job.stages
         return (
@@ -244,12 +225,7 @@ class Throughputs:
     def _search_period(
         self, job: Job, down: DownByStage, method: SearchMethod = "cp-sat"
     ) -> tuple[float, bool]:
-        """Return the period in seconds that `slipstream plan --method METHOD` finds for a job.
-
-        Also returns whether it is proven to be the shortest. There are `down` dead workers, one
-        number per stage, in as many pipelines as possible. If the workers that the user named as
-        dead are in the same stages, exactly these are dead.
-        """
+        """Return the period in seconds of `slipstream plan --method`, and if it is proven."""
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % job.pipelines, column) for index, column in enumerate(columns)]
         if job is self.job and sorted(worker.column for worker in self._dead) == columns:
@@ -281,10 +257,7 @@ class Throughputs:
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
     def _single_failure_bound(self, down: DownByStage) -> float:
-        """Return a lower bound on the period in seconds with `down` dead workers by stage.
-
-        It is the largest of the bounds for a single dead worker in each of their stages.
-        """
+        """Return a lower bound on the period in seconds with `down` dead workers by stage."""
         windows = self._periods.window_bounds(1)
         return windows.to_seconds(
             max(windows.column_bound(column, 1) for column, count in enumerate(down) if count)
@@ -327,10 +300,7 @@ class Throughputs:
     # --- Whole pipelines --------------------------------------------------------------------------
 
     def one_f_one_b_rate(self, pipelines: int) -> float:
-        """Return the samples per second of 1F1B (fused, synchronous) on some pipelines.
-
-        They share the global batch evenly.
-        """
+        """Return the samples per second of 1F1B (fused, synchronous) on so many pipelines."""
         if pipelines < 1:
             return 0.0
         return self._plan_once(
@@ -346,10 +316,7 @@ class Throughputs:
         return max(rate, self._planned_pipelines_rate(pipelines)) if self.plans_pipelines else rate
 
     def _planned_pipelines_rate(self, pipelines: int) -> float:
-        """Return the samples per second of this planner's schedule on whole pipelines.
-
-        There are this many, and layers are in place.
-        """
+        """Return the samples per second of this planner's schedule on whole pipelines."""
         if pipelines == self.job.pipelines:
             return self.in_place_rate((0,) * self.job.stages)
         return self._plan_once(("planned pipelines", pipelines),
@@ -395,28 +362,18 @@ class Throughputs:
 
     @cached_property
     def fault_free_rate(self) -> float:
-        """Samples per second with all workers alive, of Slipstream's schedule or 1F1B.
-
-        Layers are in place; whichever is faster.
-        """
+        """Samples per second, in place, all alive, of Slipstream or 1F1B, the faster."""
         return max(
             self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines)
         )
 
     def work_conserving_rate(self, live: float) -> float:
-        """Return an upper bound on the samples per second of `live` workers.
-
-        Training is synchronous; a worker at half speed counts half.
-        """
+        """Return a bound on synchronous samples per second; half speed counts half in `live`."""
         return self.samples / self.loads.work_conserving_seconds(live)
 
 
 def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
-    """Return the shortest period, in seconds, that a table has by dead workers.
-
-    They are numbers for each stage. Only schedules with layers in place count. Raises ValueError if
-    the table is of another job.
-    """
+    """Return the shortest period, in seconds, that a table has by dead workers."""
     problem, basis = options.make_problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (
         problem.grid,

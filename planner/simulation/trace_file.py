@@ -50,10 +50,7 @@ MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
 """Maximum slowdown factor of a machine. A slower one is as good as down."""
 MAX_STEP_RATIO = 20
-"""Largest step between samples at which none counts as missing.
-
-It is a multiple of the median step.
-"""
+"""Largest multiple of the median step between samples at which none is missing."""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
 _EVENT = re.compile(r"(\d{1,18})\s*,\s*(add|remove|slow|gpus)\s*,\s*(\S.*)")
@@ -96,10 +93,7 @@ def read_availability_trace(
 
 def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
                              gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace of any text form from the text of a file; see `read_availability_trace`.
-
-    Raises ValueError (mostly a TraceFileError), whose message names the line.
-    """
+    """Read a trace from text. Raises ValueError (mostly TraceFileError) with the line."""
     lines = [
         (number, line)
         for number, raw in enumerate(text.splitlines(), 1)
@@ -216,10 +210,7 @@ def _describe_missing_samples(times: Sequence[float]) -> list[str]:
 
 
 class TraceEvent(NamedTuple):
-    """Line of a trace file in the form with events.
-
-    At a time, a machine is added, removed, slow, or has fewer GPUs.
-    """
+    """Line of a trace of events: a machine is added, removed, slow, or lacks GPUs."""
 
     seconds: float
     what: str
@@ -278,10 +269,7 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
 
 
 class _ChangeSets(NamedTuple):
-    """Changes at one instant, by place.
-
-    Places that lose or get a machine, and new slowdown factors and numbers of GPUs.
-    """
+    """Changes at one instant, by place."""
 
     removed: set[int]
     added: set[int]
@@ -303,11 +291,7 @@ class _MachinePlaces:
         self._changes: dict[float, _ChangeSets] = {}
 
     def record_event(self, event: TraceEvent) -> None:
-        """Record the next event of the trace file.
-
-        It is not earlier than those recorded before. Impossible events, such as the removal of a
-        machine that is not there, are only counted as ignored.
-        """
+        """Record the next event of the trace file."""
         if (event.what == "add") == (event.machine in self._place):
             self.ignored += 1
             return
@@ -344,10 +328,7 @@ class _MachinePlaces:
     def build_trace(
         self, name: str, length_seconds: float, notes: Sequence[str]
     ) -> AvailabilityTrace:
-        """Return an availability trace of `length_seconds` that consists of all recorded events.
-
-        The lines `notes` say what was assumed or corrected in reading the file.
-        """
+        """Return an availability trace of `length_seconds` that consists of all recorded events."""
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
             states = tuple(sorted(slowed.items())), tuple(sorted(gpus.items()))
@@ -376,10 +357,7 @@ class _MachinePlaces:
 
 
 def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows in place by `time(row)`.
-
-    Return a list with a note if that changed their order, otherwise an empty one.
-    """
+    """Sort rows in place by `time(row)`."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
     return [f"time ran backwards {backwards} times: lines were sorted by time"] if backwards else []

@@ -1,9 +1,9 @@
-"""Build tables of schedules: for each set of failures one that runs at once, and one for which layers have moved.
+"""Build tables of schedules for failures: for at once, and with layers moved.
 
-There is an entry for every number of failures, and optionally for every failure pattern and every loss of one or two
-nodes. Entries are planned in parallel processes, the most expensive first. Only the parent writes
-(`planner.tables.folder`). It writes all entries in the order of their keys, so the table does not depend on which
-process finished first.
+There is an entry for every number of failures, and optionally for every failure pattern and every
+loss of one or two nodes. Entries are planned in parallel processes, the most expensive first. Only
+the parent writes (`planner.tables.folder`). It writes all entries in the order of their keys, so
+the table does not depend on which process finished first.
 """
 
 import math
@@ -60,22 +60,23 @@ from slipstream.schedules.tables.pattern import (
 
 MAX_ENTRIES = 20_000
 MAX_FEW_PATTERNS = 64
-"""Largest number of patterns that all get an entry with layers in place by default: those of one failure, one for each
-stage, and if workers are unlike, those of more."""
+"""Largest number of patterns that all get an entry in place by default.
+
+They are those of one failure, one for each stage, and if workers are unlike, those of more.
+"""
 
 
 Answer = Literal["at once", "roles moved", "settled"]
-"""Kind of answer of an entry: layers in place, roles moved to other workers, or any layers moved."""
+"""Kind of answer of an entry: layers in place, roles moved, or any layers moved."""
 
 
 class EntryTask(msgspec.Struct, frozen=True):
-    """Entry of a table that is to be planned: for a number of failures or, with `failed`, for the failure of certain
-    workers."""
+    """Entry of a table to plan, for a number of failures or for certain workers."""
 
     key: str
     failures: int
     failed: tuple[Worker, ...] | None = None
-    """Workers that have failed, if the entry is for a pattern of failures and not for their number."""
+    """Workers that have failed; None if the entry is for their number."""
     answer: Answer = "at once"
     """What the entry's schedule may move: for a number of failures, roles at once."""
     nodes: tuple[tuple[int, ...], ...] = ()
@@ -114,15 +115,18 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Share(NamedTuple):
-    """Share of a table's entries that one process plans: the I-th (`number`) of N (`of`), with all N processes writing
-    to the same folder."""
+    """Part of a table's entries that one process plans: the I-th of N.
+
+    All N processes write to the same folder.
+    """
 
     number: int = 0
     of: int = 1
 
     @staticmethod
     def parse(text: str) -> "Share":
-        """Parse "I/N", the I-th (from 0) of N shares of a table's entries. Raises ValueError for any other text."""
+        """Parse "I/N", the I-th (from 0) of N shares of a table's entries. Raises ValueError for
+        any other text."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         share = Share(*map(int, match.groups())) if match else Share(of=0)
         if share.number >= share.of:
@@ -136,8 +140,8 @@ WHOLE_TABLE = Share()
 class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a table of which other processes still have entries to plan.
 
-    It has the number of all entries (one schedule for each number or pattern of failures), of finished ones, and of
-    those that this call planned, and the seconds that the call took.
+    It has the number of all entries (one schedule for each number or pattern of failures), of
+    finished ones, and of those that this call planned, and the seconds that the call took.
     """
 
     entries: int
@@ -155,8 +159,10 @@ class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None, executor: Executor | None = None) -> BuiltTable:
-    """Plan all entries of a table, write it to a folder, and return it with its cost. For the arguments see
-    `build_share`."""
+    """Plan all entries of a table, write it to a folder, and return it.
+
+    It comes with its cost. For the arguments see `build_share`.
+    """
     built = build_share(job, job_text, folder, options, WHOLE_TABLE, max_failures=max_failures, exact=exact,
                         by_node=by_node,
                         settled=settled, jobs=jobs, progress=progress, executor=executor)
@@ -168,20 +174,22 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None,
                 executor: Executor | None = None, given: Job | None = None) -> BuiltTable | UnfinishedTable:
-    """Plan the missing entries of one process's share, and write the table if all other entries are finished. Return
-    the table, or its progress if it is not finished.
+    """Plan the missing entries of one process's share; write the table if all are finished.
 
-    The table stores a copy of the job file `job_text`, and has entries for up to `max_failures` failures: by number,
-    with `exact` also by pattern, with `by_node` for lost nodes, and with `settled` further ones with layers moved.
-    If the planner chose what `job` recomputes, `given` is the job before, and bounds hold for every choice.
-    Entries are planned by `jobs` processes, or by an executor. The callback `progress` receives how many entries of the
-    share are finished, and how many it has.
+    Return the table, or its progress if it is not finished. The table stores a copy of the job file
+    `job_text`, and has entries for up to `max_failures` failures: by number, with `exact` also by
+    pattern, with `by_node` for lost nodes, and with `settled` further ones with layers moved. If
+    the planner chose what `job` recomputes, `given` is the job before, and bounds hold for every
+    choice. Entries are planned by `jobs` processes, or by an executor. The callback `progress`
+    receives how many entries of the share are finished, and how many it has.
 
-    All entries but the further ones leave all layers in place, and cut micro-batches within a stage if that is faster;
-    a run uses them right after a failure. After an interruption, finished entries are stored, and the next call
-    continues from there. Raises NoPlanError if the job has no plan even without failures, JobError if it is too large
-    for the time limit, TableError if the folder holds something else or is damaged, OSError if it cannot be written,
-    PoolError if a process dies.
+    All entries but the further ones leave all layers in place, and cut micro-batches within a stage
+    if that is faster; a run uses them right after a failure. After an interruption, finished
+    entries are stored, and the next call continues from there.
+
+    Raises NoPlanError if the job has no plan even without failures, JobError if it is too large for
+    the time limit, TableError if the folder holds something else or is damaged, OSError if it
+    cannot be written, PoolError if a process dies.
     """
     began = time.monotonic()
     basis = basis_of(job, options)
@@ -219,11 +227,7 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
 
 
 def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
-    """Open the folder of a table, a second time if that fails because another process publishes the table meanwhile.
-
-    The `basis` is the job and options of the table, `share` the entries that this process plans. Publishing removes
-    files, after which the finished table is found.
-    """
+    """Open the folder of a table, again if another process publishes the table meanwhile."""
     try:
         return TableFolder(folder, basis)
     except TableError:
@@ -234,12 +238,13 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
 
 def _publish_table(folder: TableFolder, planner: "EntryPlanner", tasks: Sequence[EntryTask], nodes: NodesOfEntry,
                    job_text: bytes, share: Share, *, max_failures: int, exact: bool, settled: bool) -> Index:
-    """Write the table of all entries (`tasks`) from their files, and return its index. Entries first take over shorter
-    plans of others, as `improve_parts` and `improve_patterns` find them.
+    """Write the table of all entries (`tasks`) from their files, and return its index. Entries
+    first take over shorter plans of others, as `improve_parts` and `improve_patterns` find them.
 
-    By key, `nodes` has the sets of nodes whose loss an entry is for; the arguments from `job_text` on are those of
-    `build_share`. Several processes may call this at once: all write the same bytes. If another process has already
-    removed the files, the index that it has published is returned.
+    By key, `nodes` has the sets of nodes whose loss an entry is for; the arguments from `job_text`
+    on are those of `build_share`. Several processes may call this at once: all write the same
+    bytes. If another process has already removed the files, the index that it has published is
+    returned.
     """
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
     patterns = [task for task in tasks if task.failed is not None and task.answer == "at once"]
@@ -264,7 +269,7 @@ def _publish_table(folder: TableFolder, planner: "EntryPlanner", tasks: Sequence
 
 
 def basis_of(job: Job, options: PlanOptions) -> Basis:
-    """Return what all entries of a job's table have in common: grid, times, memory and options of the plan.
+    """Return what all entries of a table share: grid, times, memory, options.
 
     Raises NoPlanError if the job has no plan at all.
     """
@@ -277,20 +282,22 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
 
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,
               settled: bool = False) -> list[EntryTask]:
-    """Return the entries to plan for a table, in its order:
+    """Return the entries to plan for a table, in its order.
 
-    - one for each number of failures, then for each number with each slow worker among the failures;
-    - one for each pattern (which columns of a pipeline failed), by number of failures: with `exact`, for up to
-      `max_failures`; otherwise for one failure, if these patterns are few;
+    - one for each number of failures, then for each number with each slow worker among the
+      failures;
+    - one for each pattern, by number of failures: with `exact`, for up to `max_failures`; otherwise
+      for one failure, if these patterns are few;
     - with `by_node`, one for each further pattern that the loss of one or two nodes leaves;
-    - if live workers are unlike, one with roles moved for each pattern: the roles of a number of failures may then fit
-      no others. Patterns of more failures are included as long as all are few, as if `exact`;
-    - with `settled`, one with layers moved for each number and pattern, except for the one-failure patterns of alike
-      workers without `exact`.
+    - if live workers are unlike, one with roles moved for each pattern: the roles of a number of
+      failures may then fit no others. Patterns of more failures are included as long as all are
+      few, as if `exact`;
+    - with `settled`, one with layers moved for each number and pattern, except for the one-failure
+      patterns of alike workers without `exact`.
 
-    With `by_node`, there is also an entry for each number of workers that one or two nodes have: in it, roles have
-    moved to where their loss costs least. Raises TableError for more failures than workers, for too many patterns or
-    slow workers, or if the job does not state its nodes.
+    With `by_node`, there is also an entry for each number of workers that one or two nodes have: in
+    it, roles have moved to where their loss costs least. Raises TableError for more failures than
+    workers, for too many patterns or slow workers, or if the job does not state its nodes.
     """
     workers = job.pipelines * job.stages
     if max_failures > workers:
@@ -315,8 +322,7 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
 
 
 def _few_pattern_tasks(job: Job, max_failures: int) -> list[EntryTask]:
-    """Return a table's entries for patterns of one failure, then of two and so on to `max_failures`, as long as all of
-    them are few."""
+    """Return entries for patterns of 1, 2 ... failures, as long as all are few."""
     few: list[EntryTask] = []
     for failures in range(1, max_failures + 1):
         if math.comb(job.stages, min(failures, job.stages // 2)) > MAX_FEW_PATTERNS:
@@ -329,8 +335,7 @@ def _few_pattern_tasks(job: Job, max_failures: int) -> list[EntryTask]:
 
 
 def _pattern_tasks(job: Job, max_failures: int, *, least: int = 1) -> Iterator[EntryTask]:
-    """Iterate over a table's entries for all patterns (which columns of a pipeline failed) of `least` to `max_failures`
-    failures. Raises TableError if there are too many."""
+    """Iterate over entries for all patterns of `least` to `max_failures` failures."""
     _require_few(job, max_failures)
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
@@ -344,11 +349,7 @@ def _pattern_tasks(job: Job, max_failures: int, *, least: int = 1) -> Iterator[E
 
 
 def _node_tasks(job: Job) -> Iterator[EntryTask]:
-    """Iterate over the entries (schedules to plan for a table) for the loss of any one or two nodes.
-
-    Sets of nodes whose loss leaves the same pattern of failures (which columns of a pipeline failed) share one entry.
-    Raises TableError if the job does not state its nodes, or if there are more than `MAX_ENTRIES` such sets.
-    """
+    """Iterate over the entries for the loss of any one or two nodes."""
     if not job.nodes:
         raise TableError("--by-node: the job file does not say which workers share a node; add [topology] "
                          "workers_per_node = N")
@@ -368,8 +369,7 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
 
 
 def _require_few(job: Job, max_failures: int) -> None:
-    """Raise TableError if there are too many patterns (which columns of a pipeline failed) of up to `max_failures`
-    failures, before any is enumerated. They are estimated by the patterns within one pipeline."""
+    """Raise TableError if there are too many patterns, before any is enumerated."""
     if sum(math.comb(job.stages, lost) for lost in range(1, min(max_failures, job.stages) + 1)) > MAX_ENTRIES:
         raise _too_many(max_failures)
 
@@ -380,18 +380,20 @@ def _too_many(max_failures: int) -> TableError:
 
 
 class EntryPlanner:
-    """Function object that plans the entries of a table (one schedule for each number or pattern of failures) in one
-    process. Lower bounds computed for one entry (`WindowBounds`) are stored for the next."""
+    """Function object that plans the entries of a table in one process.
+
+    Lower bounds computed for one entry (`WindowBounds`) are stored for the next.
+    """
 
     def __init__(self, job: Job, options: PlanOptions, basis: Basis, given: Job | None = None) -> None:
         self.job, self._given = job, given
         self._options = options
         self._basis = basis
         self._alive: dict[Worker | None, tuple[Job, WindowBounds]] = {None: (job, window_bounds_of(job, options))}
-        """Job and its `WindowBounds`, by the slow worker that is down; under None, the job as it is."""
+        """Job and its `WindowBounds`, by the slow worker that is down, or None."""
 
     def __call__(self, task: EntryTask) -> FinishedPart:
-        """Plan an entry of the table, and return it finished: with its schedule, or the reason why there is none."""
+        """Plan an entry and return it finished: with its schedule, or why there is none."""
         try:
             plan = {"at once": self._plan_at_once, "roles moved": self._plan_roles, "settled": self._plan_settled}
             schedule = self._bounded(plan[task.answer](task), task)
@@ -407,13 +409,12 @@ class EntryPlanner:
         return normal_form(job, task.failures, self._options, windows=windows).schedule
 
     def _plan_roles(self, task: EntryTask) -> Schedule:
-        """Plan the schedule of a table's entry for certain failures, for which live workers take other roles."""
+        """Plan the schedule for certain failures, with roles moved."""
         assert task.failed is not None
         return plan_moved_roles(self.job, task.failed, self._options).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
-        """Plan the schedule of a table's entry in which layers have moved for even load. If the entry is for a number
-        of failures, the vacant roles are chosen by lower bounds: which ones they are matters little."""
+        """Plan the schedule of a table's entry in which layers have moved for even load."""
         job, windows = self._job_while_alive(task.slow)
         failed = task.failed \
             or next(iter(candidate_vacancies(job, windows, task.failures, self._options.params.roles)), None)
@@ -422,8 +423,7 @@ class EntryPlanner:
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
     def with_bound_of_choices(self, part: FinishedPart, task: EntryTask) -> FinishedPart:
-        """Return a copy of a finished entry whose bound holds for every choice of what is recomputed, if there was
-        one."""
+        """Return a copy of an entry whose bound holds for every choice of recomputation."""
         if self._given is None:
             return part
         schedule = decode_entry(part.entry, part.basis, part.programs)
@@ -438,11 +438,7 @@ class EntryPlanner:
         return with_bound_of_choices(schedule, job, options, vacant)
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
-        """Return a copy of the job in which the failed worker `slow` has the usual speed, and the lower bounds
-        (`WindowBounds`) for this copy. None: no slow worker has failed; the job is unchanged.
-
-        The role of a worker that is slow in the job cannot be vacant.
-        """
+        """Return the job with the failed worker `slow` at usual speed, and its bounds."""
         if slow not in self._alive:
             job = slow_while_alive(self.job, [slow] if slow else [])
             self._alive[slow] = job, window_bounds_of(job, self._options)

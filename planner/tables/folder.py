@@ -1,7 +1,8 @@
-"""The folder of a table during its build: each finished entry is a file in `parts/` until all entries are there.
+"""Folder of a table during its build, with each finished entry in `parts/`.
 
-A part has all that its entry needs, its digest, and the job and options that it was planned for. So a build that was
-killed continues where it stopped, and a part of another job or of other options is refused.
+They are files until all entries are there. A part has all that its entry needs, its digest, and the
+job and options that it was planned for. So a build that was killed continues where it stopped, and
+a part of another job or of other options is refused.
 """
 
 import shutil
@@ -46,9 +47,9 @@ from slipstream.schedules.tables.table import Table
 
 COLUMNS = ("failures", "answer", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
 SETTLED_COLUMNS = ("settled s", "throughput", "settled gap", "GB to move", "s to move")
-"""Headings of further columns of the readable index, after the throughput, if the table has rebalanced schedules."""
+"""Headings after the throughput in the readable index of rebalanced schedules."""
 NODES_COLUMN = "nodes down"
-"""Heading of the column of the readable index, before the key, that lists nodes if the table is by node."""
+"""Heading before the key in the readable index of a table by node."""
 LEFT_ALIGNED = ("answer", "status", "roles down", NODES_COLUMN, "key")
 
 
@@ -96,7 +97,7 @@ def _row_cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: boo
 
 
 def _shorten_names(names: Iterable[str]) -> str:
-    """Join names by spaces to the text of a table cell, cut to at most 24 characters."""
+    """Join names by spaces to the text of a cell, at most 24 characters."""
     text = " ".join(names) or "-"
     return text if len(text) <= 24 else text[:text.rindex(" ", 0, 21)] + " ..."
 
@@ -114,12 +115,12 @@ def _settled_cells(row: Row | None) -> tuple[str, ...]:
 
 PARTS = "parts"
 NodesOfEntry = Mapping[str, tuple[tuple[int, ...], ...]]
-"""Sets of nodes for whose loss a table's entry is, by the key of the entry."""
+"""Sets of nodes whose loss an entry is for, by its key."""
 NO_NODES: NodesOfEntry = {}
 
 
 class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Finished entry of a table as a file: its schedule with its programs, or the reason why it has no plan."""
+    """Finished entry of a table as a file: its schedule, or why it has none."""
 
     format: str = "slipstream.part"
     version: int = VERSION
@@ -132,7 +133,10 @@ class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     reason: str | None = None
     """Reason why no plan can exist, in which case the entry has no workers."""
     moved: Transition | None = None
-    """Layers to copy for an entry whose layers have moved, with bytes and seconds; None for other entries."""
+    """Layers to copy for an entry with moved layers; None for others.
+
+    It has their bytes and seconds.
+    """
 
 
 _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, content=FinishedPart,
@@ -140,9 +144,11 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 
 
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
-    """Return the finished entry of a table with this key and schedule, to be stored as a file until all entries are
-    finished. The `basis` is the job and options of the table, `moved` what must be copied for a schedule with layers
-    moved."""
+    """Return the finished entry of a table with this key and schedule.
+
+    The `basis` is the job and options of the table, `moved` what must be copied for a schedule with
+    layers moved.
+    """
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
     return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
@@ -151,10 +157,10 @@ def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | No
 
 def make_no_plan_part(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *,
                       failures: int) -> FinishedPart:
-    """Return the finished entry of a table for failures for which no plan can exist, with the reason.
+    """Return the finished entry for failures without a plan, with the reason.
 
-    The `basis` is the job and options of the table, `failures` the number of failed workers; `failed` is empty if they
-    may be any workers.
+    The `basis` is the job and options of the table, `failures` the number of failed workers;
+    `failed` is empty if they may be any workers.
     """
     entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
                        method=basis.method, seats=())
@@ -179,11 +185,11 @@ def decode_part(data: bytes, source: str) -> FinishedPart:
 
 
 class TableFolder:
-    """Folder of a table that is finished, or of which finished entries are stored as files."""
+    """Folder of a table that is finished, or of which entries are stored as files."""
 
     def __init__(self, path: Path, basis: Basis) -> None:
-        """Open the folder of a table of this job and these options (`basis`). Raises TableError if it holds a table of
-        another job or other options, or a damaged one."""
+        """Open the folder of a table of this job and these options (`basis`). Raises TableError if
+        it holds a table of another job or other options, or a damaged one."""
         self._path = path
         self._basis = basis
         self._table: Table | None = None
@@ -193,16 +199,17 @@ class TableFolder:
         self._finished = {self._read_part(part).entry.key for part in self._part_paths()}
 
     def published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return the table's index if it is finished and has exactly the entries with these keys, each for the loss of
-        the sets of nodes that `nodes` has for its key; else None."""
+        """Return the index of a finished table that has exactly these entries; else None.
+
+        Each is for the loss of the sets of nodes that `nodes` has for its key.
+        """
         wanted = [(key, nodes.get(key, ())) for key in keys]
         if self._table is None or [(row.key, row.nodes) for row in self._table.rows()] != wanted:
             return None
         return self._table.index
 
     def find_published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return the index of the table as `published_index` does, but after reading the folder again: another process
-        may have finished the table.
+        """Return `published_index` after reading the folder again: another may have finished it.
 
         If it is finished, the files of single entries are removed.
         """
@@ -214,14 +221,13 @@ class TableFolder:
         return index
 
     def count_finished(self, keys: Sequence[str]) -> int:
-        """Return how many of the entries with these keys are finished, by this process or another one."""
+        """Return how many of these entries are finished, by any process."""
         return sum(self._part_path(key).exists() for key in keys)
 
     def reopen(self) -> frozenset[str]:
-        """Prepare the folder for more entries: if the table is finished, its entries become files again. Return the
-        keys of all finished entries.
+        """Prepare the folder for more entries; those of a finished table become files again.
 
-        Raises OSError or TableError.
+        Return the keys of all finished entries. Raises OSError or TableError.
         """
         (self._path / PARTS).mkdir(parents=True, exist_ok=True)
         if self._table is not None:
@@ -243,11 +249,12 @@ class TableFolder:
 
     def publish(self, keys: Sequence[str], job_text: bytes, *, max_failures: int, exact: bool,
                 settled: bool = False, nodes: NodesOfEntry = NO_NODES) -> Index:
-        """Write the table with the entries of these keys, in this order, and return its index.
+        """Write the table with the entries of these keys, in order; return its index.
 
-        All are finished, and the first one is fault-free. By key, `nodes` has the sets of nodes whose loss an entry is
-        for; the other arguments are the same as those of `planner.tables.build.build_share`. The index is written last:
-        until then the folder holds no table for a reader. Raises OSError or TableError.
+        All are finished, and the first one is fault-free. By key, `nodes` has the sets of nodes
+        whose loss an entry is for; the other arguments are those of
+        `planner.tables.build.build_share`. The index is written last: until then the folder holds
+        no table for a reader. Raises OSError or TableError.
         """
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}
@@ -303,7 +310,7 @@ class TableFolder:
         return part
 
     def _require_same(self, basis: Basis, path: Path) -> None:
-        """Raise TableError, which names `path`, unless `basis` has the same job and options as this folder's table."""
+        """Raise TableError, which names `path`, unless `basis` is this folder's."""
         for name in Basis.__struct_fields__:
             theirs, ours = getattr(basis, name), getattr(self._basis, name)
             if theirs != ours:
@@ -314,10 +321,7 @@ class TableFolder:
 
 
 def _entry_document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
-    """Return the file content of a finished entry, its programs given by their numbers in the whole table.
-
-    The mapping `numbers` has the number of each program in the table, by its JSON; new programs are added.
-    """
+    """Return the file content of an entry, with programs by their numbers in the table."""
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)
     fields["seats"] = tuple((number[program], *helped) for program, *helped in part.entry.seats)

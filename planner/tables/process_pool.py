@@ -1,11 +1,12 @@
 """Run long, independent tasks in processes of this machine, or of an executor.
 
-The processes of this machine all end when one dies or the caller stops. `concurrent.futures` runs them, but cannot stop
-running tasks, and a table build is usually interrupted during tasks. So a thread of each process waits for a pipe to
-close, and then ends the process.
+The processes of this machine all end when one dies or the caller stops. `concurrent.futures` runs
+them, but cannot stop running tasks, and a table build is usually interrupted during tasks. So a
+thread of each process waits for a pipe to close, and then ends the process.
 
-Executors are MPI processes, or the workers of a Dask cluster. Both need optional packages, imported at first use. They
-pickle what they send: anyone who can reach a Dask scheduler can run code on all of its machines.
+Executors are MPI processes, or the workers of a Dask cluster. Both need optional packages, imported
+at first use. They pickle what they send: anyone who can reach a Dask scheduler can run code on all
+of its machines.
 """
 
 import os
@@ -32,12 +33,14 @@ class PoolError(Exception):
 def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int,
             refusals: tuple[type[Exception], ...] = (), fork: bool = False, executor: Executor | None = None) -> \
         Generator[tuple[Task, Result], None, None]:
-    """Run a function on tasks in up to `jobs` processes or an executor; iterate over (task, result) as they finish.
+    """Run a function on tasks in processes or an executor; iterate over results.
 
-    Tasks are started in order. The function may keep state in each process; with `fork` it need not be picklable, since
-    the processes begin with all that the caller has. All processes end when the iteration ends or the caller is killed;
-    tasks of an executor that have not begun are cancelled. The processes ignore Ctrl-C, which is for the caller.
-    Exceptions of the types in the tuple `refusals` are raised as the function raised them; any other raises PoolError.
+    They are pairs (task, result), as they finish; tasks are started in order, in up to `jobs`
+    processes. The function may keep state in each process; with `fork` it need not be picklable,
+    since the processes begin with all that the caller has. All processes end when the iteration
+    ends or the caller is killed; tasks of an executor that have not begun are cancelled. The
+    processes ignore Ctrl-C, which is for the caller. Exceptions of the types in the tuple
+    `refusals` are raised as the function raised them; any other raises PoolError.
     """
     pending = list(tasks)
     if executor is not None:
@@ -67,11 +70,7 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
 
 
 def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
-    """Iterate over (task, result) as the futures in `running` finish.
-
-    Raises the exception of a refused task (`refusals` of `run_all`), and PoolError for tasks that failed or whose
-    process died.
-    """
+    """Iterate over (task, result) as the futures in `running` finish."""
     for future in as_completed(running):
         try:
             result, failure = future.result()
@@ -90,8 +89,7 @@ def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Return a context, meant for a few milliseconds, in which Ctrl-C is ignored; in a thread other than the main one,
-    it does nothing."""
+    """Return a context in which Ctrl-C is ignored, for some milliseconds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,8 +102,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Return a context in which started processes import no modules from the working directory before they have
-    received the caller's path."""
+    """Return a context in which processes start without modules of the working directory."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -118,15 +115,11 @@ def _safe_path() -> Iterator[None]:
 
 
 _POOL_FUNCTIONS: list[Callable[[Any], Any]] = []
-"""List with the one function that this process of a pool runs, set once, before the first task; it may keep state."""
+"""The one function that this process of a pool runs; it may keep state."""
 
 
 def _start_process(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
-    """Initialize a process of the pool: ignore Ctrl-C, store the function, and end when the caller's end of `pipe` is
-    closed.
-
-    A forked process inherits the caller's end; it is then passed as `callers`, and closed here.
-    """
+    """Initialize a process of the pool, which ends when the caller's end of `pipe` closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if callers is not None:
         callers.close()  # a forked process has that end too, and would keep it open
@@ -135,14 +128,14 @@ def _start_process(pipe: Connection, callers: Connection | None, function: Calla
 
 
 def _exit_on_close(pipe: Connection) -> None:
-    """Wait until the caller's end of a pipe is closed, then end this process, even during a task."""
+    """Wait until the caller's end of a pipe is closed, then end this process."""
     pipe.poll(None)
     os._exit(1)
 
 
 _EXECUTOR_FUNCTIONS: dict[str, Callable[[Any], Any]] = {}
-"""Function that a process of an executor runs, by the caller's key. Only the last one is stored, with its state, for
-its next task."""
+"""Function that a process of an executor runs, by the caller's key. Only the last one is stored,
+with its state, for its next task."""
 
 
 def _run_elsewhere(key: str, function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
@@ -159,8 +152,7 @@ def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Excepti
 
 def _call_and_catch(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
                     ) -> tuple[Any, Exception | str | None]:
-    """Call `function` on a task; return (result, None), or (None, exception) for one of the types in `refusals`, or
-    (None, text) for any other exception."""
+    """Call `function` on a task; return (result, None) or (None, error or text)."""
     try:
         return function(task), None
     except refusals as error:
@@ -178,7 +170,7 @@ class ExecutorError(ValueError):
 
 @contextmanager
 def open_executor(name: str | None) -> Iterator[Executor | None]:
-    """Return a context with the executor named "mpi" or "dask://HOST:PORT"; None means processes of this machine.
+    """Return a context with the executor "mpi" or "dask://HOST:PORT"; None: this machine.
 
     Raises ExecutorError if it is unknown or not available.
     """

@@ -1,4 +1,4 @@
-"""Let entries of a table take over shorter plans of others that answer the same failures.
+"""Let entries of a table take over shorter plans that answer the same failures.
 
 Fewer failures are then never slower than more, and layers moved never slower than in place.
 """
@@ -23,13 +23,13 @@ from slipstream.schedules.tables.relabel import relabel_schedule
 
 def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None, *,
                   patterns: Sequence[str] = ()) -> dict[str, FinishedPart]:
-    """Return, by key, those entries for 0 to `most` failures for which another entry's plan is valid and shorter, each
-    with that plan. An entry is the schedule that a table has for a number or pattern of failures.
+    """Return, by key, the entries of few failures that take over a shorter plan.
 
-    In a table with them, fewer failures are never slower than more, layers moved are never slower than in place, and,
-    if workers are alike, a number of failures, for which roles move, is never slower than a pattern of as many. All
-    finished entries of the table that count are in `parts`; `patterns` has the keys of those for patterns of failures.
-    With `slow`, the improved entries are those with this slow worker among the failures.
+    They are for 0 to `most` failures. In a table with them, fewer failures are never slower than
+    more, layers moved are never slower than in place, and, if workers are alike, a number of
+    failures, for which roles move, is never slower than a pattern of as many. All finished entries
+    of the table that count are in `parts`; `patterns` has the keys of those for patterns of
+    failures. With `slow`, the improved entries are those with this slow worker among the failures.
     """
     better: dict[str, FinishedPart] = {}
     for failures in range(most, -1, -1):
@@ -42,10 +42,7 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
 
 def _improve_entry(key: str, others: Iterable[str], parts: Mapping[str, FinishedPart], better: dict[str, FinishedPart],
                    take_over: Callable[[FinishedPart, FinishedPart], FinishedPart | None]) -> None:
-    """Let an entry take over each shorter plan of the `others`, which are its keys in `better` or else in `parts`.
-
-    The function `take_over` returns the entry with another's plan, or None if that is not valid for it.
-    """
+    """Let an entry take over each shorter plan of the `others`."""
     own = parts.get(key)
     for source in (better.get(other, parts.get(other)) for other in others):
         if own is None or source is None or source.reason \
@@ -56,12 +53,12 @@ def _improve_entry(key: str, others: Iterable[str], parts: Mapping[str, Finished
 
 
 def improve_patterns(parts: Mapping[str, FinishedPart], patterns: Sequence[str], job: Job) -> dict[str, FinishedPart]:
-    """Return, by key, those entries for a pattern of failures with roles or layers moved for which another entry's plan
-    is shorter, each with that plan.
+    """Return, by key, the entries of patterns, with roles or layers moved, that are improved.
 
-    Roles moved are never slower than in place, and layers moved never slower than either; nor is any slower than the
-    same answer to the number of failures, with its roles taken over. All finished entries are in `parts`; `patterns`
-    has the keys of those in place.
+    Each takes over a shorter plan. Roles moved are never slower than in place, and layers moved
+    never slower than either; nor is any slower than the same answer to the number of failures, with
+    its roles taken over. All finished entries are in `parts`; `patterns` has the keys of those in
+    place.
     """
     better: dict[str, FinishedPart] = {}
     for pattern in patterns:
@@ -73,14 +70,13 @@ def improve_patterns(parts: Mapping[str, FinishedPart], patterns: Sequence[str],
 
 
 def _keys_of_numbers(part: FinishedPart) -> list[str]:
-    """Return the keys of the entries by number that are also for the failures of an entry."""
+    """Return the keys of entries by number that an entry's failures have, too."""
     failed, slow = part.entry.failed, part.basis.times.per_mille_of
     return [count_key(len(failed)), *(count_key(len(failed), worker) for worker in failed if worker in slow)]
 
 
 def _fit_plan(own: FinishedPart, source: FinishedPart, job: Job) -> FinishedPart | None:
-    """Return a copy of the finished entry `own` with the plan of the entry `source`, its roles taken over where other
-    workers have failed; None if they cannot be."""
+    """Return a copy of `own` with the plan of `source`, or None without a fit."""
     schedule: Schedule | None = decode_entry(source.entry, source.basis, source.programs)
     assert schedule is not None
     if schedule.failed != own.entry.failed:
@@ -94,11 +90,7 @@ def _fit_plan(own: FinishedPart, source: FinishedPart, job: Job) -> FinishedPart
 
 
 def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return pairs of the key of an entry for this number of failures and the keys of the entries whose plans are also
-    valid for it: one failure more, or layers in place.
-
-    The argument `slow` is the slow worker among the failures; None: there is none.
-    """
+    """Return pairs of an entry's key and the keys of those it may follow."""
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
@@ -111,9 +103,10 @@ def _period_seconds(part: FinishedPart) -> float:
 def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
     """Return a copy of the finished entry `own` with the plan of the entry `source`.
 
-    There is none if the entry has no plan of its own. If `source` is for one failure more, one of its failed workers is
-    alive again in the copy; return None if none of them can be (`with_standby_worker`). A bound for any layers is that
-    of `own`. Other bounds hold only for the roles that are vacant in a plan: it keeps its own, or another is proven.
+    There is none if the entry has no plan of its own. If `source` is for one failure more, one of
+    its failed workers is alive again in the copy; return None if none of them can be
+    (`with_standby_worker`). A bound for any layers is that of `own`. Other bounds hold only for the
+    roles that are vacant in a plan: it keeps its own, or another is proven.
     """
     if own.reason:
         return None
@@ -136,7 +129,7 @@ def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | N
 
 
 def _with_bound_of_entry(schedule: Schedule, part: FinishedPart) -> Schedule:
-    """Return a copy of the schedule with the bound and scope of an entry; in other ticks, it is rounded down."""
+    """Return a copy of the schedule with an entry's bound, rounded down in other ticks."""
     tick = part.entry.tick_seconds(part.basis) / schedule.tick_seconds
     lower = part.entry.lower_bound_ticks
     if tick != 1:
@@ -145,11 +138,10 @@ def _with_bound_of_entry(schedule: Schedule, part: FinishedPart) -> Schedule:
 
 
 def with_standby_worker(schedule: Schedule) -> Schedule | None:
-    """Return a copy of the schedule in which one of its failed workers is alive again, and only reduces gradients and
-    steps.
+    """Return a copy of the schedule in which a failed worker only reduces and steps.
 
-    It is the last failed worker for which the result passes `schedules.check`; return None if there is none. The worker
-    holds the layers of its own column, and needs a live worker that holds the same.
+    It is the last failed worker for which the result passes `schedules.check`; None if there is
+    none. It holds the layers of its own column, and needs a live worker that holds the same.
     """
     for role in reversed(schedule.failed):
         peer = next((seat for seat in schedule.seats if seat.role.column == role.column and seat.holds is None), None)

@@ -12,10 +12,7 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.timing import ReplayStep, replay_steps
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
-"""Kinds of op by whose costs an op's ticks are scaled.
-
-A sample has a cost for each of them at each slice.
-"""
+"""Kinds of op whose costs scale ticks; samples have each at every slice."""
 
 
 def arrays_of(schedule: Schedule) -> Arrays:
@@ -81,10 +78,7 @@ def _block_of(step: ReplayStep, group_of: Mapping[int, int], tail: int) -> int:
 
 
 def _name_number(step: ReplayStep, first: Sequence[int]) -> int:
-    """Return the number of a step's micro-batch among those of all pipelines; -1 without one.
-
-    The number of a pipeline's first micro-batch is in `first`.
-    """
+    """Return the number of a step's micro-batch among those of all pipelines; -1 without one."""
     pipeline, microbatch = step.op.pipeline, step.op.microbatch
     if not step.is_compute or pipeline is None or microbatch is None:
         return -1
@@ -92,10 +86,7 @@ def _name_number(step: ReplayStep, first: Sequence[int]) -> int:
 
 
 def _computes_after_reductions(steps: Sequence[ReplayStep], workers: int) -> bool:
-    """Return whether any worker runs a compute op after a reduction or optimizer step.
-
-    The `steps` are those of one iteration, in order of the replay.
-    """
+    """Return whether any worker runs a compute op after a reduction or optimizer step."""
     reduced = [False] * workers
     for step in steps:
         if step.is_compute and reduced[step.workers[0]]:
@@ -136,10 +127,7 @@ def _cost_columns(
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """Return the fraction of each slice's layers that lies in each stage, [slices, stages].
-
-    A slice that is a stage has a single 1.
-    """
+    """Return the part of each slice's layers in each stage, [slices, stages]."""
     grid = schedule.grid
     shares = np.zeros((len(schedule.layers_by_slice), grid.depth))
     for slice_, (first, end) in enumerate(schedule.layers_by_slice):

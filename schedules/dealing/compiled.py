@@ -11,9 +11,7 @@ from slipstream.schedules.dealing.kernel import Arrays, improve_by_swaps, replay
 
 
 def load_kernels() -> None:
-    """Load the machine code of dealing's loops into this process, or compile them. numba does so
-    when one is first called.
-    """
+    """Load the machine code of dealing's loops, or compile it, by calling each once."""
     empty = np.zeros(0, np.int64)
     zero = np.zeros(1, np.int64)
     pairs = np.zeros((0, 2), np.int64)

@@ -1,7 +1,4 @@
-"""Choose the sample of each micro-batch.
-
-The choice is a pure function of schedule, costs of samples, seed and number of swaps.
-"""
+"""Choose samples for micro-batches: a pure function of schedule, costs, seed and swaps."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -39,17 +36,11 @@ direction.
 
 
 class CostError(ValueError):
-    """Error for invalid costs of samples, or invalid lengths that they follow from.
-
-    The message is one line.
-    """
+    """One-line error for invalid costs of samples, or lengths that give them."""
 
 
 class Dealt(NamedTuple):
-    """Assignment of an iteration's samples to micro-batches, and what it gains.
-
-    Lengths of the iteration are in ticks.
-    """
+    """Assignment of an iteration's samples to micro-batches, with lengths in ticks."""
 
     sample: Ints
     """Number of the sample that each micro-batch gets, [micro-batches].
@@ -58,10 +49,7 @@ class Dealt(NamedTuple):
     number.
     """
     before_ticks: float
-    """Length of the iteration, in ticks, without dealing.
-
-    Each micro-batch then has the sample of its own number.
-    """
+    """Length of the iteration, in ticks, without dealing."""
     after_ticks: float
 
 
@@ -93,10 +81,7 @@ def require_costs(costs: object, samples: int, stages: int) -> Costs:
 
 
 class Dealer:
-    """Assigner of each iteration's samples to the micro-batches of one schedule.
-
-    Raises ValueError if the schedule's ops wait for each other in a circle.
-    """
+    """Assigner of samples to a schedule's micro-batches. Raises ValueError for a circle of ops."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._arrays = arrays_of(schedule)
@@ -117,20 +102,17 @@ class Dealer:
         )
 
     def affordable_swaps(self, wanted: int) -> int:
-        """Return how many swaps of two samples `deal` tries for a caller who wants `wanted`.
-
-        Fewer if that would take too long.
-        """
+        """Return how many of `wanted` swaps of two samples `deal` has time for."""
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
         """Assign the samples of an iteration to micro-batches so that the iteration ends early.
 
-        The argument `costs` has the times of F, I and W of each sample as multiples of the mean,
-        [samples, 3] or [samples, stages, 3]. The search starts with sample k in micro-batch k
-        (without dealing) or, if that is shorter, with pipelines of about equal work. It then swaps
-        pairs of samples, up to `swaps` times, as time allows. The result is never longer than
-        without dealing. Raises CostError.
+        `costs` has the times of F, I and W of each sample as multiples of the mean, [samples, 3] or
+        [samples, stages, 3]. The search starts with sample k in micro-batch k (without dealing) or,
+        if that is shorter, with pipelines of about equal work. It then swaps pairs of samples, up
+        to `swaps` times, as time allows. The result is never longer than without dealing. Raises
+        CostError.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
@@ -148,10 +130,10 @@ class Dealer:
     ) -> npt.NDArray[np.float64]:
         """Return the seconds that each of several iterations in a row takes.
 
-        They count from the end of the one before to its own end. The argument `costs` has, for each
-        iteration, the times of F, I and W of its samples as multiples of the mean (`Costs`), and
-        `samples` the sample of each micro-batch, [iterations, micro-batches]. The first iteration
-        starts as planned. Workers do not wait for each other between iterations. Raises CostError.
+        They count from the end of the one before to its own end. By iteration, `costs` has the
+        times of F, I and W of its samples as multiples of the mean (`Costs`), and `samples` the
+        sample of each micro-batch, [iterations, micro-batches]. The first iteration starts as
+        planned. Workers do not wait for each other between iterations. Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
@@ -174,10 +156,7 @@ class Dealer:
         return costs_by_slice
 
     def _integer_costs(self, costs: object) -> Ints:
-        """Return the times of F, I and W of samples as integers, [samples, columns].
-
-        The unit is 1 / `UNIT` of the mean. A column is one kind of op at one slice.
-        """
+        """Return the times of F, I and W of samples as integers, [samples, columns]."""
         whole: Ints = (
             np.rint(self.costs_by_slice(costs) * UNIT)
             .astype(np.int64)
@@ -186,11 +165,7 @@ class Dealer:
         return whole
 
     def _window_length(self, costs: Ints, sample: Ints) -> int:
-        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks.
-
-        The argument `sample` has the sample of each micro-batch, and `costs` is the result of
-        `_integer_costs`.
-        """
+        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks."""
         before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 

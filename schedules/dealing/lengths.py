@@ -102,10 +102,7 @@ def fit_coefficients(
 
 
 def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
-    """Return the non-negative x that best fit `rows @ x` to `targets`.
-
-    Three numbers, and the sum of squared errors.
-    """
+    """Return three x >= 0 that best fit `rows @ x`, and the squared error."""
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(3), float((targets**2).sum())
@@ -138,10 +135,10 @@ def costs_by_stage(
 ) -> Costs:
     """Return the times of F, I and W of each sample, [samples, stages, 3].
 
-    They are multiples of the mean. A sample is the lengths of its documents. The argument
-    `coefficients`, [stages, 3, 3], has for F, I and W of each stage the three of
-    `fit_coefficients`. An op that takes no time costs 1. Sums are correctly rounded (`math.fsum`)
-    and all else is done number by number, so that all machines get the same result.
+    They are multiples of the mean. A sample is the lengths of its documents. By stage and op,
+    `coefficients`, [stages, 3, 3], has the three of `fit_coefficients`. An op that takes no time
+    costs 1. Sums are correctly rounded (`math.fsum`) and all else is done number by number, so that
+    all machines get the same result.
     """
     _, tokens, squares = sample_sizes(samples).T[:, :, None, None]
     seconds = (

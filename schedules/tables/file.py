@@ -39,8 +39,7 @@ from slipstream.schedules.schedule import (
 
 VERSION = 2
 OLDER_VERSIONS = (1,)
-"""Older versions of a table's files that can be read. Version 1 has neither slices nor held layers.
-"""
+"""Older versions that can be read; version 1 has neither slices nor held layers."""
 INDEX = "index.json"
 READABLE_INDEX = "index.md"
 JOB = "job.toml"
@@ -58,10 +57,7 @@ class TableError(DocumentError):
 class Basis(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """Values that all entries of a table of schedules share.
-
-    They are the job, with times in ticks, and the options of planning.
-    """
+    """Values that all entries of a table share: the job in ticks, and planning options."""
 
     job: str
     tick_seconds: TickSeconds
@@ -115,24 +111,16 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     It is a number in the table, then the other pipelines whose micro-batches the program runs.
     """
     holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
-    """Layers that each live worker holds, sorted by worker; None: those of its column.
-
-    Empty if this is so for all.
-    """
+    """Layers of each live worker, sorted by worker; None: its column's. Empty: all None."""
     costs: EntryCosts | None = None
     """Times, sizes and tick length of this schedule. None: those of the basis."""
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
-    """Scope of the lower bound: what the schedules that it covers may change (see
-    `Schedule.bound_scope`).
-    """
+    """Scope of the lower bound, as in `Schedule.bound_scope`."""
     roles: tuple[Worker, ...] | msgspec.UnsetType = msgspec.UNSET
     """Role of each live worker, sorted by worker. Unset if every live worker plays its own."""
 
     def tick_seconds(self, basis: Basis) -> float:
-        """Return the length of a tick of this entry's schedule, in seconds.
-
-        Without one of its own, it is the basis's.
-        """
+        """Return the seconds of a tick of this entry's schedule, its own or the basis's."""
         return (self.costs or basis.default_costs).tick_seconds
 
 
@@ -144,10 +132,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     failed: tuple[Worker, ...]
     """Roles that are down in the stored schedule."""
     status: str
-    """Status: `optimal`, `feasible`, or `no plan`.
-
-    If it is `no plan`, `reason` says why and the figures are absent.
-    """
+    """`optimal`, `feasible`, or `no plan`, with a `reason` and without figures."""
     period: float | None = None
     lower_bound: float | None = None
     gap: float | None = None
@@ -159,10 +144,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     nodes: tuple[tuple[int, ...], ...] = ()
     """Sets of nodes (machines) whose loss the entry is for, in a table by node."""
     layers_moved: int | None = None
-    """Number of layers that workers load for this schedule, counted per worker.
-
-    Given if layers have moved.
-    """
+    """Number of layers that workers load, counted per worker, if layers have moved."""
     bytes_moved: float | None = None
     """Bytes of all layers that workers load, if the job has the weights of layers."""
     seconds_to_move: float | None = None
@@ -172,10 +154,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Index of a table of schedules, as in `index.json`.
-
-    It has what all entries share, and a row for each.
-    """
+    """Index of a table, `index.json`: what all entries share, and a row for each."""
 
     format: str = "slipstream.table"
     version: int = VERSION
@@ -245,10 +224,7 @@ def sha256_digest(data: bytes) -> str:
 
 
 def entry_file(key: str) -> str:
-    """Return the path of an entry's file, relative to the table's folder.
-
-    Long keys are truncated, with a digest appended.
-    """
+    """Return the path of an entry's file in the table's folder; digests end long keys."""
     if len(key) > 100:
         key = f"{key[:60]}-{sha256_digest(key.encode())[:32]}"
     return f"{ENTRIES}/{key}.json"
@@ -275,10 +251,7 @@ def with_digest(index: Index) -> Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of the table in a folder.
-
-    Raises TableError if it cannot be read or its digest does not match.
-    """
+    """Read a table's index. Raises TableError if unreadable or of another digest."""
     path = folder / INDEX
     data = INDEX_KIND.read_bytes(path)
     index = INDEX_KIND.decode(data, str(path))
@@ -302,10 +275,7 @@ def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) 
 
 
 def decompress(data: bytes, source: str) -> bytes:
-    """Decompress gzip data to at most `MAX_PROGRAMS_BYTES`.
-
-    Raises TableError, which names `source`.
-    """
+    """Decompress gzip to `MAX_PROGRAMS_BYTES`. Raises TableError, which names `source`."""
     try:
         inflate = zlib.decompressobj(wbits=31)
         text = inflate.decompress(data, MAX_PROGRAMS_BYTES + 1)
@@ -370,11 +340,7 @@ def encode_entry(
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """Return a program's JSON text, and the other pipelines whose micro-batches it runs.
-
-    Pipelines are in the order of their first ops. In the text these pipelines are named by their
-    positions in that list.
-    """
+    """Return a program's JSON text, and the other pipelines whose micro-batches it runs."""
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
     return msgspec.json.encode(
         with_pipeline_numbers(program, {pipeline: index for index, pipeline in enumerate(helped)})
@@ -405,10 +371,7 @@ _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 def _schedule_of(
     entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]
 ) -> Schedule:
-    """Build the schedule of a table's entry.
-
-    Raises ValueError or LookupError if the entry is malformed.
-    """
+    """Build the schedule of a table's entry."""
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}

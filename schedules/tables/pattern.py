@@ -20,10 +20,7 @@ Columns = tuple[int, ...]
 BrokenPipeline = tuple[int, Columns]
 """Pipeline with failures, as (class of interchangeable pipelines, columns that it has lost)."""
 Pattern = tuple[BrokenPipeline, ...]
-"""Failures up to the order of interchangeable pipelines, sorted.
-
-(class, lost columns) of each pipeline with failures.
-"""
+"""Failures of interchangeable pipelines, sorted: (class, lost columns) of each."""
 
 
 def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
@@ -43,10 +40,7 @@ def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[i
 
 
 def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
-    """Return the columns of failed workers of each pipeline, by its number.
-
-    Columns ascend; a pipeline without failures is left out.
-    """
+    """Return the failed columns, ascending, of each pipeline with failures."""
     lost: dict[int, list[int]] = defaultdict(list)
     for pipeline, column in sorted(failed):
         lost[pipeline].append(column)
@@ -57,8 +51,7 @@ def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
     """Return the pattern of these failures.
 
     It is sorted pairs (class, failed columns), one for each pipeline with failures. Interchangeable
-    pipelines are not told apart. The argument `classes` has a number for each pipeline, equal for
-    interchangeable pipelines (`pipeline_classes`).
+    pipelines, of equal numbers in `classes` (`pipeline_classes`), are not told apart.
     """
     return tuple(
         sorted(
@@ -80,9 +73,8 @@ def count_key(failures: int, slow: Worker | None = None) -> str:
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
     """Return the key of the table entry for a pattern of failures.
 
-    It names the failed columns of each pipeline. The argument `classes` has a class number for each
-    pipeline, equal for interchangeable ones (`pipeline_classes`). If there are several classes, the
-    class number comes before the columns of each pipeline.
+    It names the failed columns of each pipeline, after its class number if `classes` has several
+    (`pipeline_classes`).
     """
     several = any(classes)
     texts = []
@@ -104,8 +96,8 @@ def roles_key(key: str) -> str:
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
     """Return failed workers, sorted, that form this pattern.
 
-    In each class, its first pipelines have the failures, in the order of the pattern. The argument
-    `classes` has the class number of each pipeline.
+    In each class, its first pipelines have the failures, in the order of the pattern; `classes` has
+    the class number of each pipeline.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for index, kind in enumerate(classes):
@@ -136,11 +128,7 @@ def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Ite
 def _patterns_of_kinds(
     failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]
 ) -> Iterator[Pattern]:
-    """Iterate over patterns of this number of failures whose pipelines are of `kinds`.
-
-    The argument `kinds` has ascending pairs (class number, failed columns); interchangeable
-    pipelines have one class number. At most `room[c]` pipelines of class c have failures.
-    """
+    """Iterate over patterns of this number of failures whose pipelines are of `kinds`."""
     if failures == 0:
         yield ()
         return

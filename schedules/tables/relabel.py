@@ -52,10 +52,7 @@ def count_layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
 
 
 def missing_layers(schedule: Schedule, seat: Seat) -> frozenset[int]:
-    """Return the layers that a seat's worker must load.
-
-    It holds them in the schedule but not in its own column.
-    """
+    """Return the layers of a seat in the schedule that its worker's column lacks."""
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
     return layers_in(schedule.held_layers_of_seat(seat)) - layers_in(
@@ -113,11 +110,7 @@ class _MachineSpread:
         ]
 
     def swap_gain(self, first: int, second: int) -> int:
-        """Return how many fewer holders share a machine if two seats swap roles.
-
-        Pairs of holders of equal layers are counted. The seats are given by index. The result is 0
-        if they cannot swap.
-        """
+        """Return how many fewer holders share a machine if two seats swap roles."""
         a, b = self.seats[first], self.seats[second]
         here, there = self._machine_of(a.worker), self._machine_of(b.worker)
         mine, theirs = _held_layers_key(a), _held_layers_key(b)
@@ -138,11 +131,7 @@ class _MachineSpread:
         self.seats[second] = Seat(a.worker, b.role, b.program, b.holds)
 
     def _can_swap(self, a: Seat, b: Seat) -> bool:
-        """Return whether the workers of two seats can swap roles.
-
-        They must be equally fast, have no less memory for activations in either role than now, and
-        have no more layers to load in all.
-        """
+        """Return whether the workers of two seats can swap roles."""
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
@@ -190,10 +179,7 @@ ANY_PIPELINE = -1
 
 
 def preload_solver() -> None:
-    """Import what `relabel_schedule` needs.
-
-    This takes a tenth of a second, which neither a plan nor a recovery should spend.
-    """
+    """Import what `relabel_schedule` needs, a tenth of a second, before it is urgent."""
     import networkx  # noqa: F401
 
 
@@ -266,12 +252,7 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
 def _match_pipelines(
     pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
 ) -> dict[int, int]:
-    """Return new numbers for these interchangeable pipelines, by old number.
-
-    The mapping `vacant` has the columns of the roles that nobody plays, by old pipeline number;
-    `lost` those of the failed workers, by new number. Pipelines with equal columns are matched
-    first, which is never worse, then those with the most in common.
-    """
+    """Return new numbers for these interchangeable pipelines, by old number."""
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
     for pipeline in pipelines:
@@ -383,10 +364,7 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
 def _with_numbers(
     schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int]
 ) -> Schedule:
-    """Return a copy in which interchangeable pipelines have other numbers.
-
-    Workers may have moved in it.
-    """
+    """Return a copy in which interchangeable pipelines have other numbers."""
     seats = sorted(
         (
             Seat(
@@ -405,10 +383,7 @@ def _with_numbers(
 def _with_ordered_programs(
     schedule: Schedule, seats: Iterable[Seat], numbers: Mapping[int, int]
 ) -> Schedule:
-    """Return a copy with these seats, and programs numbered by first use.
-
-    New pipeline numbers (`numbers`) are by old number.
-    """
+    """Return a copy with these seats, and programs numbered by first use."""
     order: dict[int, int] = {}
     ordered = tuple(
         msgspec.structs.replace(seat, program=order.setdefault(seat.program, len(order)))
@@ -420,14 +395,7 @@ def _with_ordered_programs(
 
 def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
                   players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """Return a copy with new pipeline numbers, failed workers and players of roles.
-
-    The numbers (`numbers`) are by old number; `players` has the worker that plays each role, by its
-    new number.
-
-    Then roles are swapped by `spread_over_nodes`; `nodes` has the workers of each machine. Programs
-    are numbered in the order of first use.
-    """
+    """Return a copy with new pipeline numbers, failed workers and players of roles."""
     seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
                                                key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
@@ -442,21 +410,14 @@ def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mappi
 
 def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
                       players: Mapping[Worker, Worker]) -> Iterable[Seat]:
-    """Iterate over the seats, with new pipeline numbers and the workers that play the roles.
-
-    The mapping `numbers` has the new number of each pipeline by its old one; `players` has the
-    worker by new role. Programs keep their old pipeline numbers.
-    """
+    """Iterate over the seats, with new pipeline numbers and the workers that play the roles."""
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)
 
 
 def _has_more_room(schedule: Schedule, seat: Seat) -> bool:
-    """Return whether a worker has more memory for activations than its role's plan.
-
-    Then a bound of the plan is none for the worker.
-    """
+    """Return whether a worker has more memory for activations than its role's plan."""
     planned = Seat(seat.role, seat.role, seat.program, seat.holds)
     return (activation_room(schedule, seat) or 0) > (activation_room(schedule, planned) or 0)
 

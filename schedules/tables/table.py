@@ -65,26 +65,17 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Seats whose worker plays a role other than its own.
-
-        For a role of another column, the worker must load layers.
-        """
+        """Seats in another role; for one of another column, the worker loads layers."""
         return self.schedule.moves
 
     @property
     def layers_to_load(self) -> int:
-        """Number of layers that workers must load for this schedule, in all.
-
-        A stage counts as one layer if the job does not say how many it has.
-        """
+        """Number of layers, or stages if unknown, that workers must load in all."""
         return sum(len(missing_layers(self.schedule, seat)) for seat in self.schedule.seats)
 
 
 class Table:
-    """Schedules that were planned ahead for failures of workers, as read from a folder.
-
-    The digests of its files are verified.
-    """
+    """Schedules planned ahead for failures, read from a folder with verified digests."""
 
     def __init__(
         self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, TableEntry]
@@ -98,10 +89,7 @@ class Table:
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> Self:
-        """Read the table of schedules in a folder.
-
-        Raises TableError with a message of one line if a file is missing, malformed or changed.
-        """
+        """Read a table's folder. Raises TableError if a file is missing, malformed or changed."""
         preload_solver()
         folder = Path(folder)
         index = read_index(folder)
@@ -133,10 +121,7 @@ class Table:
         return self._programs
 
     def stored_entry(self, key: str) -> TableEntry:
-        """Return the table's entry with this key, such as count-2 for two failures, not decoded.
-
-        Raises KeyError if the key is unknown or has no plan.
-        """
+        """Return an entry, such as count-2, undecoded. Raises KeyError without one or a plan."""
         return self._entries[key]
 
     def checked_schedule(self, key: str) -> Schedule:
@@ -150,10 +135,7 @@ class Table:
         return self._checked[key]
 
     def verify(self) -> None:
-        """Decode and check the schedules of all entries now, so that no lookup has to.
-
-        Raises TableError for one that is malformed or breaks a rule.
-        """
+        """Decode and check all entries now. Raises TableError for one that is wrong."""
         for key in self._entries:
             self.checked_schedule(key)
 
@@ -238,10 +220,7 @@ class Table:
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _decode_checked(self, key: str) -> Schedule:
-        """Decode and check the schedule that the table stores under this key.
-
-        Raises TableError if it breaks a rule.
-        """
+        """Decode and check the schedule that the table stores under this key."""
         schedule = self.unchecked_schedule(key)
         violations = check(schedule)
         if violations:
@@ -257,18 +236,12 @@ def library_names() -> tuple[str, ...]:
 
 
 def library(name: str) -> Path | None:
-    """Return the folder of the table of this name that comes with Slipstream.
-
-    None for an unknown name.
-    """
+    """Return the folder of a table that comes with Slipstream; None for an unknown name."""
     return LIBRARY / name if name in library_names() else None
 
 
 def _validate_basis(basis: Basis, path: Path) -> None:
-    """Raise TableError unless the values that all entries share are valid.
-
-    The message names `path`.
-    """
+    """Raise TableError unless the values that all entries share are valid."""
     empty = Schedule(
         job=basis.job,
         tick_seconds=basis.tick_seconds,

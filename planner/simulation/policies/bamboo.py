@@ -13,10 +13,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Bamboo(Policy):
-    """Policy in which the predecessor of a dead worker also runs ("covers") its stage.
-
-    If both are dead, or too many stages are covered in this way, new pipelines are formed.
-    """
+    """Policy in which predecessors run ("cover") dead workers' stages, or pipelines form anew."""
 
     name = "bamboo"
     title = "Bamboo: redundant computation on the predecessor"
@@ -34,9 +31,7 @@ class Bamboo(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines: list[list[int | None]] = []
-        """Pipelines, each with the machine of each stage; None where the predecessor covers the
-        stage.
-        """
+        """Pipelines' machines, by stage; None where the predecessor covers the stage."""
         self._pipeline_of: dict[int, list[int | None]] = {}
         """Pipeline of each machine that is in one."""
         self._spares: list[int] = []
@@ -45,10 +40,7 @@ class Bamboo(Policy):
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second of 1F1B with redundant forwards, with all workers alive.
-
-        Each worker also runs the forwards of the next stage.
-        """
+        """Samples per second of 1F1B with redundant forwards of the next stage, all alive."""
         return self._rate_for_machines(self.scenario.workers)
 
     def _rate_for_machines(self, machines: int) -> float:
@@ -58,15 +50,11 @@ class Bamboo(Policy):
         return whole * machines / self.scenario.workers
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures, in proportion to the live workers.
-        """
+        """Return the samples per second, in proportion to the live workers."""
         return self._rate_for_machines(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form pipelines of the machines in `live`, and return the phases from the beginning.
-
-        Machines are given by number.
-        """
+        """Form pipelines of the machines in `live`; return the phases from the beginning."""
         self._spares = sorted(live)
         self._form_pipelines()
         return self.resume_training(self._current_rate())
@@ -138,11 +126,7 @@ class Bamboo(Policy):
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Form as many pipelines as the live machines allow, up to the job's number.
-
-        In each, as few stages as possible are run by the worker of the stage before, and no two of
-        these are adjacent.
-        """
+        """Form as many pipelines as the live machines allow, up to the job's number."""
         stages = self.scenario.stages
         live = [
             machine for machines in self._pipelines for machine in machines if machine is not None

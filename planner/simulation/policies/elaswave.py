@@ -22,10 +22,7 @@ from slipstream.planner.simulation.policy import Phase, Scenario
 
 
 class ElasWave(Rerouting):
-    """Policy in which replicas of a stage share its work, and layers move.
-
-    They move to stages with more replicas.
-    """
+    """Policy in which a stage's replicas share its work, and layers move between stages."""
 
     name = "elaswave"
     title = "ElasWave: one cut of the layers for all pipelines, by the replicas left of each stage"
@@ -45,10 +42,7 @@ class ElasWave(Rerouting):
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with `down` dead workers by stage.
-
-        Layers have moved, so that stages with fewer workers have fewer layers.
-        """
+        """Return the samples per second with layers moved, for `down` dead workers by stage."""
         return self._cached_rate(down, migrated=True)
 
     def _cached_rate(self, down: DownByStage, *, migrated: bool) -> float:

@@ -36,17 +36,11 @@ _ASSUMPTIONS = (
 )
 
 Pipelines = Mapping[tuple[float, ...], int]
-"""Number of pipelines for each ascending list of slowdown factors.
-
-One factor for each machine of a pipeline.
-"""
+"""Number of pipelines by the ascending slowdown factors of their machines."""
 
 
 class Malleus(Policy):
-    """Policy that divides the layers of every pipeline again over its live workers.
-
-    The micro-batches are divided over the pipelines.
-    """
+    """Policy that divides layers again within pipelines, and micro-batches over them."""
 
     name = "malleus"
     title = "Malleus: layers and micro-batches by the speed of each worker"
@@ -80,10 +74,7 @@ class Malleus(Policy):
         return self._rate_for_pipelines(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Distribute the machines in `live` over the pipelines, and return the phases.
-
-        They are spread evenly. The phases begin with the trace.
-        """
+        """Distribute the machines in `live` evenly over pipelines; return the phases."""
         self._place_machines(live)
         return self.resume_training(self._current_rate())
 
@@ -106,10 +97,7 @@ class Malleus(Policy):
         )
 
     def _place_machines(self, machines: Sequence[int]) -> None:
-        """Add machines to the shortest pipelines, and balance lengths.
-
-        Some are moved so that lengths differ by at most one.
-        """
+        """Add machines to the shortest pipelines, and balance lengths."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for machine in machines:
             groups.add_machine(machine, min(pipelines, key=len))
@@ -134,10 +122,7 @@ class Malleus(Policy):
         return self.throughputs.compute_once(key, lambda: self._rate_for_pipelines(pipelines))
 
     def _rate_for_pipelines(self, pipelines: Pipelines) -> float:
-        """Return the samples per second of `pipelines`; 0 if it is empty.
-
-        It maps the slowdown factors of a pipeline's machines to the number of such pipelines.
-        """
+        """Return the samples per second of `pipelines`; 0 if it is empty."""
         if not pipelines:
             return 0.0
         return self.throughputs.scale_by_formula(
@@ -145,10 +130,7 @@ class Malleus(Policy):
         )
 
     def _iteration_seconds(self, pipelines: Pipelines) -> float:
-        """Return the seconds of an iteration on `pipelines`, divided by speed.
-
-        It maps the slowdown factors of a pipeline's machines to the number of such pipelines.
-        """
+        """Return the seconds of an iteration on `pipelines`, divided by speed."""
         cuts: Counter[Template] = Counter()
         for factors, count in pipelines.items():
             cuts[divide_by_speed(self._layers, factors)] += count

@@ -10,10 +10,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Oobleck(Policy):
-    """Policy in which, at a failure, pipelines shrink, take nodes from others or merge.
-
-    The micro-batches are then divided over the pipelines again.
-    """
+    """Policy in which pipelines shrink, take nodes from others or merge at a failure."""
 
     name = "oobleck"
     title = "Oobleck: pipelines of several lengths"
@@ -36,10 +33,7 @@ class Oobleck(Policy):
         """Smallest number of nodes (machines) of a pipeline: half of its stages, rounded up."""
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures.
-
-        The better result of spreading them over all pipelines and of removing whole pipelines.
-        """
+        """Return the samples per second with failures in all pipelines or in few, the better."""
         pipelines, stages = self.scenario.pipelines, self.scenario.stages
         if not failures:
             return self.fault_free_rate
@@ -80,10 +74,7 @@ class Oobleck(Policy):
                                         worker_died=died, state_lost=layers_lost)
 
     def _instantiate_pipelines(self) -> None:
-        """Change the lengths of pipelines after a failure.
-
-        Idle nodes fill or form pipelines; too short ones grow or merge.
-        """
+        """Change the lengths of pipelines after a failure."""
         idle, self._idle = self._idle, []
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in [nodes for nodes in pipelines if not nodes]:
@@ -102,11 +93,7 @@ class Oobleck(Policy):
             groups.add_machine(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
-        """Lengthen pipelines below the minimum length by nodes of the longest ones.
-
-        If these have none to spare, dissolve the short ones, and add their nodes to other
-        pipelines, if any.
-        """
+        """Lengthen pipelines below the minimum length by nodes of the longest ones."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in sorted(
             [nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len
@@ -127,10 +114,7 @@ class Oobleck(Policy):
         return self.rate(list(map(len, self._pipelines.groups)))
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """Return the samples per second of pipelines with these numbers of nodes.
-
-        One number for each pipeline.
-        """
+        """Return the samples per second of pipelines, each with its number of nodes."""
         lengths = tuple(sorted(size for size in sizes if size))
         return self.throughputs.compute_once(
             (self.name, lengths), lambda: self._compute_rate(lengths)
@@ -150,10 +134,7 @@ class Oobleck(Policy):
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the nodes of each pipeline if failures are spread evenly.
-
-    Pipelines have `stages` nodes at first.
-    """
+    """Return the nodes, of `stages` at first, of each pipeline if failures are spread."""
     return [
         stages - failures // pipelines - (index < failures % pipelines)
         for index in range(pipelines)

@@ -13,10 +13,7 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """Times of a pipeline with a certain number of nodes.
-
-    n micro-batches take `fill` + n x `step` seconds. Oobleck calls it a "template".
-    """
+    """Times of a pipeline's length: n micro-batches take `fill` + n x `step` seconds."""
 
     step: float
     """Seconds of a micro-batch at the slowest stage, forward and backward."""
@@ -24,9 +21,7 @@ class Template(NamedTuple):
     """Seconds to fill and drain the pipeline, in addition to `step` for each micro-batch."""
 
     def seconds_for(self, microbatches: int) -> float:
-        """Return the seconds of an iteration with this many micro-batches, without all-reduce and
-        optimizer.
-        """
+        """Return the seconds of an iteration of these micro-batches, without A and O."""
         return self.fill + microbatches * self.step if microbatches else 0.0
 
 
@@ -65,11 +60,7 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
 
 
 def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """Return a function that counts the stages that a range of layers needs.
-
-    None may take longer than some seconds. Its arguments are the first layer, the end of the range,
-    and the seconds. `prefix` has the sums of layers' seconds.
-    """
+    """Return a function that counts the stages that a range of layers needs."""
     def count_stages(first: int, last: int, seconds: float) -> int:
         count, position = 0, first
         while position < last:
@@ -102,10 +93,7 @@ def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple
 
 
 def shortest_iteration(pipelines: Mapping[Template, int], microbatches: int) -> float:
-    """Return the seconds of an iteration whose micro-batches are divided best.
-
-    The argument `pipelines` has the number of pipelines by template.
-    """
+    """Return the seconds of the best divided iteration, for pipelines by template."""
     def count_fitting(seconds: float) -> int:
         return sum(
             count * max(0, int((seconds - template.fill) / template.step + 1e-9))

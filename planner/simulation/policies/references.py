@@ -45,20 +45,14 @@ class _Reference(Policy):
         return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return one phase without end, of training on the machines that are live now.
-
-        There is no pause. The argument `remaining` is ignored.
-        """
+        """Return one phase without end, of training on the machines that are live now."""
         self._live += len(change.added) - len(change.removed)
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
         return [Phase(Cause.RUN, rate=self._rate_for_live(speed))]
 
 
 class FaultScaled(_Reference):
-    """Reference line of 1F1B's throughput, times the share of workers alive.
-
-    The throughput is that without failures.
-    """
+    """Reference line of 1F1B's throughput without failures, times the share alive."""
 
     name = "fault-scaled"
     title = "reference: plain 1F1B times the share of workers alive"
@@ -74,10 +68,7 @@ class FaultScaled(_Reference):
 
 
 class WorkConserving(_Reference):
-    """Reference line of an upper bound for synchronous training.
-
-    All live workers are busy all the time.
-    """
+    """Reference line of an upper bound: all live workers are busy all the time."""
 
     name = "work-conserving"
     title = "reference: no live worker ever idle, no change costs anything"

@@ -1,7 +1,4 @@
-"""Policies that re-route micro-batches to peers.
-
-Every live worker holds a stage, and all of them train.
-"""
+"""Policies that re-route micro-batches to peers; all live workers hold a stage."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,15 +9,10 @@ from slipstream.planner.simulation.policy import Cause, Phase, RatedByStage, Sce
 
 
 class StageAssignment:
-    """Table of the stage that each machine runs, and of what each stage lacks.
-
-    Machines are counted.
-    """
+    """Table of the stage of each machine, and of how many machines each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Create a table without machines; `lacking` has the number of machines that each stage
-        needs.
-        """
+        """Create a table without machines; each stage needs as many as `lacking` says."""
         self.stage_of: dict[int, int] = {}
         """Stage that each machine runs; machines without one are not in it."""
         self._lacking = list(lacking)
@@ -149,10 +141,7 @@ class Rerouting(RatedByStage):
         """
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages.
-
-        The stages are those to which `stages` assigns machines.
-        """
+        """Return the samples per second of machines that hold these stages."""
         return self.rate(stages.down_by_stage)
 
     # --- Which machine holds which stage ----------------------------------------------------------
@@ -169,20 +158,13 @@ class Rerouting(RatedByStage):
         return stages.most_down >= self._pipelines
 
     def _assign_stage(self, machine: int, stage: int) -> None:
-        """Assign a stage to a machine, which has yet to load its parameters.
-
-        Until then it does not count as holding the stage.
-        """
+        """Assign a stage to a machine, which has yet to load its parameters."""
         if self._held_stages is self._stages:
             self._stages = self._held_stages.copy()
         self._stages.assign_stage(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
-        """Assign stages to the live machines again, with failures spread evenly over stages.
-
-        If too few are alive to run every stage, each keeps its stage, and newcomers get the first
-        stage.
-        """
+        """Assign stages to the live machines again, with failures spread evenly over stages."""
         spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
@@ -197,10 +179,7 @@ class Rerouting(RatedByStage):
             self._stages.assign_stage(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
-        """Assign to each newcomer the stage that lacks the most workers.
-
-        They are compared with failures spread evenly over stages.
-        """
+        """Assign to each newcomer the stage that lacks the most workers."""
         if not machines:
             return
         spread = self.throughputs.loads.spread_evenly(
@@ -228,10 +207,7 @@ class Rerouting(RatedByStage):
 
 
 class ReCycle(Rerouting):
-    """ReCycle's policy, 1F1B with round-robin re-routing after a failure.
-
-    The backward is then split into I and W, and the optimizer staggered.
-    """
+    """ReCycle's policy: 1F1B; after a failure round-robin re-routing, split and staggered."""
 
     name = "recycle"
     title = "ReCycle as published"

@@ -7,10 +7,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class Restart(Policy):
-    """Policy that restarts from the last checkpoint on whole pipelines.
-
-    There are as many as there are machines for.
-    """
+    """Policy that restarts from the last checkpoint on as many whole pipelines as fit."""
 
     name = "checkpoint-restart"
     title = "checkpoint and restart on whole pipelines"
@@ -41,10 +38,7 @@ class Restart(Policy):
         )
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form whole pipelines of the machines in `live`, and return the phases.
-
-        There are as many pipelines as possible. The phases begin with the trace.
-        """
+        """Form whole pipelines of the machines in `live`; return the phases from the start."""
         self._idle_machines = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
@@ -92,10 +86,7 @@ class Restart(Policy):
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
 
     def _grow_if_due(self, now: float) -> None:
-        """Use idle machines for more pipelines if their restart is due.
-
-        It was planned before the time `now`.
-        """
+        """Use idle machines for more pipelines if their restart is due."""
         if self._grow_at is None or now < self._grow_at:
             return
         self._fill_pipelines()
@@ -111,10 +102,7 @@ class Restart(Policy):
         )
 
     def _fill_pipelines(self) -> None:
-        """Use the live machines of whole pipelines, and leave all others idle.
-
-        There are as many pipelines as can be filled, up to the job's number.
-        """
+        """Use the live machines of whole pipelines, and leave all others idle."""
         count = self._count_usable_machines()
         surplus = [
             self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)

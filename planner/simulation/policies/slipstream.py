@@ -32,17 +32,11 @@ SETTLED_ASSUMPTIONS = (
 
 
 SPEED_STEP = 0.25
-"""Step of the slowdown factors that are planned for.
-
-Factors are rounded up to multiples of it, so that few plans are needed.
-"""
+"""Step to which planned slowdown factors are rounded up, so that plans are few."""
 
 
 class LeaveOutChoice(NamedTuple):
-    """Slow live machines to leave idle, and the resulting samples per second.
-
-    The others then need not wait for them.
-    """
+    """Slow machines to leave idle, not waited for, and the resulting samples per second."""
 
     rate: float
     left_out: frozenset[int]
@@ -69,9 +63,7 @@ class Slipstream(Rerouting):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
-        """Slow machines that the present schedule leaves idle, including those that still load a
-        stage.
-        """
+        """Slow machines that the present schedule leaves idle, also while they load."""
         self._settled_at = 0.0
         """Time in seconds of the trace at which the plan with layers moved begins."""
         self._planned_rate = 0.0
@@ -105,10 +97,7 @@ class Slipstream(Rerouting):
         )
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with this many failures.
-
-        Layers are in place or moved, whichever is faster.
-        """
+        """Return the samples per second with layers in place or moved, the faster."""
         at_once = super().steady_rate(failures)
         return (
             max(at_once, self.throughputs.rebalanced_answer(failures)[0])
@@ -148,20 +137,14 @@ class Slipstream(Rerouting):
         return max(at_once, self._best_rebalanced_rate()) if self.moves_layers else at_once
 
     def _best_rebalanced_rate(self) -> float:
-        """Return the samples per second of the better choice with layers moved.
-
-        A plan gives slow workers less work, or leaves the slowest idle.
-        """
+        """Return the samples per second of the better choice with layers moved."""
         return max(
             self._rate_of_best_choice(self._stages, self.rebalanced_rate),
             self._rate_for_slow_workers(),
         )
 
     def _rate_for_slow_workers(self) -> float:
-        """Return the samples per second of a plan for the workers that are slow now.
-
-        Layers are moved; 0 if there are no slow workers.
-        """
+        """Return the samples per second of a plan for the workers that are slow now."""
         slow = [factor for machine, factor in self.slow.items() if machine in self._stages.stage_of]
         if not slow or self._has_lost_stage(self._stages):
             return 0.0
@@ -202,20 +185,13 @@ class Slipstream(Rerouting):
         )
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages.
-
-        The slowest are left idle if that pays.
-        """
+        """Return the samples per second of machines that hold these stages."""
         return self._rate_of_best_choice(stages, self.rate)
 
     def _rate_of_best_choice(
         self, stages: StageAssignment, rate: Callable[[DownByStage], float]
     ) -> float:
-        """Return the samples per second with the best number of machines left idle.
-
-        They are the slowest; 0 if a stage has no live machine. The function `rate` maps the dead or
-        idle workers of each stage to samples per second.
-        """
+        """Return the samples per second with the best number of machines left idle."""
         if self.slow:
             return self._choose_left_out(stages, rate).rate
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
@@ -283,12 +259,7 @@ class Slipstream(Rerouting):
     def _append_rebalanced(
         self, phases: list[Phase], rate: float, now: float, seconds: float
     ) -> list[Phase]:
-        """Return `phases`, followed by training with layers moved if it pays.
-
-        In `phases`, training reaches `rate` samples per second at `seconds` after the time `now`.
-        Moving layers pays if the higher rate makes up for the pause of the switch within the mean
-        time between failures.
-        """
+        """Return `phases`, followed by training with layers moved if it pays."""
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
         usual = self._rebalanced_rate_now()
@@ -315,10 +286,7 @@ class Slipstream(Rerouting):
 
 
 class SlipstreamFixed(Slipstream):
-    """Slipstream in which live workers keep their stages and layers.
-
-    A newcomer may be given any stage.
-    """
+    """Slipstream in which live workers keep stages and layers; newcomers get any stage."""
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"

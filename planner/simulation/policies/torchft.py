@@ -1,7 +1,4 @@
-"""torchft (0.2.0) with pipeline parallelism inside a replica group.
-
-A *group* is a data-parallel replica, which lives or dies as a whole.
-"""
+"""torchft (0.2.0) with pipelines in replica groups, which live or die as a whole."""
 
 from collections.abc import Sequence
 
@@ -13,10 +10,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class TorchFT(Policy):
-    """Policy that drops a group which lost a worker.
-
-    Workers of dropped groups are restarted as whole groups.
-    """
+    """Policy that drops groups with a lost worker, and restarts them as whole groups."""
 
     name = "torchft"
     title = "torchft: a replica group that lost a worker is dropped"
@@ -46,10 +40,7 @@ class TorchFT(Policy):
         return self._rate_for_groups((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form whole groups of the machines in `live`, and return the phases.
-
-        There are as many groups as possible. The phases begin with the trace.
-        """
+        """Form whole groups of the machines in `live`; return the phases from the start."""
         self._ungrouped = sorted(live)
         self._groups = PipelineGroups(self._form_whole_groups())
         return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
@@ -119,10 +110,7 @@ class TorchFT(Policy):
         return phases
 
     def _form_whole_groups(self) -> list[list[int]]:
-        """Return new whole groups, as lists of machines that are in no group.
-
-        There are at most as many as the job lacks.
-        """
+        """Return new whole groups, as lists of machines that are in no group."""
         groups: list[list[int]] = []
         stages = self.scenario.stages
         room = self.scenario.pipelines - len(self._groups.groups) - len(self._starting.groups)
@@ -133,10 +121,7 @@ class TorchFT(Policy):
 
 
 class FTHSDP(TorchFT):
-    """Policy of torchft with the times that the FT-HSDP paper reports.
-
-    For 100,000 GPUs: all pause for 3 minutes at a failure, and a replica restarts in 10.
-    """
+    """Policy of torchft with the times that the FT-HSDP paper reports for 100,000 GPUs."""
 
     name = "ft-hsdp"
     title = "FT-HSDP: a replica that failed restarts alone, with a stall of 3 minutes"
@@ -157,8 +142,5 @@ class FTHSDP(TorchFT):
 
 
 def _find_training_phase(phases: Sequence[Phase]) -> int:
-    """Return the index of the first phase whose cause is `RUN`, plain training.
-
-    0 if there is none.
-    """
+    """Return the index of the first phase whose cause is `RUN`, plain training."""
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

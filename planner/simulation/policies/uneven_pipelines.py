@@ -1,5 +1,4 @@
-"""Machines in pipelines of unequal length, layers divided by speed, and layers left after failures.
-"""
+"""Machines in unequal pipelines, layers divided by speed, and layers that are left."""
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
@@ -25,18 +24,12 @@ class PipelineGroups:
         self.group_of[machine] = group
 
     def add_group(self, group: list[int]) -> None:
-        """Add a pipeline or replica, as the list of its machines.
-
-        None of these may be in another list.
-        """
+        """Add a pipeline or replica, as a list of machines that are in no other."""
         self.groups.append(group)
         self.group_of |= dict.fromkeys(group, group)
 
     def remove_group(self, group: list[int]) -> list[int]:
-        """Remove a pipeline or replica, given as its list of machines, and return this list.
-
-        The machines are then in no list.
-        """
+        """Remove a pipeline or replica, and return its machines, which are in no list then."""
         del self.groups[next(index for index, other in enumerate(self.groups) if other is group)]
         for machine in group:
             del self.group_of[machine]
@@ -85,12 +78,7 @@ def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Te
 def _fill_stages_within(
     prefix: Sequence[float], factors: Sequence[float], seconds: float
 ) -> list[float] | None:
-    """Return the seconds of each node's stage if none takes more than `seconds`.
-
-    Each node in turn takes as many of the remaining layers as fit; None if layers are left over.
-    The argument `prefix` has 0 and the running sums of the layers' seconds, and `factors` the
-    slowdown of each node.
-    """
+    """Return the seconds of each node's stage if none takes more than `seconds`."""
     position, stages = 0, []
     for factor in factors:
         end = position
