@@ -57,7 +57,7 @@ def test_memory_in_units_finer_than_the_solver_can_count(activation):
                "weight_stash = 0.111111111111\n[placement]\norder = 'v'\nchunks = 2\n")
     solved = find_best_candidate(build_problem(job), "cp-sat", Budget.of_steps(400_000))
     assert check(solved.make_schedule()) == []
-    assert solved.period == solved.bound
+    assert solved.period == solved.bound.ticks
     assert "CP-SAT" in solved.ran or activation < 1
 
 
