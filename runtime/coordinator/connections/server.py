@@ -1,4 +1,4 @@
-"""Server side of the coordinator's connections. Workers and node agents connect to one server."""
+"""Server side of the coordinator's connections, for workers and node agents."""
 
 import asyncio
 import math
@@ -22,8 +22,7 @@ from slipstream.runtime.protocol.to_coordinator import FromNodeAgent, FromWorker
 from slipstream.schedules.schedule import Worker
 
 MAX_UNSENT_BYTES = 2 * MAX_BYTES
-"""Largest number of bytes that may wait to be sent to a peer. A peer for which more wait does not read, and is cut
-off."""
+"""Unsent bytes above which a peer is cut off, because it does not read."""
 
 _FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
 
@@ -144,10 +143,10 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
-        """Send a message, by one system call for all messages that are sent before the event loop polls again: calls
-        are expensive.
+        """Send a message, with all others that are sent before the event loop polls again.
 
-        Nothing happens if the connection is closing. A peer that does not read is cut off.
+        One system call writes them, as calls are expensive. Nothing happens if the connection is
+        closing. A peer that does not read is cut off.
         """
         if not self.is_closing:
             assert self._tags is not None
@@ -183,13 +182,12 @@ class Connection(asyncio.Protocol):
                 self.cut_off("it does not read what it is sent")
 
     def _stop_hello_timer(self) -> None:
-        """Stop waiting for the first message."""
         self._server.mark_identified(self)
         if self._hello is not None:
             self._hello.cancel()
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """Process the bytes of the handshake, and return the bytes that follow it. Raises AuthenticationError."""
+        """Process the handshake; return the bytes that follow it. Raises AuthenticationError."""
         self._received += data
         if len(self._received) < HELLO_BYTES:
             return b""
@@ -217,14 +215,12 @@ class Connection(asyncio.Protocol):
 
 
 def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
-    """Return whether a peer may send a message: a worker only about itself, a node agent only messages of node
-    agents."""
+    """Return whether a peer may send a message: a worker only messages about itself."""
     if isinstance(peer, int):
         return type(message) in _FROM_NODE_AGENT
     return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer
 
 
 async def start_server(listener: socket.socket, server: Server) -> asyncio.Server:
-    """Start to accept the connections of workers and node agents on a listening socket; return the asyncio server,
-    which the caller closes."""
+    """Accept connections on a listening socket; return the server, which the caller closes."""
     return await asyncio.get_running_loop().create_server(lambda: Connection(server), sock=listener, backlog=BACKLOG)

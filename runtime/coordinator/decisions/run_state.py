@@ -1,5 +1,4 @@
-"""State of a run: all that decisions depend on. It is immutable; `TransitionBuilder` builds the next one for each
-event."""
+"""State of a run, on which all decisions depend, and the builder of the next one."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -44,8 +43,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
-    """Settings and functions of a run, such as its first schedule and its checkpoint policy, that never change during
-    it."""
+    """Settings and functions of a run that never change, such as its checkpoint policy."""
 
     first: PreparedSchedule
     """Schedule with which the run begins, for the workers that are started with it."""
@@ -57,8 +55,7 @@ class RunRules:
     mtbf_seconds: float | None = None
     """Mean time between failures in the whole cluster; None: as observed during the run."""
     automatic_checkpoints: bool = False
-    """True if the coordinator chooses when checkpoints are written; otherwise workers write them at a fixed
-    interval."""
+    """True if the coordinator chooses when checkpoints are written, not a fixed interval."""
     plans_for_speeds: bool = False
     """True if a planner is configured that makes schedules for slow workers."""
     domains: FailureDomains = NO_SHARED_DOMAINS
@@ -89,8 +86,7 @@ class ConnectedWorker(msgspec.Struct, frozen=True):
 
 
 class GatheringPhase(msgspec.Struct, frozen=True):
-    """Phase before the first order, in which the coordinator waits until all workers of the first schedule are
-    ready."""
+    """Phase before the first order: the coordinator waits until all workers are ready."""
 
 
 class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +103,7 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
     save_before: int | None = None
     """Iteration before whose optimizer step all members save a checkpoint; None if none is chosen."""
     without_microbatches: frozenset[Worker] = frozenset()
-    """Members that hold layers but run no micro-batch, because other workers run all micro-batches on these layers."""
+    """Members that hold layers but run no micro-batch, because others run all on these layers."""
     unanswered: tuple[IterationReport, ...] = ()
     """Reports to acknowledge when the members of `without_microbatches` have reported the same iteration."""
     restores: bool = False
@@ -122,7 +118,8 @@ class FinishingPhase(msgspec.Struct, frozen=True):
     published: PersistentMap[Worker, None] = PersistentMap()
     """Members that have published what they wrote."""
     outdated: bool = False
-    """True if a member that the order names was lost after it was sent, or could not get what it is to write."""
+    """True if a member that the order names was lost since, or could not get what it is to
+    write."""
     ordered_at: float = 0.0
     """Time of `time.monotonic` at which the order was given."""
 
@@ -156,14 +153,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     doubt: str | None = None
     """Reason why the members' state cannot be trusted and the run must go back; None if it can be trusted."""
     faulty: tuple[Worker, ...] = ()
-    """Members whose copies are wrong. They are given up when all have paused: then the remaining members know about the
+    """Members whose copies are wrong, given up once all have paused: then the others know about the
     difference and can report it to another coordinator."""
     fault: str = ""
     """What the members of `faulty` have done, as the rest of a sentence."""
     newcomers: frozenset[Worker] = frozenset()
     """Members of the current order that took no part in the order before."""
     doubted: int = -1
-    """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
+    """Iteration before which copies differed, none known to be right, at the last return; or -1."""
     trusted_from: int = 0
     """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
     data_end: int | None = None
@@ -173,8 +170,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     returned_for: int = -1
     """Last iteration for whose loss, which was not finite although copies were equal, the run went back; or -1."""
     cut_for: OriginalMembers = {}
-    """Ranges of layers that keep their former partition in the current order although some of its members are lost,
-    each with these former members."""
+    """Ranges that keep their former partition although members of it are lost, with these
+    members."""
     log: CommitLog
     joins: FetchState = FetchState()
     slow: SlowWorkers
@@ -184,8 +181,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     lost: PersistentMap[Worker, WorkerLoss] = PersistentMap()
     """Workers that are lost and have not come back, each with the reason."""
     asked: PersistentMap[Worker, float] = PersistentMap()
-    """Time of `time.monotonic` at which each worker was asked which checkpoints it can read, as the run is to go back
-    to one."""
+    """Time of `time.monotonic` at which each worker was asked for its checkpoints, to go back to
+    one."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
     """Iterations of the checkpoints that each asked worker can read."""
     answers: Mapping[ScheduleRequest, PreparedSchedule | Exception] = {}
@@ -231,8 +228,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return {worker: layers_in(kept.layers) for worker, kept in self.paused.items()}
 
     def find_source_addresses(self, moves: Iterable[LayerMove]) -> Addresses:
-        """Return the workers that are sources of these moves, sorted, each with the addresses from which its ranks send
-        layers."""
+        """Return the sources of these moves, sorted, each with its ranks' addresses."""
         return tuple((source, self.live[source].addresses) for source in sorted({move.source for move in moves}))
 
     def find_held_layers(self, placement: Placement) -> Mapping[Worker, frozenset[int]]:
@@ -243,11 +239,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: RejoiningPhase | None = None,
                         journal: Journal = EMPTY_JOURNAL) -> RunState:
-    """Return the state of a run that begins at `at` (`time.monotonic`).
-
-    If `rejoining` is given, this coordinator first looks for the workers of one that died, whose events `journal`
-    summarizes.
-    """
+    """Return the state of a run that begins at `at` (`time.monotonic`). With `rejoining`, this
+    coordinator first looks for the workers of one that died, whose events `journal` summarizes."""
     timer, last = CheckpointTimer(automatic=rules.automatic_checkpoints), journal.checkpoint
     if last is not None:  # else no checkpoint is ever due if node 0 dies often
         timer = timer.with_checkpoint(last.checkpoint, last.took, last.time)
@@ -262,11 +255,8 @@ def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: R
 
 
 class TransitionBuilder(EffectCollector):
-    """Builder of the run's next state while the coordinator handles one event; it also collects the effects of the
-    event.
-
-    Functions get it as `step`, and read and replace the state in it.
-    """
+    """Builder of the run's next state, and collector of effects, for one event. Functions get it as
+    `step`, and read and replace the state in it."""
 
     def __init__(self, rules: RunRules, state: RunState, at: float) -> None:
         super().__init__(at)
@@ -278,8 +268,7 @@ class TransitionBuilder(EffectCollector):
         self.state = replace(self.state, **fields)
 
     def add_effect(self, effect: object) -> None:
-        """Add an effect. If it reports a change of speed, count this in the policy on moving layers
-        (`RunState.settler`)."""
+        """Add an effect; count a change of speed in the policy on moving layers."""
         settler = self.state.settler
         if settler is not None and isinstance(effect, SpeedEvent) and effect.changes:
             self.update_state(settler=replace(settler, changes=settler.changes + 1))
@@ -305,12 +294,10 @@ class TransitionBuilder(EffectCollector):
             self.update_state(slow=self.state.slow.without_worker(worker))
 
     def find_lost_layers(self, workers: Collection[Worker]) -> list[int]:
-        """Return the layers whose parameters and optimizer state these paused workers, taken together, do not hold
-        completely."""
+        """Return the layers that these paused workers, taken together, do not hold completely."""
         return self.rules.partition.find_lost_layers({one: kept for one, kept in self.state.paused.items()
                                                       if one in workers})
 
     def plan_fetches(self, schedule: Schedule) -> tuple[LayerMove, ...]:
-        """Return the moves by which workers can fetch, while all members train by the current schedule, what another
-        `schedule` needs."""
+        """Return the moves for `schedule` that can be made while all train by the current one."""
         return self.rules.partition.plan_fetches(schedule, self.state.current, self.state.members, self.state.cut_for)
