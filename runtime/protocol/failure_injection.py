@@ -24,24 +24,22 @@ Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", 
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """Deliberate failure of a worker in an iteration, before an op (`place` is the op's number in the worker's program)
-    or at a named point (`place` is the name).
-
-    It happens once in a run, even if the worker returns.
-    """
+    """Deliberate failure of a worker in an iteration, once in a run, even if it returns. `place` is
+    a number of an op in the worker's program, before it, or the name of a point."""
 
     worker: Worker
     iteration: int
     place: Place = 0
     action: Action = "kill"
-    """Kind of failure: SIGKILL, SIGSTOP, an exception, broken connections, a process that exits, a device out of
-    memory, or a flipped bit in a worker's parameters, its optimizer's state, or its copy of another worker's state."""
+    """Kind of failure: SIGKILL, SIGSTOP, an exception, broken connections, a process that exits, a
+    device out of memory, or a flipped bit in parameters, optimizer's state, or the copy of another
+    worker's state."""
     rank: int = 0
     """Rank of the process that fails, if the worker has several processes."""
 
 
 class Slowdown(msgspec.Struct, frozen=True):
-    """Slowdown of a worker's compute ops from an iteration on, until the next slowdown of that worker."""
+    """Slowdown of a worker's compute ops from an iteration on, until its next slowdown."""
 
     worker: Worker
     iteration: int
@@ -50,7 +48,6 @@ class Slowdown(msgspec.Struct, frozen=True):
 
 
 def find_slowdown_factor(slowdowns: Iterable[Slowdown], iteration: int) -> float:
-    """Return the factor by which a worker's ops take longer in an iteration: that of the last slowdown begun by then,
-    or 1."""
+    """Return the factor of the last slowdown begun by an iteration, or 1."""
     begun = [slowdown for slowdown in slowdowns if slowdown.iteration <= iteration]
     return max(begun, key=lambda slowdown: slowdown.iteration).factor if begun else 1.0
