@@ -17,30 +17,29 @@ from slipstream.runtime.protocol.to_node_agent import KillWorker, StartWorker, T
 from slipstream.schedules.schedule import Worker
 
 SendToAgent = Callable[[int, ToNodeAgent], None]
-"""Function that sends a message to the agent of a node. It does nothing if the agent is not connected."""
+"""Function that sends a message to a node's agent, if that is connected."""
 
 
 class Return(msgspec.Struct, frozen=True):
-    """Restart of a dead worker's process in a given iteration or, if the worker is still alive then, as soon as it is
-    dead."""
+    """Restart of a worker in an iteration or, if it still lives then, once it is dead."""
 
     worker: Worker
     iteration: int
 
 
 class NodeFailure(msgspec.Struct, frozen=True):
-    """Failure of a node, injected to test a run: its workers' processes are killed at once when an iteration begins."""
+    """Injected failure of a node: its workers are killed at once when an iteration begins."""
 
     workers: tuple[Worker, ...]
     iteration: int
 
 
 class NodeProcesses:
-    """Worker processes of this node. They use the machine's `cards` GPUs in turn, beginning with number `first_card`
-    and continuing with number 0 after the last.
+    """Worker processes of this node.
 
-    If a worker has several processes, they live and die together. When one ends, the others are killed, and the worker
-    has ended when all of them have.
+    They use the machine's `cards` GPUs in turn, beginning with number `first_card` and continuing
+    with number 0 after the last. If a worker has several processes, they live and die together.
+    When one ends, the others are killed, and the worker has ended when all of them have.
     """
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
@@ -58,11 +57,11 @@ class NodeProcesses:
 
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
-        """Start this node's workers, keep them running within the context, and kill all that are left at its end,
-        except after CoordinatorFailedError: another coordinator continues with them. Raises RunError.
+        """Start this node's workers, and kill all that are left at the end of the context.
 
-        Set `restarted` if the run has continued without these workers, which are told so. With `found`, the workers of
-        a continuing run are alive already, and none is started.
+        They stay after CoordinatorFailedError: another coordinator continues with them. Raises
+        RunError. `restarted` workers are told that the run has continued without them. With
+        `found`, the workers of a continuing run are alive already, and none is started.
         """
         try:
             for worker in () if found else tuple(self._places):
@@ -79,8 +78,8 @@ class NodeProcesses:
         self._fork_server.kill_all()
 
     def execute_command(self, command: StartWorker | KillWorker) -> None:
-        """Start the processes of a worker unless it is alive, or kill them, as the command says. Raises
-        ForkServerError."""
+        """Start or kill the processes of a worker, as the command says. Raises ForkServerError. A
+        worker that is alive is not started."""
         worker = command.worker
         if isinstance(command, KillWorker):
             self._kill_worker(worker)
@@ -111,8 +110,8 @@ class NodeProcesses:
         return self._fork_server.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return, once each and without waiting, the workers of this node that have ended, with the status of their
-        first process to end. Kills the rest of a worker of which a process has ended. Raises ForkServerError."""
+        """Return, once each and without waiting, the workers of this node that have ended. Their
+        status is that of their first process to end; the rest is killed. Raises ForkServerError."""
         for process in self._fork_server.poll(0):
             worker = parse_process_name(process.name)
             self._ending.setdefault(worker, WorkerEnded(worker, process.status))
@@ -125,7 +124,7 @@ class NodeProcesses:
 class ProcessManager:
     """Worker processes of all nodes, started, killed and restarted by node 0.
 
-    Parameters
+     Parameters
     ----------
     nodes
         Node of each worker. Workers that do not take part from the start are on node 0.
@@ -136,7 +135,7 @@ class ProcessManager:
     failures
         Failures of nodes to inject: their workers are killed when an iteration begins.
     faults_per_hour
-        Largest number of times in an hour that a crashed worker is started again. 0: start only those of `returns`.
+        Restarts in an hour of a crashed worker. 0: only those of `returns`.
     crashes
         Crashes under a previous node 0, which count, too.
     keep
@@ -164,13 +163,11 @@ class ProcessManager:
         self._note: Callable[[str], None] = lambda _: None
 
     def run_workers(self, *, found: bool) -> AbstractContextManager[None]:
-        """Return a context manager within which the workers of node 0 run. With `found`, they are alive already, and
-        none is started."""
+        """Return a context in which node 0's workers run; if `found`, they are alive already."""
         return self._local.run_workers(found=found)
 
     def connect_agents(self, send: SendToAgent, note: Callable[[str], None]) -> None:
-        """Set `send`, which sends a command to another node's agent, and `note`, which is called with a line about each
-        crash."""
+        """Set `send` for commands to other nodes' agents, and `note` for lines about crashes."""
         self._send, self._note = send, note
 
     def fileno(self) -> int:
@@ -178,7 +175,8 @@ class ProcessManager:
         return self._local.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return, once each and without waiting, the workers of node 0 that have ended. Raises ForkServerError."""
+        """Return, once each and without waiting, ended workers of node 0. Raises
+        ForkServerError."""
         return self._local.poll()
 
     def get_node_workers(self, node: int) -> Sequence[Worker]:
@@ -190,8 +188,11 @@ class ProcessManager:
         self._dead.difference_update(self.get_node_workers(node))
 
     def record_node_adopted(self, node: int, alive: Collection[Worker]) -> None:
-        """Record that a node which followed a previous coordinator has joined, and that only its workers `alive` live.
-        The others count as crashed: the previous coordinator may have been about to start them again."""
+        """Record that a node of a previous coordinator has joined, with its workers `alive`.
+
+        The others count as crashed: the previous coordinator may have been about to start them
+        again.
+        """
         workers = set(self.get_node_workers(node))
         missing = workers - set(alive)
         self._dead = (self._dead - workers) | missing
@@ -199,7 +200,7 @@ class ProcessManager:
             self._record_crash(worker)
 
     def start_missing_workers(self) -> None:
-        """Start the workers of node 0 that are dead, after node 0 itself has been restarted. Raises ForkServerError."""
+        """Start node 0's dead workers, after its own restart. Raises ForkServerError."""
         for worker in sorted(set(self.get_node_workers(0)) & self._dead):
             self._start_worker(worker)
 
@@ -227,7 +228,7 @@ class ProcessManager:
             self._note(verdict.reason)
 
     def restart_due_workers(self) -> None:
-        """Start again the crashed workers whose pause after the crash is over. To be called at intervals. Raises
+        """Start the crashed workers whose pause is over, if called regularly. Raises
         ForkServerError."""
         now = time.monotonic()
         for worker in sorted(worker for worker, at in self._again.items() if at <= now):
@@ -236,7 +237,7 @@ class ProcessManager:
                 self._start_worker(worker)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Kill the workers that are to fail in `iteration`, which begins, for the first time or again. Raises
+        """Kill the workers that are to fail in `iteration`, which begins. Raises
         ForkServerError."""
         due = [failure for failure in self._failures if failure.iteration <= iteration]
         self._failures = [failure for failure in self._failures if failure.iteration > iteration]
@@ -246,8 +247,8 @@ class ProcessManager:
                     self.kill_worker(worker)
 
     def commit_iteration(self, iteration: int) -> None:
-        """Handle the commit of `iteration`: kill workers that are to fail in the next one, and start those that are to
-        return. Raises ForkServerError."""
+        """Kill workers that fail in the next iteration, and start those that return in it. To be
+        called when `iteration` is committed. Raises ForkServerError."""
         self.begin_iteration(iteration + 1)
         self._iteration = max(self._iteration, iteration + 1)
         self._start_returning_workers()
@@ -271,7 +272,7 @@ class ProcessManager:
 
 
 def find_complete_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """Return the workers of which all `ranks` processes live in `adopted`, the fork server of a dead launcher. The
+    """Return the workers of which all `ranks` processes live in a dead launcher's server. The
     processes of other workers are killed. Raises ForkServerError."""
     ranks_alive: dict[Worker, list[str]] = {}
     for name in adopted.list_alive():
