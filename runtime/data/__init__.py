@@ -9,6 +9,5 @@
     tokenized_text   text as tokens, and files of tokens, mapped
     dealt_samples    assigns samples to the micro-batches of a schedule by their costs
 
-Adds to the replay: the source of samples (`replay.seams.Feed`). May import: `replay`,
-`models`.
+Adds to the replay: the source of samples (`replay.seams.Feed`). May import: `replay`, `models`.
 """
