@@ -1,7 +1,5 @@
-"""Settings of model and training: the job file's `[model]` and `[training]` tables, checked once and then plain data.
-
-A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
-"""
+"""Check the job file's `[model]` and `[training]` tables once; then they are plain data. A
+`RunConfig` travels to worker processes as JSON (`to_json`, `from_json`)."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -94,10 +92,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of `[[training.parameter_groups]]`: optimizer options for some parameters.
-
-    Options that are not given have the value of `[training]`.
-    """
+    """An entry of `[[training.parameter_groups]]`: optimizer options for some parameters. Options
+    that are not given have the value of `[training]`."""
 
     parameters: Text
     """Pattern for parameter names, which are `LAYER.NAME` as in the run's `parameters/`: `*` matches any text, `?` one
@@ -115,10 +111,8 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table `[training.muon]`: options of Muon for the parameters that it steps.
-
-    They have the meaning that they have for `torch.optim.Muon`.
-    """
+    """The table `[training.muon]`: options of Muon for the parameters that it steps. They have the
+    meaning that they have for `torch.optim.Muon`."""
 
     learning_rate: Positive | None = None
     """Highest learning rate of the parameters that Muon steps. Default: that of `[training]`."""
@@ -158,10 +152,10 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """Return the three coefficients (a, b, c) of each layer for the op `kind`, which is F, I or W.
+        """Return the three coefficients (a, b, c) of each layer for F, I or W.
 
-        On that layer, the op takes `a` seconds for each sample, `b` for each token, and `c` times the squared length of
-        each document.
+        On that layer, the op takes `a` seconds for each sample, `b` for each token, and `c` times
+        the squared length of each document.
         """
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
@@ -364,7 +358,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     training: TrainingConfig = TrainingConfig()
 
     def to_json(self) -> str:
-        """Return this configuration as one line of JSON; `from_json` reads it back to an equal value."""
+        """Return this configuration as one line of JSON, which `from_json` reads to an equal
+        value."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -402,8 +397,7 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
 
 
 def _require_byte_vocabulary(config: RunConfig) -> None:
-    """Raise ConfigError if text is read as bytes for a model that has fewer tokens than there are bytes, and is not the
-    user's own."""
+    """Raise ConfigError if bytes are tokens for a model, not the user's own, with fewer."""
     model, training = config.model, config.training
     is_own = ":" in model.name and model.hugging_face is None and model.torchtitan is None
     if model.vocabulary < BYTES and not is_own and not (training.data or training.tokens or training.tokenizer):
@@ -412,10 +406,9 @@ def _require_byte_vocabulary(config: RunConfig) -> None:
 
 
 def _with_vocabulary_size(model: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the `[model]` table of a Hugging Face transformers model with its vocabulary size, which the data need.
-
-    If the model's config cannot be read, the table is returned unchanged; building the model then raises the error.
-    """
+    """Return a transformers model's table with its vocabulary size, which the data need."""
+    # If the model's config cannot be read, the table is returned unchanged; building the model then
+    # raises the error.
     path = Path(str(model["hugging_face"]))
     with suppress(OSError, msgspec.DecodeError):
         config = _OBJECT.decode((path / "config.json" if path.is_dir() else path).read_bytes())

@@ -1,4 +1,4 @@
-"""Replay a schedule in a loop of one's own: one process a live worker, as torchrun starts them.
+"""Replay a schedule in a loop of one's own: one process a live worker, as by torchrun.
 
 No coordinator, job file or run folder takes part. The caller brings layers, loss, optimizer and
 data, and owns the loop. A process that dies ends the others with an error; planning for the rest
@@ -52,7 +52,7 @@ from slipstream.schedules.schedule import Schedule, Worker
 BuildLayer = Callable[[int], nn.Module]
 """Function that builds a layer of the schedule, the same on every process that calls it."""
 Loss = Callable[[Value, Tensor], Tensor]
-"""Function of the last layer's output and the target; it returns the mean loss of a micro-batch."""
+"""Function of the last layer's output and target that returns a micro-batch's mean loss."""
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 ReadData = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """Function of iteration, pipeline and micro-batch; it returns input and target."""
@@ -90,9 +90,7 @@ class ScheduleReplay:
 
     def run(self, iteration: int) -> float:
         """Run an iteration on all workers and step; return the mean loss of its micro-batches.
-
-        Raises CommunicationError if another process is gone.
-        """
+        Raises CommunicationError if another process is gone."""
         self._iteration = iteration
         self._exchange.add_iterations()
         self._recorder.start_iteration(self._runs, traced=False)
@@ -169,8 +167,7 @@ def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: Mak
 
 
 def _require_same_schedule(schedule: Schedule, store: Store, order: int, rank: int) -> None:
-    """Raise ValueError if the process of rank 0 replays another schedule: planned twice, within some
-    seconds, a job has other plans."""
+    """Raise ValueError if rank 0 replays another schedule: planned twice, plans may differ."""
     key, digest = f"replay {order}/schedule", sha256(encode(schedule)).hexdigest()
     if rank == 0:
         store.set(key, digest)
@@ -215,7 +212,8 @@ class _ModuleRunner:
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None,
                 batch: Batch | None = None, *, split: bool) -> Value | None:  # noqa: ARG002
-        """Run F and return the activation to send on; the last slice returns None, and keeps its loss."""
+        """Run F and return the activation to send on; the last slice returns None, and keeps its
+        loss."""
         assert microbatch not in self._held
         if not self.first:
             value = map_tensors(value, _as_leaf)
@@ -294,7 +292,7 @@ class _ModuleSlices:
             for number, (first, end) in self.layers.items()}
 
     def take_loss(self) -> float:
-        """Return this worker's share of the mean loss of the micro-batches run since the last call."""
+        """Return this worker's share of the mean loss of the micro-batches since the last call."""
         losses = [loss for runner in self.runners.values() for loss in runner.losses]
         for runner in self.runners.values():
             runner.losses = []
