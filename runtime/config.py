@@ -173,18 +173,18 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     learning_rate: Positive = 1e-3
     """Step size of the optimizer; with a learning rate schedule, the highest one."""
     learning_rate_schedule: LearningRateSchedule = "constant"
-    """Course of the learning rate after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`; "wsd"
+    """Course of the learning rate after warm-up: "constant". "linear" or "cosine", down to `final_learning_rate`; "wsd"
     (warm-up, stable, decay), which is constant and then falls linearly over the last `decay_iterations`; or
     `module:function`, which is called with this table and the number of the iteration, and returns the factor for
     `learning_rate`, warm-up included."""
     warmup_iterations: Iterations = 0
-    """Number of iterations over which the learning rate rises linearly; it has its full value in the last of them."""
+    """Number of iterations over which the learning rate rises linearly. It has its full value in the last of them."""
     decay_iterations: PositiveIterations | None = None
     """Number of iterations of the decay of the schedule "wsd". Default: a tenth of `schedule_iterations`."""
     final_learning_rate: NotNegative | None = None
     """Learning rate at the end of the learning rate schedule, after `schedule_iterations`. Default: 0."""
     schedule_iterations: PositiveIterations | None = None
-    """Length of the learning rate schedule in iterations, warm-up included; afterwards the rate keeps its final value.
+    """Length of the learning rate schedule in iterations, warm-up included. Afterwards the rate keeps its final value.
     Default: `iterations`. Set it if the run is to be continued with more iterations later."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the gradient's first and second moment."""
@@ -208,14 +208,14 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The entries of `[[training.parameter_groups]]`: options for some parameters, selected by patterns of their
     names."""
     clip_norm: Positive | None = None
-    """Largest norm of the gradient over all parameters; a larger gradient is scaled down to it. Default: no
+    """Largest norm of the gradient over all parameters. A larger gradient is scaled down to it. Default: no
     clipping."""
     skip_nonfinite: bool = False
     """If true, an iteration with an infinite or NaN gradient makes no step, so that it does not ruin the parameters."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number from 0 to 2^63 - 1")] = 0
     """Seed of every random choice: initial parameters, where samples of the text begin, dropout."""
     dtype: DtypeName = "float32"
-    """Dtype of parameters and arithmetic; "bf16" is bfloat16 autocast over float32 parameters, unless `master_weights`
+    """Dtype of parameters and arithmetic. "bf16" is bfloat16 autocast over float32 parameters, unless `master_weights`
     is true."""
     master_weights: bool = False
     """If true, which needs `dtype` "bf16", parameters and arithmetic are bfloat16 without autocast, and the optimizer
@@ -226,7 +226,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """If true, the workers that hold a layer share its optimizer state: each keeps one part, and a copy of another
     worker's part."""
     backend: BackendName = "auto"
-    """Transport of tensors between workers; "auto": nccl if every worker has a GPU of its own, else gloo."""
+    """Transport of tensors between workers. "auto": nccl if every worker has a GPU of its own, else gloo."""
     share_devices: bool = False
     """If true, workers that share a GPU use NCCL as well: each treats the others as workers of other machines, and
     tensors pass over the network's loopback. If false, such workers use gloo and pinned host memory."""
@@ -267,7 +267,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     parts of all other layers. "auto": the planner chooses the stages for which this shortens the period when memory is
     tight; without a planner, "auto" is "none"."""
     compile: bool = False
-    """If true, torch.compile compiles the layers, each kind when it is first run; its cache on disk makes that shorter
+    """If true, torch.compile compiles the layers, each kind when it is first run. Its cache on disk makes that shorter
     the next time. For the GPT of this package, for gpt2, llama, mistral, qwen2 and qwen3 of transformers, and for
     models of torchtitan."""
     evaluate_every: PositiveIterations | None = None
@@ -284,7 +284,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     options: Options = {}
     """Table `[training.options]`, with any keys that data or optimizers of your own read."""
     peak_flops: Annotated[float, Meta(gt=0, le=1e18, description="a number above 0, at most 1e18")] | None = None
-    """Peak operations per second of a worker's device in this `dtype`, by its data sheet; MFU is a share of it.
+    """Peak operations per second of a worker's device in this `dtype`, by its data sheet. MFU is a share of it.
     Default: a known value for some GPUs with "bf16", else MFU is not computed."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """Number of CPU threads that a worker computes with."""

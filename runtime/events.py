@@ -23,7 +23,7 @@ SCHEDULES = "schedules"
 """Folder of the schedules that events name, within the run's folder, like the files: `LOSSES` and
 `METRICS` hold the iterations, `EVENTS` the events."""
 Phase = Literal["whole", "at once", "settled"]
-"""Kind of schedule that members train by: "whole" with all workers; "at once" if some do not take
+"""Kind of schedule that members train by: "whole" with all workers. "at once" if some do not take
 part, and the others hold what they held before; "settled" if layers have moved since the last
 change of members."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -238,7 +238,7 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     iteration: Count
     loss: float | None
-    """Mean loss over all micro-batches; None if it was not finite, and no step was made."""
+    """Mean loss over all micro-batches. None if it was not finite, and no step was made."""
     period: Seconds | None = None
     """Longest time in seconds of any worker from the start of its first op to the end of its
     step."""

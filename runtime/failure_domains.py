@@ -13,7 +13,7 @@ from slipstream.runtime.placement import PlacementError, assign_workers_to_nodes
 from slipstream.schedules.schedule import Grid, Worker
 
 Domains = tuple[tuple[Worker, ...], ...]
-"""Workers of each domain, ascending; each worker of the job is in at most one domain."""
+"""Workers of each domain, ascending. Each worker of the job is in at most one domain."""
 
 
 class FailureDomains:

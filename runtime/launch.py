@@ -207,7 +207,7 @@ class _ForkServerHolder:
         self._given = given
         self._stack = stack
         self.server: ForkServer | None = None
-        """Fork server that starts the workers of this node; None until workers are started or adopted."""
+        """Fork server that starts the workers of this node. None until workers are started or adopted."""
         self.adopted = False
         """True if the server may have workers of an earlier coordinator."""
 
@@ -236,7 +236,7 @@ class _RunLeader:
     progress: ProgressCallback | None
     stop: StopSignals
     behind: TakeoverRecord | None
-    """Record of the earlier node 0 whose workers the run continues with; None: they are started."""
+    """Record of the earlier node 0 whose workers the run continues with. None: they are started."""
 
     def lead_run(self, held: _ForkServerHolder) -> RunResult:
         """Lead the run to its end, and return its result.
@@ -320,7 +320,7 @@ class _RunLeader:
             self.request.options.notify(f"{folder} cannot be written: {first_line(error)}")
 
     def _adopt_workers(self, stack: ExitStack) -> ForkServer | None:
-        """Adopt the workers that an earlier node 0 left here; return their fork server, if any."""
+        """Adopt the workers that an earlier node 0 left here. Return their fork server, if any."""
         # `stack` closes it. Raises NoLiveWorkerError if an earlier run is continued, none can be
         # adopted, and there is no other node that could have live workers.
         if self.behind is None:

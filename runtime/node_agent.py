@@ -57,7 +57,7 @@ class NodeJob:
     """Job of a node other than node 0, from its own job file and command line only."""
 
     settings: NodeSettings
-    """Settings of the node's workers; `resume` is the folder of the checkpoint that node 0 resumes
+    """Settings of the node's workers. `resume` is the folder of the checkpoint that node 0 resumes
     from, or of a run that has it."""
     workers: Sequence[Worker]
     """All workers of the job; the node starts no others."""
@@ -253,7 +253,7 @@ class _NodeAgent:
         self._grace_seconds = grace_seconds
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
-        """Time by which this node must end after it was asked to, by time.monotonic; None until then."""
+        """Time by which this node must end after it was asked to, by time.monotonic. None until then."""
         self._unreported_ends: list[WorkerEnded] = []
         """Workers that ended while there was no node 0, to be reported to the next one."""
         self.run_restarts = False

@@ -212,7 +212,7 @@ class _ModuleRunner:
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None,
                 batch: Batch | None = None, *, split: bool) -> Value | None:  # noqa: ARG002
-        """Run F and return the activation to send on; the last slice returns None, and keeps its
+        """Run F and return the activation to send on. The last slice returns None, and keeps its
         loss."""
         assert microbatch not in self._held
         if not self.first:
@@ -238,7 +238,7 @@ class _ModuleRunner:
         return result
 
     def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run I and return the gradient of the slice's input; the first slice leaves all to W."""
+        """Run I and return the gradient of the slice's input. The first slice leaves all to W."""
         value, output, work = self._held.pop(microbatch)
         outputs = [tensor for tensor in tensors_of(output) if has_gradient(tensor)]
         gradients = [torch.ones_like(outputs[0])] if gradient is None else list(tensors_of(gradient))

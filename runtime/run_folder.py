@@ -50,13 +50,13 @@ class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
     read: SamplesRead = NOTHING_READ
     """Samples that runs on other grids have read before (`WorkerSetup.read`)."""
     resume: str | None
-    """Folder of the checkpoint from which the run began; None if it began with iteration 0."""
+    """Folder of the checkpoint from which the run began. None if it began with iteration 0."""
     fork_server: str | None
     """Name by which this machine's workers are adopted (`adopt_fork_server`); None: they cannot
     be."""
     crashes: CrashTimes = ()
     identity: RunIdentity | None = None
-    """What the run trains, which a node 0 that takes over must train; None in records of earlier
+    """What the run trains, which a node 0 that takes over must train. None in records of earlier
     versions."""
 
 
@@ -104,7 +104,7 @@ def remove_takeover_record(out: Path) -> None:
 
 
 def read_lock_holder(out: Path) -> str | None:
-    """Return the name of node 0's process that has locked the folder; None without a lock file."""
+    """Return the name of node 0's process that has locked the folder. None without a lock file."""
     try:
         return lock_path(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -211,7 +211,7 @@ def lock_path(out: Path, node: int) -> Path:
 
 
 def remove_lock(path: Path | str) -> None:
-    """Remove the lock file of a killed process; does nothing if a process holds the lock."""
+    """Remove the lock file of a killed process. Does nothing if a process holds the lock."""
     path = Path(path)
     with contextlib.suppress(FolderError, OSError):
         if sys.platform != "win32" and path.exists():

@@ -11,7 +11,7 @@ import msgspec
 
 Values = dict[str, str]
 MAX_VALUE_CHARACTERS = 64
-"""Length of the longest value that is stored as it is; of a longer one, a digest is."""
+"""Length of the longest value that is stored as it is. Of a longer one, a digest is."""
 DIGEST_PREFIX = "sha256 "
 
 

@@ -33,7 +33,7 @@ from slipstream.schedules.document import Header
 from slipstream.schedules.files import read_at_most
 
 MAX_FILE_BYTES = 2**28
-"""Largest size of each file that is read; a million iterations take a third of it."""
+"""Largest size of each file that is read. A million iterations take a third of it."""
 T = TypeVar("T")
 _HEADER = msgspec.json.Decoder(Header)
 

@@ -62,7 +62,7 @@ def decode_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Write tensors to a file and flush it to the disk; return its length and hash.
+    """Write tensors to a file and flush it to the disk. Return its length and hash.
 
     If writing fails, the file is removed and OSError is raised. `save_file` of the safetensors
     package is not used: it writes to a temporary file with a name of its own, which would remain if

@@ -90,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     run: RunIdentity | None = None
     """What the run trained; None in checkpoints of earlier versions."""
     data: StreamState | UnsetType = UNSET
-    """State of data that are read in order, before `iteration`; absent if none can be saved."""
+    """State of data that are read in order, before `iteration`. Absent if none can be saved."""
 
 
 _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),

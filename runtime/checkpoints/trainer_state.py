@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
-    """Save the state of a Trainer so that a run begins with it; return the checkpoint.
+    """Save the state of a Trainer so that a run begins with it. Return the checkpoint.
 
     After `trainer.step` steps, the state is written as a checkpoint to `folder`. Before the first
     step, only the initial parameters are written, to the folder that `build_run_config` has set,

@@ -27,7 +27,7 @@ class Rehearsal:
 
     def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
             microbatch: Microbatch) -> None:
-        """Run F, I and W of a slice once; do nothing if its kind has been run.
+        """Run F, I and W of a slice once. Do nothing if its kind has been run.
 
         A kind is the classes and parameter shapes of its layers. Afterwards the caller must set the
         gradients to zero. Buffers and the sum of losses are left unchanged.

@@ -38,7 +38,7 @@ class _MicrobatchState(NamedTuple):
     value: Value
     output: Value
     added: Tensor | None
-    """Loss that layers of the slice added (`add_to_loss`); None on the last, whose output has
+    """Loss that layers of the slice added (`add_to_loss`). None on the last, whose output has
     it."""
     work: WeightWork | None
     """Queue to which I adds the work of W; None if I computes all gradients."""
@@ -102,7 +102,7 @@ class SliceRunner:
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
                 split: bool) -> Value | None:
-        """Run F and return the activation to send on; the last slice keeps its loss instead.
+        """Run F and return the activation to send on. The last slice keeps its loss instead.
 
         The `value` is the tokens on the first slice of a route, else the activation from the slice
         before. `target` is the tokens to predict, on the last slice. `batch` is all data of the
@@ -256,7 +256,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    """Return the gradient that a backward has stored in a leaf; zeros if it has stored none."""
+    """Return the gradient that a backward has stored in a leaf. Zeros if it has stored none."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
 
 

@@ -218,7 +218,7 @@ def _draw_gradient(output: Value) -> Value:
 
 
 MAX_ELEMENTS = 2**26
-"""Elements up to which layers are built, since large ones take long to fill; the smallest layer is
+"""Elements up to which layers are built, since large ones take long to fill. The smallest layer is
 always built."""
 
 

@@ -34,7 +34,7 @@ class Resilience(WorkerResilience):
     """Options for how a run deals with failures: those that workers are told, and these."""
 
     scheduler: Scheduler | None = None
-    """Function that returns the schedule for failed workers, called outside the event loop; None:
+    """Function that returns the schedule for failed workers, called outside the event loop. None:
     the run ends at the first failure."""
     at_speeds: SchedulerAtSpeeds | None = None
     """Function that returns the schedule at given speeds; None: slow workers are reported only."""
@@ -43,11 +43,11 @@ class Resilience(WorkerResilience):
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
     """Seconds without a commit after which the run reports which worker waits for what."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """Seconds that workers wait for another node 0 after its death; 0: they end at once."""
+    """Seconds that workers wait for another node 0 after its death. 0: they end at once."""
     resume: Checkpoint | None = None
     """Checkpoint from which the run continues; None: it starts with iteration 0."""
     rebalancer: Rebalancer | None = None
-    """Planner of schedules for which layers move, needed with fewer live workers than stages; None:
+    """Planner of schedules for which layers move, needed with fewer live workers than stages. None:
     the run then ends."""
     settling: Settling | None = None
     """Rules by which layers move to better schedules; None: they stay as long as possible."""
@@ -60,7 +60,7 @@ class Resilience(WorkerResilience):
     returns: tuple[Return, ...] = ()
     """Workers to start again after they died."""
     faults_per_hour: int = 0
-    """Restarts within an hour of a worker that crashes, each after a longer pause; a node has twice
+    """Restarts within an hour of a worker that crashes, each after a longer pause. A node has twice
     as many. 0: dead workers are not started again, except for `returns`."""
 
 
@@ -98,7 +98,7 @@ class RunOptions:
     """Function that is called with the `Metrics` of each committed iteration, and again for those
     that are repeated after the run went back to a checkpoint."""
     fault_free_seconds: float | None = None
-    """Planned period in seconds with all workers, if the first schedule is for fewer; None: not
+    """Planned period in seconds with all workers, if the first schedule is for fewer. None: not
     planned."""
     tensorboard: Path | None = None
     """Folder for TensorBoard's files; None: none are written."""

@@ -27,7 +27,7 @@ class RunSpec:
     """Message that workers get before their first order, but for what differs by worker."""
     facts: RunFacts
     forget_orders: Callable[[int], None] = lambda _: None
-    """Function that removes the connection data of orders before the given one; called in a thread
+    """Function that removes the connection data of orders before the given one. Called in a thread
     once that order has committed an iteration, after which no worker connects for an earlier
     one."""
     layer_bytes: Sequence[int] = ()

@@ -148,7 +148,7 @@ class _IterationAdapter:
         self._read_samples(iteration)
 
     def get_state(self, iteration: int) -> dict[str, Any] | None:
-        """Return the state of the data before an iteration; None if not known, or not plain. The
+        """Return the state of the data before an iteration. None if not known, or not plain. The
         data are asked only where this process has read them in order up to that iteration."""
         if not self._has_state or not self._has_read(iteration):
             return None
@@ -218,7 +218,7 @@ def move_data_to(data: Data, iteration: int) -> None:
 
 
 def get_data_state(data: Data, iteration: int) -> dict[str, Any] | None:
-    """Return the state of data that are read in order; None for others, or if not known."""
+    """Return the state of data that are read in order. None for others, or if not known."""
     return data.get_state(iteration) if isinstance(data, _IterationAdapter) else None
 
 

@@ -37,7 +37,7 @@ POLL_SECONDS = 0.02
 """Seconds after which a wait for samples checks again if the generation has ended."""
 
 CostFunction = Callable[[int], object]
-"""Function that returns the costs of an iteration's samples, relative to the mean; they should be
+"""Function that returns the costs of an iteration's samples, relative to the mean. They should be
 `schedules.dealing.Costs`, and are checked when used."""
 
 
@@ -186,7 +186,7 @@ class DealtSamples:
             self._next_dealing = iteration, self._pool.submit(self._deal_iteration, iteration)
 
     def digest_deal(self, iteration: int) -> str:
-        """Return a digest of the dealt samples of an iteration; empty if they are not dealt."""
+        """Return a digest of the dealt samples of an iteration. Empty if they are not dealt."""
         if self._pool is None:
             return ""
         samples = self._get_dealt_iteration(iteration).sample

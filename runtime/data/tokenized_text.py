@@ -26,7 +26,7 @@ MAGIC: Final = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
 """Header of an .idx after the magic: version, dtype's code, numbers of sequences and bounds."""
 _CODES = {4: "int32", 8: "uint16"}
-"""Megatron's codes of the supported dtypes; others are uint8 1, int8 2, int16 3, int64 5."""
+"""Megatron's codes of the supported dtypes. Others are uint8 1, int8 2, int16 3, int64 5."""
 DEFAULT_DTYPE: TokenDtype = "uint16"
 
 
@@ -80,7 +80,7 @@ def _read_index_dtype(index: Path, size: int) -> str | None:
 PIECE_CHARACTERS = 2**20
 """Characters, rounded up to whole lines, that are tokenized at a time."""
 CACHE_VERSION = 1
-"""Version of how text is cut into pieces; part of the name of a file in the cache."""
+"""Version of how text is cut into pieces. Part of the name of a file in the cache."""
 
 
 def tokenize_file(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:

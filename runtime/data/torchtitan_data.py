@@ -26,7 +26,7 @@ from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
 _PICKLED = "pickled"
 """Key of what the loader has pickled, in the state that checkpoints hold."""
 DATA_OPTIONS = ("assets", "dataset", "dataset_path")
-"""Keys of `[training.options]`: folder of the tokenizer, name of a data set, and its path;
+"""Keys of `[training.options]`: folder of the tokenizer, name of a data set, and its path.
 `[model.options] arguments` replaces them."""
 
 

@@ -32,7 +32,7 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def positions_of(batch: Batch | None) -> Tensor | None:
-    """Return the position of each token in its document, [B or 1, T]; None if not given."""
+    """Return the position of each token in its document, [B or 1, T]. None if not given."""
     return getattr(batch, "position_ids", None)
 
 

@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Norm and projection to the logits of the next token; a rank has a part of these."""
+    """Norm and projection to the logits of the next token. A rank has a part of these."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ class ExpertGroups(NamedTuple):
     ends: Tensor
     """Row at which each expert's rows end: int32 [E]."""
     outside: Tensor | None
-    """True for each row of another rank's expert, bool [S, 1]; None if all experts are here."""
+    """True for each row of another rank's expert, bool [S, 1]. None if all experts are here."""
     expected: int
     """Average number of rows that belong to all experts on this rank together."""
 

@@ -37,7 +37,7 @@ WeightWork = deque[Callable[[], None]]
 
 _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
 _IN_BACKWARD = set[int]()
-"""Identities of the queues whose I is running, in any thread of autograd's engine; not of a
+"""Identities of the queues whose I is running, in any thread of autograd's engine. Not of a
 backward within a layer's forward, which must add to `.grad` at once."""
 
 

@@ -26,7 +26,7 @@ from slipstream.schedules.schedule import Worker
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
-"""Largest size of a blob, one piece of safetensors in a message; no tensor is larger."""
+"""Largest size of a blob, one piece of safetensors in a message. No tensor is larger."""
 BLOB_BYTES = 2**24
 """Size up to which small tensors share a blob: reading copies, so larger ones take memory."""
 _HEADER_LENGTH = struct.Struct("<I")
@@ -56,7 +56,7 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
 
     parts: Annotated[tuple[PartRange, ...], Meta(max_length=2**16)]
     order: _Number | None = None
-    """Order whose initial state is requested, while all wait; None: the state before the next step,
+    """Order whose initial state is requested, while all wait. None: the state before the next step,
     and all later steps."""
     receiver: Worker | None = None
     """Worker that requests the parts; None: it is not named."""

@@ -39,7 +39,7 @@ class BuildLayer(Protocol):
 
 
 RestoreLayers = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
-"""Function that returns whole states of layers before an iteration, by layer and tensor; empty if
+"""Function that returns whole states of layers before an iteration, by layer and tensor. Empty if
 the layers are then as they were built."""
 
 

@@ -99,7 +99,7 @@ class ForkServer:
         self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
-        """Text for the process that adopts the server; in that process, the text that it was passed."""
+        """Text for the process that adopts the server. In that process, the text that it was passed."""
         self.pids: dict[str, int] = {}
         """Process id by name, for each process whose start has been reported."""
 
@@ -241,7 +241,7 @@ class AdoptedForkServer(ForkServer):
 
 
 def adopt_fork_server(name: str) -> AdoptedForkServer | None:
-    """Take over a fork server and its processes, by its name; None if it is gone.
+    """Take over a fork server and its processes, by its name. None if it is gone.
 
     `ForkServer.hold_for_adoption` returned the name. Both ends accept only processes of the same
     user.

@@ -50,7 +50,7 @@ def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
-    """Values that a launcher or user has set for this process; by default, it is the only one."""
+    """Values that a launcher or user has set for this process. By default, it is the only one."""
 
     node: int = 0
     nodes: int = 1

@@ -94,7 +94,7 @@ class NodeProcesses:
         return [worker for worker in self._places if self._is_alive(worker)]
 
     def assign_gpu(self, worker: Worker, rank: int = 0) -> int | None:
-        """Return the index of the GPU for a worker's process; None if there are no GPUs."""
+        """Return the index of the GPU for a worker's process. None if there are no GPUs."""
         place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
 
@@ -180,7 +180,7 @@ class ProcessManager:
         return self._local.poll()
 
     def get_node_workers(self, node: int) -> Sequence[Worker]:
-        """Return the workers that run on a node from the start; empty for an unknown node."""
+        """Return the workers that run on a node from the start. Empty for an unknown node."""
         return self._workers_of.get(node, ())
 
     def record_node_started(self, node: int) -> None:

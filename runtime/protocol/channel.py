@@ -28,7 +28,7 @@ MAX_BYTES = 2**28
 RETRY_SECONDS = 0.05
 """Time between two attempts to connect."""
 FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
-"""Time limits of the first and later attempts to connect; the system would try for minutes."""
+"""Time limits of the first and later attempts to connect. The system would try for minutes."""
 PROGRESS_SECONDS = 30.0
 """Seconds from one line that reports that node 0 does not answer to the next."""
 SILENT_SECONDS = 60

@@ -49,7 +49,7 @@ class CoordinatorLink(Generic[M, S]):
         self._connect = connect
         self.setup = setup
         self.sent = time.monotonic()
-        """Time of `time.monotonic` at which a message was last sent; any message shows that this process is alive."""
+        """Time of `time.monotonic` at which a message was last sent. Any message shows that this process is alive."""
 
     def fileno(self) -> int:
         """Return the descriptor of the connection's socket, for a selector."""

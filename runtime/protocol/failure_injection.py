@@ -44,7 +44,7 @@ class Slowdown(msgspec.Struct, frozen=True):
     worker: Worker
     iteration: int
     factor: float
-    """Factor by which the worker's ops take longer than usual, at least 1; 1 ends a slowdown."""
+    """Factor by which the worker's ops take longer than usual, at least 1. 1 ends a slowdown."""
 
 
 def find_slowdown_factor(slowdowns: Iterable[Slowdown], iteration: int) -> float:

@@ -16,7 +16,7 @@ JOIN_TIMEOUT_SECONDS = 600.0
 
 
 VERIFY_EVERY = 50
-"""Iterations between comparisons of copies; on CPUs, one took 1.7 to 8 % of an iteration."""
+"""Iterations between comparisons of copies. On CPUs, one took 1.7 to 8 % of an iteration."""
 
 
 class FormSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +40,7 @@ class WorkerResilience:
     """Iterations between checkpoints; 0: none; None: as often as costs less than 1 % of the
     time."""
     verify_every: int = VERIFY_EVERY
-    """Iterations between comparisons of copies; 0: only at the start of an order, at a checkpoint,
+    """Iterations between comparisons of copies. 0: only at the start of an order, at a checkpoint,
     and before the last step."""
 
     def select_for_workers(self) -> "WorkerResilience":

@@ -46,7 +46,7 @@ class HeldState(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[tuple[int, int, int], ...] = ()
     """Parts that the worker keeps up to date: layer, first element, and end (exclusive)."""
     whole_after: int | None = None
-    """Iteration after which the worker has the whole parameters of its layers; None: it lacks
+    """Iteration after which the worker has the whole parameters of its layers. None: it lacks
     some."""
 
 
@@ -71,7 +71,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
     failed: tuple[Worker, ...]
     """Workers of the grid that took no part in that order."""
     iteration: int
-    """Last iteration whose step the worker may have made; it can undo this, but not that of
+    """Last iteration whose step the worker may have made. It can undo this, but not that of
     `begun`."""
     kept: HeldState
     validated: StepFactor | None
@@ -81,7 +81,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
     begun: int = -1
     """Last iteration whose step cannot be undone: before the order, or the next step has begun."""
     losses: dict[int, float] = {}
-    """Finite losses of the last committed iterations, as `Acknowledged` reported them; if steps
+    """Finite losses of the last committed iterations, as `Acknowledged` reported them. If steps
     depend on all gradients, also of those that the worker has stepped since."""
     behind: bool = False
     """True if one of the worker's processes has not stepped `iteration`."""
@@ -157,7 +157,7 @@ class IterationReport(msgspec.Struct, frozen=True, tag=True):
     ops: tuple[MeasuredOp, ...] = ()
     """Start and end of each op on the shared clock, in iterations that are traced."""
     squares: float | None = None
-    """Sum of squares, before clipping, of the gradients that this worker reports; None if not
+    """Sum of squares, before clipping, of the gradients that this worker reports. None if not
     finite."""
     evaluation: float | None = None
     """Worker's share of the mean validation loss, if evaluated now; None if not finite."""
@@ -202,9 +202,9 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     validated: StepFactor | None
     """Latest factor for an iteration's gradients that the worker knows, if any."""
     reason: str | None
-    """Error that ends the order for all members; None: the worker stopped as it was asked to."""
+    """Error that ends the order for all members. None: the worker stopped as it was asked to."""
     named: tuple[Worker, ...] = ()
-    """Workers between which a connection failed: this one, and those it could not reach; empty if
+    """Workers between which a connection failed: this one, and those it could not reach. Empty if
     the error is of another kind, or follows from the end of the order."""
     data_end: int | None = None
     """First iteration for which the data have no samples, if that ends the order."""
@@ -291,7 +291,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     rank: int | None = None
     """Rank of the process, if it is the only one of the worker that does not wait."""
     awaited: tuple[Worker, ...] = ()
-    """Workers for which this one waits; empty if none, or if it waits for node 0."""
+    """Workers for which this one waits. Empty if none, or if it waits for node 0."""
 
 
 class ReadableCheckpoints(msgspec.Struct, frozen=True, tag=True):

@@ -25,7 +25,7 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     config: RunConfig
     """Configuration of node 0, which must match the agent's own, used by its workers."""
     first_iteration: int
-    """Iteration to resume from, of the checkpoint that the agent's own command line names; or 0."""
+    """Iteration to resume from, of the checkpoint that the agent's own command line names. Or 0."""
     restarted: bool = False
     """True if the run has continued without these workers."""
     epoch: int = 0

@@ -72,7 +72,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failed: tuple[Worker, ...] = ()
     """Workers of the grid that take no part. All others are members."""
     schedule: msgspec.Raw = JSON_NULL
-    """Whole schedule in JSON, in runs whose workers deal samples or evaluate by it; or null."""
+    """Whole schedule in JSON, in runs whose workers deal samples or evaluate by it. Or null."""
     moves: tuple[LayerMove, ...] = ()
     """Transfers of parts of layers made before the first op, while all members wait."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
@@ -81,17 +81,17 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     addresses: Addresses = ()
     """Addresses from which the sources of `moves` send layers."""
     fetch: int = 0
-    """Number of the `Fetch` that has brought layers to the members that need them; 0: none."""
+    """Number of the `Fetch` that has brought layers to the members that need them. 0: none."""
     factor: StepFactor | None = None
     """Gradient factor of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
-    """Layers that each member reads when the run returns to a checkpoint; None: it does not.
+    """Layers that each member reads when the run returns to a checkpoint. None: it does not.
 
     All members first drop all layers. They read these from the checkpoint of `first_iteration`, or
     build them as they were before the run began.
     """
     trusted_from: int = 0
-    """Number of the last order in which the run went back because copies differed; 0: none. What a
+    """Number of the last order in which the run went back because copies differed. 0: none. What a
     worker holds that has followed no order since is wrong, perhaps without its knowledge."""
 
     @property
@@ -134,7 +134,7 @@ class EndOrder(msgspec.Struct, frozen=True, tag=True):
 
     order: int
     doubted: bool = False
-    """True if copies of state differ, so that the run must go back; sent once more if that was
+    """True if copies of state differ, so that the run must go back. Sent once more if that was
     found after the order's end."""
 
 

@@ -45,7 +45,7 @@ Shards = Mapping[str, Shard]
 
 
 def shards_of(module: nn.Module) -> Shards:
-    """Return how ranks cut a layer's parameters, by its attribute `shards`; empty if they do
+    """Return how ranks cut a layer's parameters, by its attribute `shards`. Empty if they do
     not."""
     shards: Shards = getattr(module, "shards", {})
     return shards
@@ -70,7 +70,7 @@ def cut_state_for_rank(state: Mapping[str, Tensor], shards: Shards, rank: int, r
 
 
 def gather_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """Return a layer's whole state from the ranks' parts; as it is if `group` is None. All ranks
+    """Return a layer's whole state from the ranks' parts. As it is if `group` is None. All ranks
     must call this together."""
     if group is None:
         return dict(state)

@@ -200,7 +200,7 @@ class _ThreadGroup(threading.local):
 
 _THREAD_GROUP = _ThreadGroup()
 _PROCESS_GROUPS: list[WorkerGroup] = []
-"""The group of which this process is a rank; empty if a worker is one process."""
+"""The group of which this process is a rank. Empty if a worker is one process."""
 
 
 def worker_group() -> WorkerGroup | None:
@@ -216,7 +216,7 @@ def is_first_rank() -> bool:
 
 
 def enter_group(rank: int, size: int) -> WorkerGroup | None:
-    """Make this process a rank of a worker for good; return the group, or None for size 1. The
+    """Make this process a rank of a worker for good. Return the group, or None for size 1. The
     group also becomes torch.distributed's default one."""
     if size == 1:
         return None

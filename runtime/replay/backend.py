@@ -50,7 +50,7 @@ class Backend(Protocol):
         call this."""
 
     def failure_reason(self, group: Group) -> str | None:
-        """Return why a group is no longer usable, here or at other members; None if it is
+        """Return why a group is no longer usable, here or at other members. None if it is
         usable."""
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:

@@ -62,9 +62,9 @@ class Exchange:
                        if (name := program.output_of(one) or program.input_of(one)) is not None]
         self._sends_before = _count_earlier_sends(self._transfers)
         self._round = 0
-        """Number of the last round with a transfer, counted from the first; a round runs the program once."""
+        """Number of the last round with a transfer, counted from the first. A round runs the program once."""
         self._issued = 0
-        """Number of transfers issued in the order of the program; if `_receive_places` is given, it counts only
+        """Number of transfers issued in the order of the program. If `_receive_places` is given, it counts only
         receives."""
         self._receive_places = None if session.ordered else [
             place for place, one in enumerate(self._transfers) if one.kind in RECEIVES]
@@ -169,7 +169,7 @@ class Exchange:
             self._issued += 1
 
     def _next_transfer(self) -> int | None:
-        """Return the number, over all runs, of the next transfer to issue; None if none is left."""
+        """Return the number, over all runs, of the next transfer to issue. None if none is left."""
         order = range(len(self._transfers)) if self._receive_places is None else self._receive_places
         if self._issued >= len(self._iterations) * len(order):
             return None

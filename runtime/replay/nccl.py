@@ -24,10 +24,10 @@ from slipstream.runtime.replay.torch_groups import Group, NcclGroup, TCPStore, c
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
 
 HIGHEST_PRIORITY = -100
-"""Priority of the CUDA streams that are drawn; torch takes the nearest, that of communicators
+"""Priority of the CUDA streams that are drawn. Torch takes the nearest, that of communicators
 (`torch_groups.create_nccl_group`)."""
 MAX_STREAMS = 256
-"""Largest number of streams in torch's pool; with more different ones, they are not given in
+"""Largest number of streams in torch's pool. With more different ones, they are not given in
 turn."""
 
 
@@ -60,7 +60,7 @@ class StreamRotation:
                     self._streams[(before + 1 + step) % count] for step in range((after - before - 1) % count))
 
     def _skip_used(self) -> int:
-        """Draw streams until the pool's next one is unused; return the index of the last drawn."""
+        """Draw streams until the pool's next one is unused. Return the index of the last drawn."""
         if not self._streams:
             self._streams.append(self._draw())
             while (stream := self._draw()) != self._streams[0] and len(self._streams) < MAX_STREAMS:
@@ -85,7 +85,7 @@ def get_stream_rotation(device: torch.device) -> StreamRotation:
 
 
 ABORT_GRACE_SECONDS = 0.02
-"""Time for a communicator to finish after the generation, before it is aborted; a new one takes
+"""Time for a communicator to finish after the generation, before it is aborted. A new one takes
 longer to create."""
 ABORT_RETRY_SECONDS = 0.05
 """Interval between attempts to abort."""

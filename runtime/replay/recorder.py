@@ -70,7 +70,7 @@ class Recorder:
         return _elapsed_seconds(self._start, self._end)
 
     def traced_ops(self) -> tuple[MeasuredOp, ...]:
-        """Return start and end of each op, in seconds of the shared clock; empty if not traced.
+        """Return start and end of each op, in seconds of the shared clock. Empty if not traced.
         Call `window_seconds` before."""
         return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._shared_seconds(start),
                                 self._shared_seconds(end)) for op, start, end in self._ops if self._traced)

@@ -41,7 +41,7 @@ class Runner(Protocol):
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
                 split: bool) -> Value | None:
-        """Run F and return the activation to send on; the last slice returns None, and keeps its
+        """Run F and return the activation to send on. The last slice returns None, and keeps its
         loss."""
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:

@@ -71,7 +71,7 @@ class SumTree:
 
 
 def _exchange_with_parent(above: Group, payload: Tensor) -> None:
-    """Send `payload`, the sum of a subtree, to the parent; replace it by the sum of all."""
+    """Send `payload`, the sum of a subtree, to the parent. Replace it by the sum of all."""
     total = torch.empty_like(payload)
     arriving = above.recv([total], 0, _DOWN)  # posted before the send, so that the answer arrives at once
     above.send([payload], 0, _UP).wait()

@@ -17,7 +17,7 @@ from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.schedules.schedule import Worker
 
 TRANSFER_TIMEOUT = timedelta(minutes=10)
-"""Timeout of any one transfer, long because a gloo timeout closes all connections; a dead peer is
+"""Timeout of any one transfer, long because a gloo timeout closes all connections. A dead peer is
 noticed in milliseconds."""
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 
@@ -44,7 +44,7 @@ class OutgoingTensor:
     """A tensor that is being sent. It must stay alive until the transfer ends."""
 
     work: Work | Future[Work]
-    """Work of the transfer; a future if it starts once the tensor is in host memory."""
+    """Work of the transfer. A future if it starts once the tensor is in host memory."""
     payload: Tensor
     target: Worker
 

@@ -98,7 +98,7 @@ def rules_of(modules: Mapping[int, nn.Module]) -> dict[str, StepRule]:
 
 
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:
-    """Return the number of the first group whose pattern matches a name; -1 if none does."""
+    """Return the number of the first group whose pattern matches a name. -1 if none does."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.parameters)), -1)
 
 

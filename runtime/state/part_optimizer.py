@@ -61,7 +61,7 @@ class _Piece(NamedTuple):
         return restore_shape(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def get_gradient(self) -> Tensor | None:
-        """Return the gradient of the piece, in the dtype in which it is stepped; None without. It
+        """Return the gradient of the piece, in the dtype in which it is stepped. None without. It
         is a view of `.grad` if that has this dtype."""
         gradient = self.parameter.grad
         return None if gradient is None else restore_shape(

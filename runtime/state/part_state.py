@@ -94,7 +94,7 @@ def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return an optimizer's tensor flat if it has the shape of its parameter `like`; otherwise unchanged."""
+    """Return an optimizer's tensor flat if it has the shape of its parameter `like`. Otherwise unchanged."""
     return tensor.reshape(-1) if tensor.shape == like.shape else tensor
 
 

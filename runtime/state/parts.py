@@ -35,7 +35,7 @@ class Version(NamedTuple):
     after: int
     """Iteration after which the state has these values; -1 before the first one."""
     whole: bool = True
-    """True if all of the state has this version; False while any of it may be changing."""
+    """True if all of the state has this version. False while any of it may be changing."""
 
     def require(self, after: int, what: str) -> None:
         """Raise VersionError, naming `what`, unless all state is that after iteration `after`."""
@@ -53,7 +53,7 @@ steps it by itself, to the same bits."""
 Domains = Sequence[Sequence[Worker]]
 """Groups of workers that fail together (`runtime.failure_domains`)."""
 OriginalMembers = Mapping[LayerRange, Sequence[Worker]]
-"""Original members of each range that has lost some; the others keep the same parts
+"""Original members of each range that has lost some. The others keep the same parts
 (`StatePartition.after_losses`)."""
 
 
@@ -83,11 +83,11 @@ class StatePartition(NamedTuple):
     members: tuple[Worker, ...]
     """Workers that reduce the range, ascending."""
     spans: tuple[Span, ...]
-    """Parts, of equal length except for the last ones; one with all elements if not sharded."""
+    """Parts, of equal length except for the last ones. One with all elements if not sharded."""
     owners: tuple[int, ...]
     """Index among the members of the owner of each part, which steps it."""
     buddies: tuple[int | None, ...]
-    """Index among the members of the buddy of each part; None if it has no copy (yet)."""
+    """Index among the members of the buddy of each part. None if it has no copy (yet)."""
     sharded: bool
 
     @property

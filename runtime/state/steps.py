@@ -105,7 +105,7 @@ class StepController:
         """Sums that a WAITING, GUESSED or REFUTED step depends on; None in the other states."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
-        """Last iteration whose step is known to be right, with its `clip_factor`; None before the first, and if steps
+        """Last iteration whose step is known to be right, with its `clip_factor`. None before the first, and if steps
         need no validation."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""

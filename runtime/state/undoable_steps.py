@@ -213,7 +213,7 @@ class UndoableSteps(OptimizerSteps):
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the last step that was not skipped."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Optimizer's state of each saved parameter before the last step, with the live tensors; None if it had no
+        """Optimizer's state of each saved parameter before the last step, with the live tensors. None if it had no
         state. Empty if the last step was skipped, so that `undo` restores nothing."""
         self.open_iteration: int | None = None
         """Iteration whose step can be undone; None if no step is open."""

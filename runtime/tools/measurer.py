@@ -55,7 +55,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """Number of workers that measure."""
     computing: int
-    """Workers that measure compute at the same time, those of the lowest numbers; all exchange
+    """Workers that measure compute at the same time, those of the lowest numbers. All exchange
     tensors."""
     reduce_group: int
     device: str
@@ -369,7 +369,7 @@ class _Measurer:
 
 def _time_round_trip(session: GenerationSession, worker: int, everyone: Sequence[Worker], form: TensorForm,
                      device: torch.device) -> float:
-    """Return a tensor's seconds from the first worker to the second and back; 0 on others."""
+    """Return a tensor's seconds from the first worker to the second and back. 0 on others."""
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)

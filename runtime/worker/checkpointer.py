@@ -34,7 +34,7 @@ from slipstream.schedules.schedule import Worker
 
 _POLL_SECONDS = 0.05
 ReadDataState = Callable[[int], StreamState | None]
-"""Function that returns the state of ordered data before an iteration; None if it is not known."""
+"""Function that returns the state of ordered data before an iteration. None if it is not known."""
 CopyLayers = Callable[[], Mapping[int, Mapping[str, Tensor]]]
 """Function that returns copies of whole layers' states, by layer and name of the tensor."""
 

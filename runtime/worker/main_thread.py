@@ -99,7 +99,7 @@ class MainThread:
         self._trusted_from = 0
         """Latest `Train.trusted_from` that has come."""
         self._assigned: AssignedShare | None = None
-        """This worker's share of the next order's schedule, as received last; None if none has come."""
+        """This worker's share of the next order's schedule, as received last. None if none has come."""
         self._contents: dict[str, bytes] = {}
         """Contents of schedules that were received, by digest, in order of arrival."""
         self._losses: dict[int, float] = {}

@@ -130,7 +130,7 @@ class OrderThreads:
             context.layer_store.drop_all()
 
     def _begin_order(self) -> threading.Event:
-        """End the waits of the last order; return an event for the end of this one."""
+        """End the waits of the last order. Return an event for the end of this one."""
         self._next.set()
         self._next = threading.Event()
         return self._next

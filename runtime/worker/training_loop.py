@@ -145,7 +145,7 @@ class TrainingLoop:
         self._checksums: Callable[[], tuple[Checksum, ...]] = _no_checksums
         """Function that returns the checksums of the state before the iteration's step, if copies are compared."""
         self._samples: set[SampleDigest] | None = None
-        """Digests of the samples that this worker has read in the iteration; None if they are not
+        """Digests of the samples that this worker has read in the iteration. None if they are not
         compared."""
         self._writers = context.placement.choose_writers(program)
         self.steps = StepController(

@@ -29,7 +29,7 @@ from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import Worker
 
 MAX_ITERATIONS_AHEAD = 8
-"""Iterations from the first uncommitted one that a message may report; members are one ahead, or
+"""Iterations from the first uncommitted one that a message may report. Members are one ahead, or
 two if clipping is decided later."""
 MAX_RANKS = 64
 """Largest number of ranks of a worker, by `[training] tensor_parallel`."""
@@ -43,7 +43,7 @@ class MessageBounds:
 
     setup: WorkerSetup
     injections: int
-    """Number of failures that the run is set to inject; a worker reports one by its index below this number."""
+    """Number of failures that the run is set to inject. A worker reports one by its index below this number."""
     workers: frozenset[Worker] = frozenset()
     """All workers of the job's grid, live or not."""
 

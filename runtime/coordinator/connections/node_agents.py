@@ -40,7 +40,7 @@ class NodeAgents:
         self._bounds = bounds
         self._connections: dict[int, Connection] = {}
         self._node_of: dict[Worker, int] = {}
-        """Node whose agent forwarded the last report of each worker; workers that reported directly are not in it."""
+        """Node whose agent forwarded the last report of each worker. Workers that reported directly are not in it."""
         self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
         """Acknowledgements collected for each node's agent until `send_answers`, each with the workers whose reports it
         answers."""
@@ -92,7 +92,7 @@ class NodeAgents:
         return is_known and not join.epoch
 
     def handle_disconnect(self, connection: Connection) -> bool:
-        """Remove a connection that has ended; return whether it was the current one of its node."""
+        """Remove a connection that has ended. Return whether it was the current one of its node."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return False

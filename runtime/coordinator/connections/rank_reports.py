@@ -87,7 +87,7 @@ class RankReports:
 
 
 def _find_message_key(message: ToCoordinator) -> MessageKey | None:
-    """Return a key that all ranks' messages of one kind share; None for those not combined."""
+    """Return a key that all ranks' messages of one kind share. None for those not combined."""
     match message:
         case IterationReport():
             return IterationReport, message.order, message.iteration

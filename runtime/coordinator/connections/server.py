@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         self.rank = 0
         """Rank of the process at the other end among the processes of its worker."""
         self.heard = math.inf
-        """Time of `time.monotonic` at which a worker's process last sent anything; infinity: it sends no heartbeats."""
+        """Time of `time.monotonic` at which a worker's process last sent anything. Infinity: it sends no heartbeats."""
         self.over = False
         """True if the connection has ended and all messages that came over it have been handled."""
 

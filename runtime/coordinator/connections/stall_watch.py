@@ -13,7 +13,7 @@ from slipstream.runtime.protocol.to_coordinator import WorkerStatus
 from slipstream.schedules.schedule import Worker
 
 STATUS_ANSWER_SECONDS = 1.0
-"""Time that members have to answer; a worker that answers at all does so in milliseconds."""
+"""Time that members have to answer. A worker that answers at all does so in milliseconds."""
 HANG_SHARE = 0.8
 """Share of the timeout that one activity must last to count as hung: it may have begun after the last commit."""
 CIRCLE_TIMEOUTS = 1.8

@@ -50,7 +50,7 @@ class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: float | None
     """Loss of the validation data after the iteration; None if it was not evaluated then."""
     cost_error: float | None
-    """Relative error between the expected costs of samples and measured times; None if no costs are known."""
+    """Relative error between the expected costs of samples and measured times. None if no costs are known."""
     reports: Sequence[IterationReport] = ()
     """Reports of all members, in the order of the workers."""
 
@@ -76,7 +76,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     difference: CopyDifference | SampleDifference | None = None
     """Difference in the current order, which keeps iterations from being committed."""
     nonfinite: int | None = None
-    """First iteration of the current order whose loss is not finite, if any; it is not committed unless `skips`."""
+    """First iteration of the current order whose loss is not finite, if any. It is not committed unless `skips`."""
     losses_of: PersistentSeries = PersistentSeries()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
@@ -97,7 +97,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_committed(self) -> tuple[int, float | None] | None:
-        """Last committed iteration and its loss (None if not finite); None if this run has none."""
+        """Last committed iteration and its loss (None if not finite). None if this run has none."""
         loss = self.losses_of.get(self.next_iteration - 1)
         return None if loss is None else (self.next_iteration - 1, loss if math.isfinite(loss) else None)
 

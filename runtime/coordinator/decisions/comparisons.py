@@ -32,7 +32,7 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
     wrong: tuple[Worker, ...]
     """Holders whose copy differs from the copy of most holders."""
     spread: bool
-    """True if committed iterations may depend on a wrong copy; not if only optimizer state, which
+    """True if committed iterations may depend on a wrong copy. Not if only optimizer state, which
     no step has used yet, differs and its wrong copies are known."""
 
     @property

@@ -57,7 +57,7 @@ DIGEST_CHARACTERS = 16
 """Length of the digest by which events name a schedule."""
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
-"""Function that plans with these workers down and these speeds of the others; called like a
+"""Function that plans with these workers down and these speeds of the others. Called like a
 `planning.schedule_finder.Scheduler`."""
 
 

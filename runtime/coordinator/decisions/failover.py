@@ -61,13 +61,13 @@ class FailoverResult:
     committed: int
     """Last committed iteration."""
     losses: tuple[float, ...]
-    """Losses of all committed iterations of the run; nan for an iteration whose loss no process knows."""
+    """Losses of all committed iterations of the run. Nan for an iteration whose loss no process knows."""
     unwritten: range
     """Committed iterations whose losses the dead coordinator has not written."""
     factor: StepFactor | None
     """Gradient factor of the last committed iteration, if any worker knows it."""
     kept: Mapping[Worker, HeldState]
-    """Layers and parts that each worker found holds; none if it cannot go back to `committed`. A
+    """Layers and parts that each worker found holds. None if it cannot go back to `committed`. A
     worker that was about to join when the coordinator died is left out."""
     missing: tuple[Worker, ...]
     """Members of the last order that were not found."""
@@ -190,7 +190,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """Event of the last complete checkpoint; None if there is none."""
 
     def with_event(self, event: Event) -> "Journal":
-        """Return the journal after the next event; the first order of a run begins a new journal."""
+        """Return the journal after the next event. The first order of a run begins a new journal."""
         match event:
             case OrderGiven(order=1):
                 return Journal(began=event.time)  # earlier events belong to another run in the same folder
@@ -216,7 +216,7 @@ EMPTY_JOURNAL = Journal()
 
 
 def read_journal(folder: Path) -> Journal:
-    """Return the journal of a run's folder; lines that cannot be decoded and a missing file are ignored."""
+    """Return the journal of a run's folder. Lines that cannot be decoded and a missing file are ignored."""
     journal = EMPTY_JOURNAL
     with suppress(OSError):
         for line in (folder / EVENTS).read_bytes().splitlines():

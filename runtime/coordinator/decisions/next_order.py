@@ -155,7 +155,7 @@ def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
 
 
 def _stop_if_nobody_stays(step: TransitionBuilder) -> bool:
-    """Stop the run if all live workers are to end; return whether it is being stopped."""
+    """Stop the run if all live workers are to end. Return whether it is being stopped."""
     if step.state.leaving.issuperset(step.state.live):
         step.update_state(stopping=True)
     return step.state.stopping

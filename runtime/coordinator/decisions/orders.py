@@ -186,7 +186,7 @@ def _find_idle_members(schedule: Schedule) -> frozenset[Worker]:
 
 
 ScheduleAttempt = Callable[[], PreparedSchedule | None]
-"""Function that returns a schedule, or None while it is being planned; it raises NoScheduleError if there is none."""
+"""Function that returns a schedule, or None while it is being planned. It raises NoScheduleError if there is none."""
 
 
 def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:

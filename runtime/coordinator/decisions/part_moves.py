@@ -49,7 +49,7 @@ class PartitionPlanner:
     placement: Placement
     domains: Domains
     sharded: bool
-    """True if the holders of a layer keep different parts; otherwise each keeps all of it."""
+    """True if the holders of a layer keep different parts. Otherwise each keeps all of it."""
 
     def find_lost_layers(self, keepers: HeldStateByWorker) -> list[int]:
         """Return the layers that the remaining workers, `keepers`, do not have completely. Some

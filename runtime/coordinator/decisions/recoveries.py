@@ -205,7 +205,7 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
                        counts=Counter(self.counts) + Counter(self.named))
 
     def without_workers(self, workers: Collection[Worker]) -> "EmptyOrders":
-        """Return the record after a loss; the count begins anew if a lost worker had been named."""
+        """Return the record after a loss. The count begins anew if a lost worker had been named."""
         if not any(worker in self.counts for worker in workers):
             return replace(self.without_current(), joined=self.joined.difference(workers))
         return EmptyOrders(joined=self.joined.difference(workers))

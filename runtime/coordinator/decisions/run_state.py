@@ -132,9 +132,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run at one moment: the current order, the workers that exist, and what is known about them."""
 
     prepared: PreparedSchedule
-    """Schedule of the current order; before the first order, the schedule that the first order will use."""
+    """Schedule of the current order. Before the first order, the schedule that the first order will use."""
     members: frozenset[Worker]
-    """Live members of the current order; before the first order, the workers that it waits for."""
+    """Live members of the current order. Before the first order, the workers that it waits for."""
     phase: GatheringPhase | RejoiningPhase | TrainingPhase | FinishingPhase | EndedPhase = GatheringPhase()
     order: int = 0
     """Number of the last order. Orders are numbered from 1; 0 means that none has been given."""
@@ -151,7 +151,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     vain: int = 0
     """Number of consecutive orders, directly before the current one, in which no member began its first op."""
     doubt: str | None = None
-    """Reason why the members' state cannot be trusted and the run must go back; None if it can be trusted."""
+    """Reason why the members' state cannot be trusted and the run must go back. None if it can be trusted."""
     faulty: tuple[Worker, ...] = ()
     """Members whose copies are wrong, given up once all have paused: then the others know about the
     difference and can report it to another coordinator."""
@@ -160,13 +160,13 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     newcomers: frozenset[Worker] = frozenset()
     """Members of the current order that took no part in the order before."""
     doubted: int = -1
-    """Iteration before which copies differed, none known to be right, at the last return; or -1."""
+    """Iteration before which copies differed, none known to be right, at the last return. Or -1."""
     trusted_from: int = 0
     """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
     data_end: int | None = None
     """First iteration for which the data have no samples; None if none is known. The run ends before it."""
     repeated: int = -1
-    """Last iteration that was run again because its loss was not finite, with copies compared; or -1."""
+    """Last iteration that was run again because its loss was not finite, with copies compared. Or -1."""
     returned_for: int = -1
     """Last iteration for whose loss, which was not finite although copies were equal, the run went back; or -1."""
     cut_for: OriginalMembers = {}
@@ -192,7 +192,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def current(self) -> Schedule:
-        """Schedule of the current order; before the first order, the schedule that the first order will use."""
+        """Schedule of the current order. Before the first order, the schedule that the first order will use."""
         return self.prepared.schedule
 
     @property

@@ -55,14 +55,14 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     cost: MoveCost
     mtbf: float | None = None
-    """Mean time between failures in seconds, in the whole cluster; None: as observed during the run."""
+    """Mean time between failures in seconds, in the whole cluster. None: as observed during the run."""
     began: float
     """Time of `time.monotonic` at which the run began."""
     failures: int = 0
     changes: int = 0
-    """Observed changes of speed; like a failure, each puts the layout chosen before out of date."""
+    """Observed changes of speed. Like a failure, each puts the layout chosen before out of date."""
     closed: tuple[int, Speeds | None] = 1, None
-    """Order number and speeds for which the search is over; initially those of the first order."""
+    """Order number and speeds for which the search is over. Initially those of the first order."""
 
     def expected_seconds_to_failure(self, at: float) -> float:
         """Return the expected seconds from `at` until the next failure or change of speed."""
@@ -128,7 +128,7 @@ class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
     order: int
     """Number of the order during which the change is prepared."""
     fetch: int = 0
-    """Number of the fetch that prepares the change; 0 if layers move while all members wait."""
+    """Number of the fetch that prepares the change. 0 if layers move while all members wait."""
     began: int
     """First iteration that was not committed when the fetch began."""
     moves: tuple[LayerMove, ...] = ()

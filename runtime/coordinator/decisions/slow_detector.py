@@ -90,7 +90,7 @@ class SpeedChange(NamedTuple):
 
     worker: Worker
     factor: float
-    """Factor by which the worker's ops take longer than those of its peers; 1 is usual."""
+    """Factor by which the worker's ops take longer than those of its peers. 1 is usual."""
     before: float
     """Factor that was believed before."""
     since: int
@@ -210,7 +210,7 @@ class SlowDetector:
         return ratios
 
     def estimate_usual_seconds(self, cell: CellTime) -> float | None:
-        """Return the seconds of such an op at usual speed; None if a layer was never measured. They
+        """Return the seconds of such an op at usual speed. None if a layer was never measured. They
         are the planned ones, scaled by earlier measurements."""
         rates = [self._rates.get((cell.kind, layer)) for layer in range(*cell.layers)]
         known = [rate for rate in rates if rate is not None]

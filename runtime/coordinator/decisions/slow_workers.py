@@ -137,7 +137,7 @@ def _try_schedule(planned: Callable[[Iterable[Worker]], Schedule], live: set[Wor
 WARM_UP_ITERATIONS = 1
 """Iterations at the start of an order that are not measured, with everything cold."""
 FIRST_EXCLUSION_SECONDS = 10.0
-"""First pause of a worker that was left out; each later one is twice as long."""
+"""First pause of a worker that was left out. Each later one is twice as long."""
 MAX_EXCLUSION_SECONDS = 640.0
 """Longest pause after which a worker that was left out takes part again."""
 NO_DECISION = SpeedDecision(None, 0.0, 0.0)

@@ -31,7 +31,7 @@ DoneCallback = Callable[[T | BaseException], None]
 MAX_SMALL_JOB_WORKERS = 64
 """Largest job, in workers, for which awaited plans are made in a thread."""
 AWAITED_TIMEOUT_SECONDS, OTHER_TIMEOUT_SECONDS = 30.0, 900.0
-"""Time limits of a process whose plan workers wait for, and of another; then it is killed, and the
+"""Time limits of a process whose plan workers wait for, and of another. Then it is killed, and the
 plan is made in a thread."""
 NICENESS = 10
 """Niceness of processes for which no worker waits: this machine's workers come first."""

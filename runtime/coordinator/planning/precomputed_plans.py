@@ -61,7 +61,7 @@ class FailurePrecomputer:
         self._classes = pipeline_classes(first.grid, first.times, first.memory)
         self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
-        """Plan for each pattern of failures, as a compressed `PrecomputedPlan`; None: there is no plan, or it is being
+        """Plan for each pattern of failures, as a compressed `PrecomputedPlan`. None: there is no plan, or it is being
         made.
 
         Sets of failed workers have the same pattern if they differ only in the numbers of equivalent pipelines.

@@ -43,7 +43,7 @@ class MetricsBuilder:
         self._phase: Phase | None = None
         self._recoveries = recoveries
         self._before: float | None = None
-        """Time in seconds since 1970 at which the last iteration was committed; before the first, at which the first
+        """Time in seconds since 1970 at which the last iteration was committed. Before the first, at which the first
         order was given."""
 
     def observe_event(self, event: Event) -> None:

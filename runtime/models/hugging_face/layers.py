@@ -164,6 +164,6 @@ def _has_sliding_window(config: PreTrainedConfig, index: int) -> bool:
 
 
 def _position_ids(of: Tensor, batch: Batch | None) -> Tensor:
-    """Return the position ids, [B or 1, T]; consecutive ones, [1, T], if there are none."""
+    """Return the position ids, [B or 1, T]. Consecutive ones, [1, T], if there are none."""
     given = positions_of(batch)
     return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

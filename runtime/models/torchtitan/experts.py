@@ -83,7 +83,7 @@ class _Experts(GroupedExperts):  # type: ignore[misc]
     """torchtitan's experts as grouped products whose weight gradients are computed in W."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Apply to each row of features [R, D] the MLP of its expert; rows are sorted by expert."""
+        """Apply to each row of features [R, D] the MLP of its expert. Rows are sorted by expert."""
         groups = ExpertGroups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
         # Cast twice, as in torchtitan, so that the two gradients are not summed in bfloat16.
         hidden = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups)) * grouped_linear(

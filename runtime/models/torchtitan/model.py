@@ -127,7 +127,7 @@ class _LayerMixin(nn.Module):
         return next(iter(self.layers.values()), None)
 
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
-        """Apply the layer to tokens or features; both they and the result are whole on all
+        """Apply the layer to tokens or features. Both they and the result are whole on all
         ranks."""
         return as_plain_tensor(self._run_decoder(as_replicated(given, self), batch))
 
@@ -213,7 +213,7 @@ def as_replicated(given: Tensor, module: nn.Module) -> Tensor:
 
 
 def as_plain_tensor(found: Tensor) -> Tensor:
-    """Return a DTensor as a plain tensor, whole on all ranks; a plain one as it is."""
+    """Return a DTensor as a plain tensor, whole on all ranks. A plain one as it is."""
     if not isinstance(found, DTensor):
         return found
     return found.full_tensor()
