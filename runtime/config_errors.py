@@ -1,4 +1,4 @@
-"""Turn msgspec's messages about a table of the job file into messages that name its keys."""
+"""Turn msgspec's messages about a table of the job file into ones that name keys."""
 
 import difflib
 import re
@@ -11,7 +11,7 @@ MAX_LISTED_KEYS = 16
 """Largest number of keys of a table that an error message lists."""
 _NO_FLOAT16 = ": float16 needs loss scaling, which is not supported; bf16 needs none"
 _KEY_PATTERN = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
-"""Pattern of the part of msgspec's message with the wrong key and a list's wrong entry."""
+"""Pattern of msgspec's wrong key and, for a list, the index of the wrong entry."""
 _REMOVED_KEYS = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it "
                                             "out"}
 """Keys of the job file that earlier versions had, each with what to do instead."""

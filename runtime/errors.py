@@ -29,7 +29,7 @@ def describe_data_end(iteration: int) -> str:
 
 
 def describe_reason(error: Exception) -> str:
-    """Return an error's reason in one line: the system's message for an OSError, else its own."""
+    """Return an error's reason in one line: the system's message, else its own."""
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 

@@ -20,8 +20,7 @@ LOSSES = "losses.jsonl"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SCHEDULES = "schedules"
-"""Folder of the schedules that events name, within the run's folder, like the files: `LOSSES` and
-`METRICS` hold the iterations, `EVENTS` the events."""
+"""Folder of the schedules that events name, in the run's folder, like the three files above."""
 Phase = Literal["whole", "at once", "settled"]
 """Kind of schedule that members train by: "whole" with all workers. "at once" if some do not take
 part, and the others hold what they held before; "settled" if layers have moved since the last
@@ -71,10 +70,10 @@ class Failed(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """Event: a node has lost its last live worker, after a `Failed` event of each of them."""
+    """Event: a node has lost its last worker, after a `Failed` event of each."""
 
     node: Count
-    """Number of the node, by `[topology]`, or by the order in which the nodes were started."""
+    """Number of the node, by `[topology]`, or in the order of starts."""
     workers: tuple[Worker, ...]
     """All workers of the node."""
 
@@ -92,7 +91,7 @@ class OrderGiven(Event, frozen=True, kw_only=True):
 
 
 class PlanAsked(Event, frozen=True, kw_only=True):
-    """Event: the coordinator begins to search for a schedule, which is either looked up or planned."""
+    """Event: the coordinator begins to search for a schedule."""
 
     down: tuple[Worker, ...]
     phase: Phase
@@ -139,7 +138,7 @@ class FetchProgressed(Event, frozen=True, kw_only=True):
 
     fetch: Count
     share: Share
-    """Copies of layers for workers that have all of theirs, divided by all copies to fetch."""
+    """Copies for workers that have all of theirs, divided by all copies to fetch."""
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):
@@ -167,7 +166,7 @@ class Resumed(Event, frozen=True, kw_only=True):
     """Event: all members have begun their first op after failures, a join, or a change."""
 
     pause: Seconds
-    """Seconds from the first failure, or from when all had stopped, until the last first op."""
+    """Seconds from the first failure, or from when all had stopped, to the last first op."""
     live: Count
 
 
@@ -180,13 +179,13 @@ class Slowed(Event, frozen=True, kw_only=True):
 
 
 class Recovered(Event, frozen=True, kw_only=True):
-    """Event: a worker that was slow was found to be as fast as its peers again."""
+    """Event: a slow worker was found to be as fast as its peers again."""
 
     worker: Worker
 
 
 class LeftOut(Event, frozen=True, kw_only=True):
-    """Event: a live worker takes no part in training from now on, because it is too slow."""
+    """Event: a live worker takes no part from now on, because it is too slow."""
 
     worker: Worker
     reason: str
@@ -240,13 +239,12 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     """Mean loss over all micro-batches. None if it was not finite, and no step was made."""
     period: Seconds | None = None
-    """Longest time in seconds of any worker from the start of its first op to the end of its
-    step."""
+    """Longest time, in seconds, of any worker from its first op's start to its step's end."""
     time: float | None = None
     """Time of the commit in seconds since 1970; None in files of earlier versions."""
     cost_error: float | None = None
-    """Root mean square of (measured / expected - 1) of the samples' costs, where expected is a
-    multiple of the median of each worker's ops of a kind; None if no costs are known."""
+    """Root mean square of measured / expected - 1 of the samples' costs, if these are known. What
+    is expected is a multiple of the median of each worker's ops of a kind."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,10 +258,9 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Norm of all gradients before clipping."""
     learning_rate: float
     tokens_per_second: float | None
-    """Tokens of an iteration per second, from the last commit to this one, with all pauses."""
+    """Tokens of an iteration per second, from the last commit to this one."""
     mfu: float | None
-    """Model FLOPs utilization: operations of forward and backward as a share of the live workers'
-    peak."""
+    """Model FLOPs utilization: operations as a share of the live workers' peak."""
     live: Count | None
     phase: Phase | None
     recoveries: Count
@@ -276,7 +273,8 @@ encode = msgspec.json.Encoder().encode
 Observer = Callable[[Event], None]
 """Function that is called with each event, on the coordinator's thread."""
 IterationObserver = Callable[[Metrics], None]
-"""Function that is called with the metrics of each committed iteration, on the coordinator's thread."""
+"""Function that is called with the metrics of each committed iteration, on the coordinator's
+thread."""
 
 decode_event: Callable[[bytes], AnyEvent] = msgspec.json.Decoder(AnyEvent).decode
 decode_metrics: Callable[[bytes], Metrics] = msgspec.json.Decoder(Metrics).decode

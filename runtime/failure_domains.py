@@ -25,7 +25,7 @@ class FailureDomains:
         self._domain_by_worker = {worker: number for number, workers in enumerate(self.domains) for worker in workers}
 
     def domain_of(self, worker: Worker) -> int | None:
-        """Return the number of a worker's domain, or None if the worker is in no domain."""
+        """Return the number of a worker's domain, or None if it has none."""
         return self._domain_by_worker.get(worker)
 
     def workers_failing_with(self, worker: Worker) -> tuple[Worker, ...]:

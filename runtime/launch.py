@@ -84,12 +84,10 @@ from slipstream.schedules.measured_trace import write_measured_trace
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 LISTEN_SECONDS, LISTEN_RETRY_SECONDS = 5.0, 0.1
-"""Seconds for which this process tries to listen where workers look for a coordinator, and between
-attempts. While no process listens there, the system may briefly give that port to an outgoing
-connection."""
+"""Seconds to try to listen where workers look for a coordinator, and between attempts. The system
+may briefly give that port to an outgoing connection."""
 MAX_RESTARTS, RESTART_WINDOW_SECONDS, FIRST_PAUSE_SECONDS = 5, 3600.0, 0.1
-"""Restarts of a failing coordinator within the second number of seconds, and the seconds before the
-first one; each later pause is twice as long."""
+"""Restarts of a failing coordinator in these seconds, and the first pause, which doubles."""
 HUGGING_FACE_FOLDER = "hugging-face"
 """Folder, within the run's, for a model of transformers in its own format."""
 
@@ -192,8 +190,8 @@ class RestartLimit:
         self._failures: list[float] = []
 
     def count_failure(self) -> float | None:
-        """Count a failure; return the seconds before the restart, or None if there were too many.
-        More than `MAX_RESTARTS` in the last `RESTART_WINDOW_SECONDS` are too many."""
+        """Count a failure; return the pause before the restart, or None after too many. More than
+        `MAX_RESTARTS` in the last `RESTART_WINDOW_SECONDS` are too many."""
         now = time.monotonic()
         self._failures = [*(at for at in self._failures if at > now - RESTART_WINDOW_SECONDS), now]
         count = len(self._failures)
@@ -207,13 +205,13 @@ class _ForkServerHolder:
         self._given = given
         self._stack = stack
         self.server: ForkServer | None = None
-        """Fork server that starts the workers of this node. None until workers are started or adopted."""
+        """Fork server that starts the workers of this node. None until workers are started or
+        adopted."""
         self.adopted = False
         """True if the server may have workers of an earlier coordinator."""
 
     def get_server(self, found: ForkServer | None) -> ForkServer:
-        """Return this node's fork server: the held one, else `found`, else `run`'s, else a new
-        one."""
+        """Return this node's fork server: the held one, `found`, `run`'s, or a new one."""
         if self.server is None:
             self.server = found or self._given or self._stack.enter_context(ForkServer())
         self.adopted = True

@@ -1,6 +1,6 @@
-"""Take part in a run as a node other than node 0, on the coordinator's instructions.
+"""Take part in a run as a node other than node 0.
 
-They say which workers to start and end. The program that the workers run and the place where they
+Its coordinator says which workers to start and end. The program that the workers run and the place where they
 write come from this node's own job file and command line.
 """
 
@@ -54,11 +54,10 @@ JOIN_RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJob:
-    """Job of a node other than node 0, from its own job file and command line only."""
+    """Job of a node other than node 0, by its own job file and command line."""
 
     settings: NodeSettings
-    """Settings of the node's workers. `resume` is the folder of the checkpoint that node 0 resumes
-    from, or of a run that has it."""
+    """Settings of the node's workers; `resume` is node 0's checkpoint, or a run that has it."""
     workers: Sequence[Worker]
     """All workers of the job; the node starts no others."""
 
@@ -71,7 +70,7 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
              fork_server: ForkServer | None = None, local: LocalProcess = ONLY_PROCESS,
              join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
              notify: Callable[[str], None] = lambda _: None, is_done: Callable[[], bool] = lambda: False) -> None:
-    """Take part in the run that node 0 leads, with this node's share of the workers.
+    """Take part in the run that node 0 leads, with this node's workers.
 
     The workers' logs, and the parameters of layers that they write, go into `job.settings.out`.
     After SIGTERM or Ctrl-C the workers leave the run at the next iteration, or are killed after
@@ -133,7 +132,7 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
 
 
 def _notify_unless_done(notify: Callable[[str], None], is_done: Callable[[], bool], line: str) -> None:
-    """Call `notify` with a line about the wait, or raise RunDoneError if the run is done."""
+    """Call `notify` with a line, or raise RunDoneError if the run is done."""
     if is_done():
         raise RunDoneError(line)
     notify(line)
@@ -253,11 +252,12 @@ class _NodeAgent:
         self._grace_seconds = grace_seconds
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
-        """Time by which this node must end after it was asked to, by time.monotonic. None until then."""
+        """Time by which this node must end after it was asked to, by time.monotonic. None until
+        then."""
         self._unreported_ends: list[WorkerEnded] = []
-        """Workers that ended while there was no node 0, to be reported to the next one."""
+        """Workers that ended while there was no node 0, to be reported."""
         self.run_restarts = False
-        """True if node 0 starts the run again from its beginning, so that this node must join it again."""
+        """True if node 0 starts the run from its beginning, which this node must join."""
 
     def serve(self) -> str | None:
         """Carry out the coordinator's messages until the run ends; return why it failed, or None.

@@ -54,7 +54,7 @@ def load_reference(key: str, name: str) -> Any:
 
 
 def _require_no_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError if a module of the working directory is hidden by one of its name."""
+    """Raise ConfigError if a module of the working directory is hidden by another."""
     # `names` are the modules that were imported, and the message begins with `wrong`.
     for top in {name.partition(".")[0] for name in names}:
         local = next((path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()), None)

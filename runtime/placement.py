@@ -85,8 +85,8 @@ class Placement:
         return {self.model_range(layers): workers for layers, workers in find_reductions(schedule).items()}
 
     def reductions_of(self, program: WorkerProgram) -> dict[LayerRange, list[Worker]]:
-        """Return all workers of each sum that a worker takes part in, by range of layers. The
-        ranges are in ascending order, and cover all layers that the worker holds."""
+        """Return all workers of each sum that a worker takes part in, by range. The ranges are in
+        ascending order, and cover all layers that the worker holds."""
         return {self.model_range(layers): list(workers) for layers, workers in program.sums}
 
     def holders_of_groups(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:

@@ -28,7 +28,7 @@ from slipstream.schedules.files import READABLE_BY_OWNER, write_atomically
 
 CHECKPOINTS = "checkpoints"
 LOCK_TIMEOUT_SECONDS = 0.2
-"""Seconds to wait for a lock, which is held for a moment while a killed node's is removed."""
+"""Seconds to wait for a lock, held for a moment while a killed node's is removed."""
 _TAKEOVER_RECORD = ".running.json"
 _LOCK_NAME = ".node-{}.lock"
 _TEMPORARY_FILES = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
@@ -52,12 +52,10 @@ class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
     resume: str | None
     """Folder of the checkpoint from which the run began. None if it began with iteration 0."""
     fork_server: str | None
-    """Name by which this machine's workers are adopted (`adopt_fork_server`); None: they cannot
-    be."""
+    """Name by which this machine's workers can be adopted (`adopt_fork_server`), if they can."""
     crashes: CrashTimes = ()
     identity: RunIdentity | None = None
-    """What the run trains, which a node 0 that takes over must train. None in records of earlier
-    versions."""
+    """What the run trains, and so must its next node 0; None in earlier records."""
 
 
 _TAKEOVER_DECODER = msgspec.json.Decoder(TakeoverRecord)
@@ -69,7 +67,7 @@ class FolderError(ValueError):
 
 @contextlib.contextmanager
 def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
-    """Hold the lock of a run's folder for one node of the run within the context.
+    """Hold the lock of a run's folder for one node within the context.
 
     The folder is created if necessary. The system releases the lock when this process ends. All
     processes that share the folder's file system see the lock if that file system has flock, as NFS
@@ -91,7 +89,7 @@ def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
 
 
 def read_takeover_record(out: Path) -> TakeoverRecord | None:
-    """Return the record that a node 0 left in the folder when it died, if it can be read."""
+    """Return the record that a dead node 0 left, if it can be read."""
     try:
         return _TAKEOVER_DECODER.decode((out / _TAKEOVER_RECORD).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -99,7 +97,7 @@ def read_takeover_record(out: Path) -> TakeoverRecord | None:
 
 
 def remove_takeover_record(out: Path) -> None:
-    """Remove the record for a takeover, if any, when the run ends or no worker is alive."""
+    """Remove any record for a takeover, as no run is left to take over."""
     (out / _TAKEOVER_RECORD).unlink(missing_ok=True)
 
 

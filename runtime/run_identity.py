@@ -73,7 +73,7 @@ def combine_identities(identities: Iterable[RunIdentity]) -> RunIdentity:
 
 def _describe_values(part: str, key: str, our: str | None, their: str | None, here: str,
                      there: str) -> str:
-    """Return a clause on two different values of a key, one of which may be missing."""
+    """Return a clause on two different values of a key."""
     if part == "data":
         return f"the {key} are not the same {here} and {there}"
     if part == "code" and (our is None or their is None):

@@ -58,8 +58,7 @@ class CommittedIteration:
     at: float
     """Time of the commit, in run seconds."""
     took: float
-    """Seconds since the commit before or, for a start's first, since its first order, with
-    pauses."""
+    """Seconds since the commit before or, for a start's first, since its first order."""
     iteration: int
     loss: float | None
     period: float | None
@@ -68,7 +67,7 @@ class CommittedIteration:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRecord:
-    """One generation: from an order to the next one, or to the run's end or restart."""
+    """One generation: from an order to the next one, or the run's end."""
 
     begin: float
     """Time of the order, in run seconds."""

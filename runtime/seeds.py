@@ -54,7 +54,7 @@ GENERATOR_LOCK = GeneratorLock()
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a seed in [0, 2^63) by all parts and their order, the same on every machine."""
+    """Return a seed in [0, 2^63) by all parts, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -92,8 +92,7 @@ def restoring_generators(device: torch.device | None = None) -> Iterator[Callabl
 
 
 def get_generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
-    """Return the states of torch's generators of the CPU and of `device` if it is a GPU. Must be
-    called within `restoring_generators`."""
+    """Return the states of torch's generators. Must be called within `restoring_generators`."""
     return [generator.get_state() for generator in _default_generators(device)]
 
 

@@ -22,7 +22,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 
 
 class TensorError(ValueError):
-    """Error, in one line, for bytes without tensors, or a file that is not what was written."""
+    """Error, in one line, for bytes or a file without the expected tensors."""
 
 
 class FileDigest(NamedTuple):

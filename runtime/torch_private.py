@@ -43,7 +43,8 @@ def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Ma
 
     For: graphs that have been changed on their way to it (`runtime.models.compiling`).
 
-    Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to its backend.
+    Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to
+    its backend.
     """
     from torch._inductor.compile_fx import compile_fx  # takes seconds
 
@@ -60,8 +61,9 @@ reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or d
 def without_gpu_context() -> Iterator[None]:
     """Let fake tensors of a GPU be used within the context without initializing CUDA.
 
-    For: the launcher, which computes the shapes and dtypes of a model's activations but must not take memory of a GPU,
-    nor make CUDA unusable for processes that are forked. The context is needed only for backwards on fake tensors.
+    For: the launcher, which computes the shapes and dtypes of a model's activations but must not
+    take memory of a GPU, nor make CUDA unusable for processes that are forked. The context is
+    needed only for backwards on fake tensors.
 
     Replaced by: the meta device instead of fake tensors, once autocast works there as on a GPU.
     """
@@ -85,7 +87,8 @@ def current_function_mode() -> object:
 def without_function_mode() -> Iterator[None]:
     """Leave the active TorchFunctionMode within the context.
 
-    For: compiled code, which splits its backward by itself, when it is called under the mode that splits backwards.
+    For: compiled code, which splits its backward by itself, when it is called under the mode that
+    splits backwards.
 
     Replaced by: leaving the mode, once torch has a public call for that.
     """
@@ -100,7 +103,8 @@ def without_function_mode() -> Iterator[None]:
 def without_process_groups() -> Iterator[None]:
     """Hide all process groups of torch.distributed within the context, and restore them afterwards.
 
-    For: a default group of our own, from which device meshes are built, in a program that has another default group.
+    For: a default group of our own, from which device meshes are built, in a program that has
+    another default group.
 
     Replaced by: `init_device_mesh` with an argument for the group.
     """
@@ -138,7 +142,7 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
 
 
 class GradientUse(Enum):
-    """What the backward that is running does with the gradient of one input of a function."""
+    """What the running backward does with one input's gradient."""
 
     NONE = "nothing; it need not be computed"
     ADDED = "adds it to `.grad` of a parameter, or passes it on"
@@ -150,8 +154,8 @@ def find_gradient_use(node: Any) -> GradientUse:
 
     That is an entry of `next_functions`; None is passed nothing.
 
-    To be called within the backward of a torch.autograd.Function, whose own `needs_input_grad` does not say for which
-    inputs torch.autograd.grad was called.
+    To be called within the backward of a torch.autograd.Function, whose own `needs_input_grad` does
+    not say for which inputs torch.autograd.grad was called.
 
     Replaced by: `needs_input_grad`, once it depends on the backward that is running.
     """
@@ -213,7 +217,8 @@ class _NoModules:
 def without_module_tracking(counter: FlopCounterMode) -> FlopCounterMode:
     """Return a counter of floating-point operations that does not tell modules apart.
 
-    For: layers that call torch.autograd.grad in their forward, which fails where hooks track modules.
+    For: layers that call torch.autograd.grad in their forward, which fails where hooks track
+    modules.
 
     Replaced by: an argument of FlopCounterMode.
     """

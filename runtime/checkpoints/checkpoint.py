@@ -59,7 +59,7 @@ OnEnded = Callable[["CheckpointError | None"], None]
 
 
 class CheckpointError(DocumentError):
-    """Error, in one line, of a checkpoint that cannot be written, read or used in this run."""
+    """Error, in one line, of a checkpoint that cannot be written, read or used here."""
 
 
 class DamagedError(CheckpointError):
@@ -76,7 +76,7 @@ class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of manifest.json, and of the JSON note that a worker leaves for a saved layer."""
+    """Content of manifest.json, and of the JSON note for each saved layer."""
 
     format: str = "slipstream-checkpoint"
     version: int = 1
@@ -149,8 +149,8 @@ def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> s
 
 
 class PendingSave:
-    """Writing of this worker's layers to a draft, in a thread of its own that starts at once. The
-    draft becomes the checkpoint when it is `allow`ed, and all workers have written their layers."""
+    """Writing of this worker's layers to a draft, in a thread that starts at once. The draft
+    becomes the checkpoint when it is `allow`ed, and all workers have written their layers."""
 
     def __init__(self, folder: Path, draft: Path, layers: Mapping[int, LayerState], manifest: Manifest, ended: OnEnded,
                  *, allowed: bool) -> None:
@@ -161,9 +161,10 @@ class PendingSave:
         self._ended = ended
         self._allowed, self._written, self._dropped = allowed, False, False
         self._state_lock = threading.Lock()
-        """Lock held while the draft becomes the checkpoint, and while that is allowed or ruled out."""
+        """Lock held while the draft becomes the checkpoint, or while that is decided."""
         self._thread = _start_thread(self._run, self._write, layers)
-        """Thread that was started last. Others wait for it at any time, so that it is stored only once it runs."""
+        """Thread that was started last. Others wait for it at any time, so that it is stored only
+        once it runs."""
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """Return whether this worker's write has ended, after waiting at most `seconds`."""

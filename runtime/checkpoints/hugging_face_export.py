@@ -26,7 +26,7 @@ COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.j
                 "merges.txt", "chat_template.jinja", "generation_config.json")
 """Files that accompany the weights of a pretrained model and are copied unchanged."""
 _REPLACED_KEYS = ("torch_dtype", "use_cache", "attn_implementation", "experts_implementation")
-"""Keys of config.json that say how a model is run, or that the export sets itself."""
+"""Keys of config.json that say how a model is run, or that the export sets."""
 ReadLayer = Callable[[int], Mapping[str, Tensor]]
 """Function that returns a layer's own parameters and buffers by their names in it."""
 

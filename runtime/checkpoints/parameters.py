@@ -18,7 +18,7 @@ RETRY_SECONDS = 1.0
 
 
 def layer_path(out: Path, layer: int) -> Path:
-    """Return the path of the file with a layer's final parameters in the folder `out` of a run."""
+    """Return the path of a layer's final parameters in a run's folder `out`."""
     return out / "parameters" / f"layer-{layer:04d}{_SUFFIX}"
 
 

@@ -20,7 +20,7 @@ from slipstream.runtime.state.part_optimizer import PartOptimizer
 
 
 class Rehearsal:
-    """Runs ops on discarded data once for each kind of layers, so that CUDA loads kernels."""
+    """Runs each kind of layers once on discarded data, so that CUDA loads kernels."""
 
     def __init__(self) -> None:
         self._known = set[Hashable]()
@@ -56,11 +56,8 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter of each dtype, with a checksum, and undo the step.
-
-        Does nothing if this process has done so for the same dtypes. The modules themselves are not
-        changed.
-        """
+        """Run O on a small parameter of each dtype, and undo the step. Does nothing if this process
+        has done so for the same dtypes. The modules themselves are not changed."""
         likes = {trained.dtype: trained for module in modules for trained in module.parameters()
                  if trained.requires_grad}
         if not likes or not self._is_new(frozenset(likes)):

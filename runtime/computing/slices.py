@@ -38,8 +38,7 @@ class _MicrobatchState(NamedTuple):
     value: Value
     output: Value
     added: Tensor | None
-    """Loss that layers of the slice added (`add_to_loss`). None on the last, whose output has
-    it."""
+    """Loss that layers of the slice added (`add_to_loss`); None on the last slice."""
     work: WeightWork | None
     """Queue to which I adds the work of W; None if I computes all gradients."""
     scale: float
@@ -140,7 +139,9 @@ class SliceRunner:
         return result
 
     def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run I, free what W does not need, and return the gradient of the slice's input.
+        """Run I, and return the gradient of the slice's input.
+
+        All tensors that W does not need are freed.
 
         The first slice returns None and leaves the whole backward to W. `gradient` is that of the
         activation that `forward` returned; for a tuple, the gradients of its floating-point
@@ -182,7 +183,7 @@ class SliceRunner:
         del self._held[microbatch]
 
     def count_in_flight(self) -> int:
-        """Return the number of micro-batches that are stored: F has been run, W or B has not."""
+        """Return the number of stored micro-batches: F has been run, W or B not."""
         return len(self._held) + len(self._deferred)
 
     def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
@@ -251,7 +252,7 @@ class WorkerSlices:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor from another slice as a leaf, with a gradient if it can have one."""
+    """Return a tensor from another slice as a leaf, with a gradient if possible."""
     return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
 
 

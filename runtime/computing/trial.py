@@ -203,7 +203,7 @@ def _zero_gradients(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 
 class _Copier(nn.Module):
-    """Layer that passes on copies, so that the layer after it may write to its input."""
+    """Layer that passes on copies, so that the next one may write to its input."""
 
     def forward(self, value: Any) -> Value:
         """Return a copy of the value."""
@@ -218,8 +218,7 @@ def _draw_gradient(output: Value) -> Value:
 
 
 MAX_ELEMENTS = 2**26
-"""Elements up to which layers are built, since large ones take long to fill. The smallest layer is
-always built."""
+"""Elements up to which layers are built, as large ones take long. At least one is."""
 
 
 def require_repeatable_layers(model: LayeredModel, config: RunConfig,

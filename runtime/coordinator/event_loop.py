@@ -128,11 +128,11 @@ class EventLoop:
         at = time.monotonic()
         self.state = build_initial_state(self._rules, commits, at, run.build_rejoining_phase(at), run.journal)
         self._injected: dict[int, float] = {}
-        """Time of `time.monotonic` at which each injected failure happened, by its index in the list of injections."""
+        """Time of `time.monotonic` of each injected failure, by its index in the list."""
         self._bounds = MessageBounds(run.setup, len(resilience.injections), grid)
         self._agents = NodeAgents(run, processes, self._workers, self._bounds)
         self.out_of_time = False
-        """True if the run was told to end and has not ended within the time allowed."""
+        """True if the run was told to end and has not ended in time."""
 
     @property
     def _has_ended(self) -> bool:
@@ -153,7 +153,7 @@ class EventLoop:
         return f"{describe_data_end(state.data_end)}; {self.news.describe_progress(state.log.next_iteration)}"
 
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
-        """Serve the run until all iterations are done or it has ended because it was told to.
+        """Serve the run until all iterations are done or it was told to end.
 
         Raises RunError if the run cannot continue, NoLiveWorkerError if no worker of a dead
         coordinator was found, OtherRunError if one that was found is of another run, and
@@ -312,7 +312,7 @@ class EventLoop:
         self._apply_event(TimePassed())
 
     def _handle_stall(self, stall: StallReport, needed: Mapping[Worker, Collection[int]]) -> None:
-        """Give up members that hang, or end the order of members that wait for each other."""
+        """Give up members that hang, or end an order whose members wait in a circle."""
         culprits, circle = stall.find_culprits(needed), stall.find_circle()
         for one in culprits:
             self.processes.kill_worker(one.worker)  # first, as its other processes may then end by themselves

@@ -1,4 +1,4 @@
-"""What a run is asked for: what to train, where, and how it deals with failures."""
+"""Say what a run is asked for: what to train, where, and how it survives failures."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class Resilience(WorkerResilience):
     """Options for how a run deals with failures: those that workers are told, and these."""
 
     scheduler: Scheduler | None = None
-    """Function that returns the schedule for failed workers, called outside the event loop. None:
-    the run ends at the first failure."""
+    """Function that returns the schedule for failed workers, off the event loop. None: a failure
+    ends the run."""
     at_speeds: SchedulerAtSpeeds | None = None
     """Function that returns the schedule at given speeds; None: slow workers are reported only."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
@@ -47,8 +47,7 @@ class Resilience(WorkerResilience):
     resume: Checkpoint | None = None
     """Checkpoint from which the run continues; None: it starts with iteration 0."""
     rebalancer: Rebalancer | None = None
-    """Planner of schedules for which layers move, needed with fewer live workers than stages. None:
-    the run then ends."""
+    """Planner of moved layers, needed with fewer workers than stages; None: the run then ends."""
     settling: Settling | None = None
     """Rules by which layers move to better schedules; None: they stay as long as possible."""
     injections: tuple[Injection, ...] = ()
@@ -60,8 +59,8 @@ class Resilience(WorkerResilience):
     returns: tuple[Return, ...] = ()
     """Workers to start again after they died."""
     faults_per_hour: int = 0
-    """Restarts within an hour of a worker that crashes, each after a longer pause. A node has twice
-    as many. 0: dead workers are not started again, except for `returns`."""
+    """Restarts of a crashing worker in an hour, twice as many for a node. 0: dead workers are not
+    started again, except for `returns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,35 +77,31 @@ class RunOptions:
     topology: Sequence[Collection[Worker]] = ()
     """Workers of each machine, if the job names them; empty: nodes are consecutive workers."""
     secret: Secret | None = None
-    """Secret that all nodes share (`runtime.protocol.authentication`); None: one node creates
-    it."""
+    """Secret that all nodes share; None: the only node creates it."""
     traced: int = 3
     """Number of last iterations whose ops are recorded in `trace.json`."""
     force: bool = False
-    """True to remove what another run has left in the folder, instead of refusing to write
-    there."""
+    """True to remove what another run has left in the folder, if anything."""
     again: bool = False
     """True to run an earlier run again that has saved neither a checkpoint nor parameters."""
     grace_seconds: float = GRACE_SECONDS
     """Seconds that the run may take to end after SIGTERM or Ctrl-C, with a checkpoint."""
     notify: Notify = lambda _: None
-    """Function that is called with messages for users. This and the next two are called between
-    messages of workers, which wait meanwhile; therefore `slipstream train` prints in a thread."""
+    """Function that is called with messages for users. Like the next two, it is called between
+    messages of workers, which wait meanwhile; `slipstream train` prints in a thread."""
     observe: Observer = lambda _: None
     """Function that is called with each event of the run (`runtime.events`)."""
     observe_iteration: IterationObserver | None = None
-    """Function that is called with the `Metrics` of each committed iteration, and again for those
-    that are repeated after the run went back to a checkpoint."""
+    """Function that is called with the `Metrics` of each committed iteration. After a return to a
+    checkpoint, it is called again for those that are repeated."""
     fault_free_seconds: float | None = None
-    """Planned period in seconds with all workers, if the first schedule is for fewer. None: not
-    planned."""
+    """Planned seconds per iteration with all workers, if the first schedule is for fewer."""
     tensorboard: Path | None = None
     """Folder for TensorBoard's files; None: none are written."""
     prometheus: Path | None = None
     """File for Prometheus' textfile collector; None: none is written."""
     peak_flops: float | None = None
-    """Peak operations per second of a device if `[training] peak_flops` is not set; None:
-    unknown."""
+    """Peak operations per second of a device, if the job does not give them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,7 @@ class RunResult:
     speed_events: tuple[SpeedEvent, ...]
     """Changes of workers' speeds that were detected, and what was done about each."""
     speed_periods_seconds: tuple[float | None, ...]
-    """Median of the longest busy windows, in seconds, from each speed event to the next. None
-    without iterations."""
+    """Median longest window, in seconds, from each speed event to the next, if any."""
     notes: tuple[str, ...]
     """Other problems that the run survived, such as checkpoints that could not be written."""
     checkpoints: tuple[CheckpointCost, ...]

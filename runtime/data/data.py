@@ -39,7 +39,7 @@ RECENT_ITERATIONS = 8
 LIBRARY_BYTES = 4 * 2**20
 """Bytes of the standard library's sources that are the text of a job without data."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
-"""Pattern of a key for training data in an error message, to name validation data instead."""
+"""Pattern of a key for training data in an error, to name validation data instead."""
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -108,8 +108,7 @@ class IterationData(Protocol):
 
 
 FindState = Callable[[int], tuple[int, dict[str, Any]] | None]
-"""Function that returns the latest saved state of data up to an iteration, with its own; or
-None."""
+"""Function that returns the latest saved state of data up to an iteration, and that one's."""
 
 
 class _IterationAdapter:
@@ -121,8 +120,7 @@ class _IterationAdapter:
         self._first = list(accumulate(microbatches, initial=0))
         self._kept: dict[int, Sequence[tuple[Tensor, ...]]] = {}
         self._begun = self._next = 0
-        """Iteration from which the data have been read in order, and the iteration after the one that was read
-        last."""
+        """Iteration from which data have been read in order, and the one after the last read."""
         self.find_state: FindState = lambda _: None
         """Function that finds a saved state of the data."""
         self._has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
@@ -144,7 +142,7 @@ class _IterationAdapter:
         return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
     def move_to(self, iteration: int) -> None:
-        """Read the data up to an iteration, from the last saved state or the beginning on."""
+        """Read the data up to an iteration, from the last saved state on."""
         self._read_samples(iteration)
 
     def get_state(self, iteration: int) -> dict[str, Any] | None:
@@ -162,7 +160,7 @@ class _IterationAdapter:
         return state if _is_plain(state) else None
 
     def _has_read(self, iteration: int) -> bool:
-        """Return whether an iteration is the next one or one of those that were just read."""
+        """Return whether an iteration is the next one or was just read."""
         return max(self._begun, self._next - RECENT_ITERATIONS) <= iteration <= self._next
 
     def _load_state_before(self, iteration: int) -> None:

@@ -37,8 +37,7 @@ POLL_SECONDS = 0.02
 """Seconds after which a wait for samples checks again if the generation has ended."""
 
 CostFunction = Callable[[int], object]
-"""Function that returns the costs of an iteration's samples, relative to the mean. They should be
-`schedules.dealing.Costs`, and are checked when used."""
+"""Function that returns the relative costs of an iteration's samples, checked when used."""
 
 
 def find_cost_function(data: Data, training: TrainingConfig,
@@ -85,8 +84,8 @@ def digest_costs(data: Data, training: TrainingConfig) -> str:
 
 
 def digest_data(corpus: Data, validation: Data | None, training: TrainingConfig) -> dict[str, str]:
-    """Return digests, by name, of a run's data and of all that decides how they are dealt.
-    `validation` is None if it does not evaluate. They are part of the run's identity."""
+    """Return digests, by name, of a run's data and of how they are dealt. `validation` is None if
+    it does not evaluate. They are part of the run's identity."""
     digests = {"training data": corpus.digest, "sample costs": digest_costs(corpus, training)}
     if validation is not None:
         digests["validation data"] = validation.digest
@@ -220,8 +219,8 @@ class DealtSamples:
 
 
 def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """Return the kinds of work, of F, I and W, that an op of a kind on some layers does. A B does I
-    and W. On layers that begin with layer 0, W does the whole backward, and I does no work."""
+    """Return the kinds of work that an op does: F, I or W. A B does I and W. On layers that begin
+    with layer 0, W does the whole backward, and I does no work."""
     if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
         return OpKind.I, OpKind.W
     return () if kind is OpKind.I and layers[0] == 0 else (kind,)

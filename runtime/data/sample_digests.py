@@ -21,7 +21,7 @@ from slipstream.runtime.replay.layer_values import Form
 from slipstream.runtime.replay.microbatch import Microbatch
 
 FIRST_SAMPLES = "samples of iteration"
-"""Beginning of the name of the first samples' digest in a run's identity, before the iteration."""
+"""Beginning of the first samples' name in a run's identity, before the iteration."""
 
 
 def digest_sample(tensors: Sequence[Tensor]) -> str:

@@ -34,8 +34,8 @@ Numbers = NDArray[np.uint64]
 
 
 def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
-    """Return the number of the sample at each of the positions `places` in a pass's order. `seed`
-    determines the order of the `count` samples; each is at exactly one position."""
+    """Return the sample at each of the positions `places` in a pass's order. `seed` determines the
+    order of the `count` samples; each is at exactly one position."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = [np.uint64(derive_seed("order", seed, round_)) for round_ in range(ROUNDS)]
     numbers, outside = places.astype(np.uint64), np.arange(len(places))
@@ -62,8 +62,7 @@ def _mix_bits(numbers: Numbers) -> Numbers:
 
 
 DIGEST_BLOCKS, BLOCK_TOKENS = 64, 2**16
-"""Blocks, spread evenly over the tokens, that a digest covers, and tokens in one: files may be too
-large to be read as a whole."""
+"""Blocks that a digest covers, spread evenly, and tokens in one: files may be too large."""
 CHECKED_TOKENS = 2**25
 """Tokens checked against the vocabulary before training; a sample is checked again when read."""
 
@@ -181,8 +180,7 @@ class TokenData:
 
 
 class PackedBatch(NamedTuple):
-    """Micro-batch of B samples of T tokens that contain documents, int64 [B, T] each, on the
-    CPU."""
+    """Micro-batch of B samples of T tokens with documents: int64 [B, T] each, on the CPU."""
 
     tokens: Tensor
     targets: Tensor

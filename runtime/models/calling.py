@@ -60,11 +60,8 @@ class LayerCall:
             compile_layer(module)
         self.takes_batch, self.needs_batch = has_batch_parameter(module.forward), needs_batch(module.forward)
         self._copy = _copy_layer(module) if hasattr(module, "placed") else None
-        """Copy of a layer that torch has cut, called with DTensors in place of its own parameters; None for other
-        layers.
-
-        The layer itself is never changed, so a thread that is abandoned within a call does no harm.
-        """
+        """Copy of a layer that torch has cut, called with DTensors instead of its parameters. The
+        layer itself is never changed, so a thread that is abandoned within a call does no harm."""
 
     def __call__(self, value: Value, batch: Batch | None) -> Value:
         """Return the layer's output for `value`, the previous layer's output or the tokens.

@@ -70,7 +70,7 @@ def _require_torchtitan(config: RunConfig, named: str) -> None:
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Make further calls of a layer run compiled code, shared with other layers of its kind."""
+    """Make further calls of a layer run compiled code, shared by its kind."""
     module: Any = getattr(layer, "compiled_part", layer)
     if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True
@@ -120,7 +120,9 @@ def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.No
 
 @torch.library.custom_op("slipstream::product", mutates_args=())
 def product(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the product of a value with a parameter, in the value's dtype, plus the bias.
+    """Return the product of a value with a parameter, plus the bias.
+
+    It has the value's dtype.
 
     With `transposed` it is value @ weight, otherwise value @ weight^T. Calls of one graph have
     different numbers `site`, so that the compiler does not merge equal ones.

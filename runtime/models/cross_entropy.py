@@ -14,7 +14,7 @@ from slipstream.runtime.ranks.worker_group import WorkerGroup
 IGNORED_TARGET = -100
 """Target that does not count, as in torch's own cross entropy."""
 CHUNK_SIZE = 2**25
-"""Number of logits processed at a time: enough to keep a device busy, 128 MiB in float32."""
+"""Logits processed at a time: enough to keep a device busy, 128 MiB in float32."""
 
 
 def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK_SIZE) -> Tensor:

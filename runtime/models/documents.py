@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slipstream.runtime.torch_private import FakeTensor
 
 _KNOWN_LENGTHS = WeakIdKeyDictionary()
-"""Document lengths by the tensor of positions: all layers of a slice ask for the same, and each
+"""Document lengths by the tensor of positions. All layers of a slice ask for the same, and each
 time a GPU would have to be synchronized."""
 
 
@@ -63,6 +63,6 @@ def attend_by_document(attend: Callable[[Tensor, Tensor, Tensor], Tensor], posit
 
 
 def _attend_row(attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: list[int], *of: Tensor) -> Tensor:
-    """Apply `attend` to each document of a row's query, key and value, [B, heads, T, K] each."""
+    """Apply `attend` to each document of a row's query, key and value, [B, heads, T, K]."""
     parts = zip(*(tensor.split_with_sizes(lengths, 2) for tensor in of), strict=True)
     return torch.cat([attend(*part) for part in parts], 2)

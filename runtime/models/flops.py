@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from slipstream.runtime.torch_private import without_module_tracking
 
 BACKWARD_PRODUCTS = 2
-"""Matrix products in the backward for each in the forward: for its input and its weights."""
+"""Matrix products in the backward for each in the forward."""
 
 
 class ForwardFlops:

@@ -1,4 +1,4 @@
-"""Build a GPT as a list of layers, whole or for one of a worker's ranks.
+"""Build a GPT as a list of layers, or one rank's part of it.
 
 They are embedding, blocks, head. Between layers a rank has its part of the sequence (sequence
 parallelism), and within them its heads and its part of the MLP and of the vocabulary. The numbers,
@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.context, config.width, dtype=dtype)
 
     def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
-        """Embed tokens [B, T] as features [B, S, C] of the S tokens that this rank has."""
+        """Embed tokens [B, T] as features [B, S, C] of this rank's tokens."""
         tokens_BTC, positions_BT = self._embed_local(tokens_BT, self.tokens), positions_of(batch)
         if positions_BT is None:
             x_BSC = sum_parts(tokens_BTC, 1, self.group)
@@ -53,7 +53,7 @@ class Embedding(nn.Module):
         return _apply_dropout(x_BSC, self.dropout, self.group, self.training)
 
     def _embed_local(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
-        """Embed numbers [B, T] by this rank's rows, and by zeros for others: [B, T, C]."""
+        """Embed numbers [B, T] that are this rank's, others as zeros: [B, T, C]."""
         if self.group is None:
             features: Tensor = rows(number_BT)
             return features
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, dtype=dtype)
 
     def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
-        """Return the attention of features [B, T, C], as features [B, S, C] of this rank's tokens.
+        """Return the attention of features [B, T, C], as this rank's [B, S, C].
 
         A token sees itself and the tokens before it in its document. `positions_BT` are positions
         in documents, None if each sample is one document; `out_bias` is the bias of the last
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         return _apply_row_parallel(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
 
     def _attend_with_dropout(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
-        """Compute attention with the same dropout of weights [B, N, T, T] as in one process."""
+        """Compute attention with the same dropout of weights as in one process."""
         # A fused kernel cannot be used: it draws random numbers by an element's position among the
         # heads that it is given.
         scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
@@ -113,7 +113,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.mlp * config.width, config.width, dtype=dtype)
 
     def forward(self, x_BSC: Tensor, batch: Batch | None = None) -> Tensor:
-        """Apply attention and MLP to features [B, S, C] of the S tokens of this rank."""
+        """Apply attention and MLP to features [B, S, C] of this rank's tokens."""
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
             self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
             self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
@@ -147,7 +147,7 @@ class Head(nn.Module):
         self.logits = nn.Linear(config.width, config.vocabulary, bias=False, dtype=dtype)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Project features [B, S, C] to logits [B, T, V / ranks] of this rank's part."""
+        """Project features [B, S, C] to this rank's logits [B, T, V / ranks]."""
         weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
         logits_BTV: Tensor = self.logits(_apply_norm(x_BSC, self.norm, weight, bias, self.group))
         return logits_BTV
@@ -222,7 +222,7 @@ def build_gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
 
 
 def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
-    """Apply a norm to this rank's part of the sequence, and return the whole, [B, T, C]."""
+    """Apply a norm to this rank's part of the sequence; return the whole."""
     # The weight and the bias are those of `norm`, from `for_all_ranks`.
     if group is None:
         normed: Tensor = norm(x_BSC)
@@ -240,7 +240,7 @@ def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: 
 
 
 def _apply_dropout(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
-    """Apply dropout to this rank's part, along dimension 1, as it would be in one process."""
+    """Apply dropout to this rank's part as it would be in one process."""
     if group is None or not dropout or not training:
         return functional.dropout(x, dropout, training)
     whole = torch.Size(size * group.size() if dim == 1 else size for dim, size in enumerate(x.shape))

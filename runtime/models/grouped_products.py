@@ -19,7 +19,7 @@ from slipstream.runtime.models.split_backward import weight_work
 
 @torch.library.custom_op("slipstream::grouped_product", mutates_args=())
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # noqa: ARG001
-    """Multiply rows [S, n] by the matrices [E, n, m] of their consecutive groups: [S, m].
+    """Multiply rows [S, n] by their groups' matrices [E, n, m]: [S, m].
 
     Group e ends before row `ends[e]`, int32 [E]. Rows behind the last group have arbitrary values.
     `expected`, the average number of rows of all groups together, only serves to count
@@ -85,8 +85,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
-    """Multiply rows [S, n], grouped by expert, by the transposed matrices [E, m, n]: [S, m]. The
-    product has the rows' dtype."""
+    """Multiply rows [S, n] by their experts' transposed matrices [E, m, n]: [S, m]. The product has
+    the rows' dtype."""
     result: Tensor = _GroupedLinear.apply(value, weight, groups)  # type: ignore[no-untyped-call]
     return result
 

@@ -51,7 +51,7 @@ def digest_sources(references: Iterable[str]) -> dict[str, str]:
 
 
 def _find_specs(name: str) -> Iterator[ModuleSpec]:
-    """Yield the specs of a module's parents and of the module, as far as they are found."""
+    """Yield the specs of a module's parents and its own, as far as found."""
     parts, path = name.split("."), None
     for end in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:end]), path)
@@ -64,7 +64,7 @@ def _find_specs(name: str) -> Iterator[ModuleSpec]:
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that is on no path, such as one that is installed as editable."""
+    """Return the spec of a module that is on no path, such as an editable one."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a module without a spec
@@ -152,7 +152,7 @@ def build_run_identity(config: RunConfig, *, data: Values, microbatches: Sequenc
 
 
 def _encode_values(table: Mapping[str, Any], prefix: str = "") -> Values:
-    """Return the values of a table in JSON, by key, which is `TABLE.KEY` in a nested one."""
+    """Return a table's values in JSON, by key, nested ones by `TABLE.KEY`."""
     values: Values = {}
     for key, value in table.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Define models as lists of layers: a stage is a range, and any worker can build any."""
+"""Define models as lists of layers, any of which any worker can build."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from slipstream.runtime.seeds import derive_seed, seeded
 
 
 class LayeredModel(Protocol):
-    """Interface of a model: layer 0 takes tokens, and `loss` the output of the last layer.
+    """Interface of a model: layer 0 takes tokens, `loss` the last layer's output.
 
     A layer's forward takes the output of the layer before, a tensor or a tuple of tensors. If it
     has a parameter `batch`, it also gets the data of the micro-batch (`runtime.data.data.Data`).

@@ -19,7 +19,7 @@ from slipstream.runtime.seeds import get_generator_states, with_generator_states
 
 Part = Literal["attention", "mlp"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts of a layer that can be recomputed, each with the norm before it if it is within."""
+"""Parts of a layer that can be recomputed, each with the norm before it."""
 Result = TypeVar("Result")
 
 

@@ -48,7 +48,7 @@ class Sharing:
         return (layer, name) in self._first
 
     def copies_in(self, layer: int) -> dict[str, LayerParameter]:
-        """Return, by name in a layer, the first of the group of parameters of other layers."""
+        """Return, by name, the first of the group of each copy in a layer."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:

@@ -1,4 +1,4 @@
-"""Divide the backward: I computes the gradient of the input, and W those of the weights.
+"""Divide the backward: I computes the input's gradient, W those of the weights.
 
 While a stage's forward runs under `deferring_weights`, every matrix product with a parameter is
 recorded as a product whose backward computes the gradient of its input only, and leaves its weight
@@ -32,13 +32,13 @@ from slipstream.runtime.torch_private import (
 )
 
 WeightWork = deque[Callable[[], None]]
-"""Queue of the calls that W has to run, in the order in which I left them."""
+"""Queue of the calls that W has to run, in order."""
 
 
 _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
 _IN_BACKWARD = set[int]()
-"""Identities of the queues whose I is running, in any thread of autograd's engine. Not of a
-backward within a layer's forward, which must add to `.grad` at once."""
+"""Identities of the queues whose I is running, in any thread of autograd's engine. A backward
+within a layer's forward is none, as it must add to `.grad` at once."""
 
 
 @contextmanager
@@ -59,8 +59,8 @@ def deferring_weights(work: WeightWork) -> Iterator[None]:
 
 @contextmanager
 def deferring_again(work: WeightWork | None) -> Iterator[None]:
-    """Defer weight gradients as in the forward of the queue `work`, for a part run again. It may be
-    run again within torch.autograd.grad, which suspends TorchFunctionModes."""
+    """Defer weight gradients as under the queue `work`, for a part run again. It may be run again
+    within torch.autograd.grad, which suspends TorchFunctionModes."""
     with nullcontext() if work is None else deferring_weights(work):
         yield
 
@@ -165,7 +165,7 @@ class _DeferringMode(TorchFunctionMode):
 
 
 def _is_deferrable(product: _Product) -> bool:
-    """Return whether the weight gradient of a product can be computed in W instead of I."""
+    """Return whether a product's weight gradient can be computed in W."""
     value, weight, bias, _ = product
     return (isinstance(value, Tensor) and _is_trained(weight) and weight.dim() == 2 and value.dim() >= 1
             and (bias is None or (_is_trained(bias) and bias.dim() == 1)))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError
 
 StepRule = Callable[[Tensor, Tensor], None]
-"""Function that changes a parameter in place from the sum of its gradients, in the parameter's own
-dtype. It must depend on nothing else."""
+"""Function that changes a parameter in place by the sum of its gradients alone, in its dtype."""
 
 
 def step_rules(module: nn.Module) -> Mapping[str, StepRule]:

@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
 """Largest size of a blob, one piece of safetensors in a message. No tensor is larger."""
 BLOB_BYTES = 2**24
-"""Size up to which small tensors share a blob: reading copies, so larger ones take memory."""
+"""Size up to which small tensors share a blob, as reading copies it."""
 _HEADER_LENGTH = struct.Struct("<I")
 _BLOB_LENGTH = struct.Struct("<Q")
 
@@ -56,8 +56,7 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
 
     parts: Annotated[tuple[PartRange, ...], Meta(max_length=2**16)]
     order: _Number | None = None
-    """Order whose initial state is requested, while all wait. None: the state before the next step,
-    and all later steps."""
+    """Order whose initial state is requested, while all wait; None: all states from now on."""
     receiver: Worker | None = None
     """Worker that requests the parts; None: it is not named."""
 

@@ -49,7 +49,7 @@ Address = tuple[str, int]
 
 
 class LayerSource(NamedTuple):
-    """Address of a worker, and the parts of layers that it is to send to this worker."""
+    """Address of a worker, and the parts that it is to send here."""
 
     address: Address
     parts: tuple[PartRange, ...]
@@ -118,8 +118,7 @@ class LayerReceiver:
                               events=events or ReceiverCallbacks(), worker=worker)
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
-        """Fetches by order, and by whether senders train meanwhile: a fetch may come before the worker is in that
-        order."""
+        """Fetches by order, and by whether senders train; one may come before its order."""
 
     def start_fetch(self, fetch: FetchRequest) -> None:
         """Start a fetch, if it names any sender. An earlier fetch in the same order is dropped."""

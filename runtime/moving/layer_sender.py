@@ -32,8 +32,8 @@ from slipstream.schedules.schedule import Worker
 
 POLL_SECONDS = 0.002
 ROOM_SECONDS = 30.0
-"""Time for which training waits before a step for receivers to empty their queues. Those that have
-not are dropped: they fetch again, or get their layers while all wait."""
+"""Time for which training waits for receivers to empty their queues. Others are dropped: they fetch
+again, or get their layers while all wait."""
 
 
 class LayerSender:

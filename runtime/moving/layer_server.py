@@ -1,4 +1,4 @@
-"""Serve layers to receivers in a thread of a layer sender, each from its own queue.
+"""Serve layers to receivers in a thread, each from its own queue.
 
 The thread accepts connections, checks that a receiver knows the secret of the run, reads its
 request, and sends the data that the training thread puts into its queue. A connection that breaks

@@ -39,8 +39,7 @@ class BuildLayer(Protocol):
 
 
 RestoreLayers = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
-"""Function that returns whole states of layers before an iteration, by layer and tensor. Empty if
-the layers are then as they were built."""
+"""Function that returns whole states of layers before an iteration, unless they are as built."""
 
 
 class LayerStore:
@@ -195,7 +194,7 @@ class LayerStore:
         return assemble_state(self.holding.modules[layer], parts)
 
     def count_elements(self, layer: int) -> ElementCounts:
-        """Return the number of elements, at this rank, of a layer that is held or will be."""
+        """Return this rank's number of elements of a layer that is or will be held."""
         return count_elements(self.get_module(layer))
 
     def _get_device_modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
@@ -217,7 +216,7 @@ class LayerStore:
 
 @contextmanager
 def _use_copy_stream(device: torch.device) -> Iterator[None]:
-    """Run the context on a GPU stream of its own, and wait for its copies at the end."""
+    """Run the context on a stream of its own, and wait for its copies."""
     # So copies from a device do not wait for later compute.
     if device.type != "cuda":
         yield

@@ -14,11 +14,11 @@ from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 0.5
-"""Time for the other processes to end after a failure, whose cause may be another's error."""
+"""Time for other processes to end after a failure, of which they may be the cause."""
 
 
 class ChildError(RuntimeError):
-    """Error for a process that has failed: the last line of its log, or its exit status."""
+    """Error for a failed process: the last line of its log, or its exit status."""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class ChildProcesses:
 
 
 def run_task(data: bytes) -> int:
-    """Run the task with this JSON, write its result to its file, and return exit status 0."""
+    """Run the task with this JSON, write its result, and return exit status 0."""
     task = _TASK.decode(data)
     target: Callable[[bytes], Any] = load_target(task.target)
     Path(task.answer).write_bytes(target(task.content.encode()))

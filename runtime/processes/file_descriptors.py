@@ -11,8 +11,7 @@ from slipstream.schedules.schedule import Schedule
 LAUNCHER_DESCRIPTORS = 256
 """Files, pipes and libraries that a launcher opens, whatever the number of workers."""
 SPARE_CONNECTIONS = 2
-"""Factor for communicators' connections: new ones open before the last are closed, and after
-failures workers meet others than at the start."""
+"""Factor for communicators' connections, as new ones open before the last are closed."""
 
 
 def count_node_0_descriptors(processes: int, nodes: int, communicators: int = 0) -> int:

@@ -51,13 +51,13 @@ ONE_THREAD_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """Environment without threads of numpy's BLAS, with which a process is not safe to fork."""
 SERVER_GONE = "the process that starts the workers has died"
 ADOPT_SECONDS = 5.0
-"""Time within which a fork server that waits to be adopted must answer, as it does at once."""
+"""Time within which a fork server that waits to be adopted must answer."""
 KILL_SECONDS = 10.0
-"""Time within which a killed process must be gone, unless a disk or GPU holds it."""
+"""Time within which a killed process must be gone, unless hardware holds it."""
 
 
 class ForkServerError(RuntimeError):
-    """Error, in one line, for a fork server that has ended with all that it has forked."""
+    """Error, in one line, for a fork server that has ended with all its processes."""
 
 
 def build_environment(**more: str) -> dict[str, str]:
@@ -99,7 +99,8 @@ class ForkServer:
         self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
-        """Text for the process that adopts the server. In that process, the text that it was passed."""
+        """Text for the process that adopts the server. In that process, the text that it was
+        passed."""
         self.pids: dict[str, int] = {}
         """Process id by name, for each process whose start has been reported."""
 

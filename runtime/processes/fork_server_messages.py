@@ -106,7 +106,7 @@ class LineReader:
 
 
 def get_peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket (Linux)."""
+    """Return the user id of a Unix socket's other end (Linux)."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", credentials)[1]
     return user

@@ -34,7 +34,7 @@ class GpuShare(NamedTuple):
     first: int
     """Index of the first GPU of this process; earlier ones belong to other processes."""
     processes: int
-    """Processes of all workers on the machine, and so GPUs that give each one of its own."""
+    """Processes of all workers on the machine, and so GPUs for one each."""
 
 
 def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
@@ -73,10 +73,10 @@ _VARIABLE_FAMILIES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Variables of torchrun (also of users who set its names by hand), of mpirun (Open MPI), and of srun.
+"""Variables of torchrun, also set by hand, of mpirun (Open MPI), and of srun.
 
-The first family that is set counts: within SLURM, mpirun starts a daemon on each machine by srun, and processes inherit
-the daemon's variables.
+The first family that is set counts: within SLURM, mpirun starts a daemon on each machine by srun,
+and processes inherit the daemon's variables.
 """
 
 

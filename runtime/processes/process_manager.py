@@ -21,7 +21,7 @@ SendToAgent = Callable[[int, ToNodeAgent], None]
 
 
 class Return(msgspec.Struct, frozen=True):
-    """Restart of a worker in an iteration or, if it still lives then, once it is dead."""
+    """Restart of a worker in an iteration or, if it lives then, after its death."""
 
     worker: Worker
     iteration: int
@@ -52,12 +52,11 @@ class NodeProcesses:
         self._settings = settings
         self._ranks = range(settings.config.training.tensor_parallel)
         self._ending: dict[Worker, WorkerEnded] = {}
-        """Report of the first process to end, for each worker of which a process has ended and another is still
-        alive."""
+        """First end of a process of each worker of which another is still alive."""
 
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
-        """Start this node's workers, and kill all that are left at the end of the context.
+        """Start this node's workers, and kill all that are left at the end.
 
         They stay after CoordinatorFailedError: another coordinator continues with them. Raises
         RunError. `restarted` workers are told that the run has continued without them. With
@@ -106,7 +105,8 @@ class NodeProcesses:
         return any(self._fork_server.is_alive(format_process_name(worker, rank)) for rank in self._ranks)
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
+        """Return the descriptor for a selector: it is readable when `poll` has something to
+        report."""
         return self._fork_server.fileno()
 
     def poll(self) -> list[WorkerEnded]:
@@ -171,7 +171,8 @@ class ProcessManager:
         self._send, self._note = send, note
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
+        """Return the descriptor for a selector: it is readable when `poll` has something to
+        report."""
         return self._local.fileno()
 
     def poll(self) -> list[WorkerEnded]:
@@ -209,7 +210,8 @@ class ProcessManager:
         self._execute_command(KillWorker(worker))
 
     def handle_worker_end(self, ended: WorkerEnded) -> None:
-        """Record that a worker has ended, and start it again if that is due. Raises ForkServerError."""
+        """Record that a worker has ended, and start it again if that is due. Raises
+        ForkServerError."""
         worker = ended.worker
         self._dead.add(worker)
         self._start_returning_workers()

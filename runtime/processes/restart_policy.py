@@ -34,7 +34,7 @@ class RestartDecision(NamedTuple):
 
 
 CrashTimes = tuple[tuple[Worker, tuple[float, ...]], ...]
-"""Times of each worker's crashes in the last hour, since 1970, for a restarted node 0."""
+"""Times of each worker's crashes in the last hour, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class FaultHistory:
 
     @property
     def crash_times(self) -> CrashTimes:
-        """Times of all crashes, in seconds since 1970, to be recorded for a later node 0."""
+        """Times of all crashes, in seconds since 1970, for a later node 0."""
         epoch_offset = time.time() - time.monotonic()
         return tuple((worker, tuple(round(at + epoch_offset, 3) for at in times)) for worker, times in self.of.items())
 
     def with_fault(self, worker: Worker, mates: Collection[Worker], now: float) -> tuple["FaultHistory",
                                                                                          RestartDecision]:
-        """Return the history with another fault at time `now`, and when to start the worker again.
+        """Return the history with a fault at time `now`, and when to start again.
 
         `now` is of `time.monotonic`. All workers of its node are in `mates`: if a node has too many
         faults, its workers stay out.
@@ -92,7 +92,7 @@ WINDOW_SECONDS = 60.0
 
 
 class StartLimitError(RuntimeError):
-    """Error, in one line, for a request of node 0 to start a foreign worker, or too often."""
+    """Error, in one line, for a request to start a foreign worker, or too often."""
 
 
 class StartLimit:

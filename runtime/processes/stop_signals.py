@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a job asks SLURM to send before its time is over or it is preempted (`sbatch
---signal`), to all processes or some. Workers can ignore them: launchers end the run."""
+"""Signals that SLURM sends on request before it ends a job (`sbatch --signal`). It sends them to
+all processes or some. Workers can ignore them: launchers end the run."""
 SCHEDULER_SIGNALS = (signal.SIGTERM, *WARNING_SIGNALS)
 SIGNALS = (signal.SIGINT, *SCHEDULER_SIGNALS)
 REPEAT_SECONDS: dict[int, float] = {signal.SIGINT: 0.5}
@@ -24,7 +24,7 @@ GRACE_SECONDS = 20.0
 
 
 class RunStopped(KeyboardInterrupt):
-    """Error, in one line, for a run or a node's part in it that a signal has stopped."""
+    """Error, in one line, for a run or a node's part that a signal has stopped."""
 
     def __init__(self, number: signal.Signals, text: str) -> None:
         super().__init__(text)

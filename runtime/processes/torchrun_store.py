@@ -19,8 +19,8 @@ PROGRESS_SECONDS = 30.0
 
 
 def open_common_store(rank: int) -> TCPStore:
-    """Open the store at MASTER_ADDR: that of torchrun's agent, or of the process of rank 0. The
-    latter may be that of torch.distributed, if this process has initialised it."""
+    """Open the store at MASTER_ADDR, of torchrun's agent or of rank 0. The latter may be that of
+    torch.distributed, if this process has initialised it."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"),
                     int(os.environ.get("MASTER_PORT", "29500")), is_master=rank == 0 and not agent,

@@ -1,9 +1,9 @@
-"""Prove at the start of each connection that both ends know the secret of the run.
+"""Prove at each connection's start that both ends know the run's secret.
 
- accepting end    greeting: its protocol, and a random number
-connecting end   its own random number, and a proof; its first message may follow at once
-accepting end    its proof
-both             messages, each with a tag behind it
+    accepting end    greeting: its protocol, and a random number
+    connecting end   its own random number, and a proof; its first message may follow at once
+    accepting end    its proof
+    both             messages, each with a tag behind it
 
 Proofs and tags are HMAC-SHA256 (RFC 2104), compared in constant time. The keys of a connection, one
 for each direction, are derived from the secret, from the purpose of the connection, and from both
@@ -121,7 +121,8 @@ class ChallengeAnswer:
         self._expected = derive("accepting")
 
     def verify_proof(self, proof: bytes) -> None:
-        """Raise AuthenticationError unless `proof` shows that the accepting end knows the secret."""
+        """Raise AuthenticationError unless `proof` shows that the accepting end knows the
+        secret."""
         if not hmac.compare_digest(proof, self._expected):
             raise AuthenticationError("it does not know the secret of this run")
 

@@ -34,8 +34,7 @@ PROGRESS_SECONDS = 30.0
 SILENT_SECONDS = 60
 """Time after which a peer whose machine acknowledges nothing counts as gone (Linux)."""
 ANSWER_SECONDS = 60.0
-"""Time limit for the rest of a message, to node 0 or from it: milliseconds, but longer if thousands
-of processes start at once."""
+"""Time limit for the rest of a message, which takes long if thousands start at once."""
 CLOSE_SECONDS = 1.0
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**18
@@ -154,8 +153,7 @@ class Channel(Generic[T]):
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, which has arrived at the return if node 0 is on this machine. Raises
-        RendezvousError."""
+        """Send a message, which has then arrived if node 0 is here. Raises RendezvousError."""
         data = encode_frame(message)
         try:
             with self._sending:  # tags count the messages in the order in which they are sent
@@ -209,11 +207,8 @@ class Channel(Generic[T]):
 
 
 def enable_keepalive(connection: socket.socket, silent_seconds: int = SILENT_SECONDS) -> None:
-    """Have a socket send small messages at once, and notice when the other machine is gone.
-
-    `silent_seconds` are those after which a machine that acknowledges nothing counts as gone
-    (Linux).
-    """
+    """Have a socket send small messages at once, and notice lost machines. `silent_seconds` are
+    those after which a machine that acknowledges nothing counts as gone (Linux)."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):

@@ -27,7 +27,7 @@ S = TypeVar("S", bound=_HasEpoch)
 E = TypeVar("E")
 R = TypeVar("R")
 Connect = Callable[[msgspec.Struct, float], Channel[M]]
-"""Function that connects to a coordinator within some seconds, and sends it a message. Raises
+"""Function that connects to a coordinator in some seconds with a message, or raises
 RendezvousError."""
 
 
@@ -49,7 +49,8 @@ class CoordinatorLink(Generic[M, S]):
         self._connect = connect
         self.setup = setup
         self.sent = time.monotonic()
-        """Time of `time.monotonic` at which a message was last sent. Any message shows that this process is alive."""
+        """Time of `time.monotonic` at which a message was last sent. Any message shows that this
+        process is alive."""
 
     def fileno(self) -> int:
         """Return the descriptor of the connection's socket, for a selector."""
@@ -71,7 +72,8 @@ class CoordinatorLink(Generic[M, S]):
             channel.abort()
 
     def read(self) -> list[M]:
-        """Wait for messages, and return them. Raises RendezvousError when the coordinator is gone."""
+        """Wait for messages, and return them. Raises RendezvousError when the coordinator is
+        gone."""
         return self._channel.read()
 
     def follow_new_coordinator(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:

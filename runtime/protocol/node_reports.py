@@ -24,7 +24,7 @@ from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 AGENT_ANSWER_SECONDS = 10.0
-"""Time to wait for the agent to pass on an answer, before reports go to node 0 directly."""
+"""Time to wait for the agent's answer, before reports go to node 0 directly."""
 _MOST_BYTES = 2**20
 _PREFIX = "slipstream-"
 _REPORT, _ANSWER = msgspec.json.Decoder(RankReport), msgspec.json.Decoder(Acknowledged)
@@ -37,11 +37,11 @@ class ReportGatherer:
         _remove_abandoned_folders()
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         self.folder = self._folder.name
-        """Path of the sockets' folder, which is removed at the end unless the agent is killed."""
+        """Path of the sockets' folder, removed at the end unless the agent is killed."""
         self.address = str(Path(self.folder, "agent"))
         self._socket = _bind_socket(self.address)
         self._workers: dict[Worker, dict[int, str]] = {}
-        """Path of the socket from which the last report of each worker's process came, by worker and rank."""
+        """Path of the socket of each process's last report, by worker and rank."""
         self._reports: list[RankReport] = []
         self._asked = False
         """True while node 0 has not answered the reports that were last sent to it."""

@@ -14,8 +14,7 @@ BACKLOG = 4096
 
 
 class RendezvousError(RuntimeError):
-    """Error for an address at which this process cannot listen, or node 0 is not reached. The
-    message is one line."""
+    """Error, in one line, for an address where this process cannot listen, or reach node 0."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):

@@ -37,8 +37,7 @@ class WorkerResilience:
     fetch_bytes_per_second: float | None = None
     """Bytes per second at which each worker sends layers while it trains; None: unlimited."""
     checkpoint_every: int | None = 0
-    """Iterations between checkpoints; 0: none; None: as often as costs less than 1 % of the
-    time."""
+    """Iterations between checkpoints; 0: none; None: for less than 1 % of the time."""
     verify_every: int = VERIFY_EVERY
     """Iterations between comparisons of copies. 0: only at the start of an order, at a checkpoint,
     and before the last step."""
@@ -49,11 +48,8 @@ class WorkerResilience:
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that all processes of a run are told, the same for each: all but its schedule.
-
-    They name no code and no paths: those are in the `NodeSettings` that each process's own launcher
-    has given it.
-    """
+    """Settings that all processes of a run are told alike, besides its schedule. They name no code
+    and no paths: those are in the `NodeSettings` that each process's own launcher has given it."""
 
     iterations: int
     """Iterations of the whole run, including those before it was resumed."""
@@ -63,13 +59,12 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport: TransportName
     device: Literal["cpu", "cuda"]
     cuts: tuple[int, ...]
-    """First layer of the model in each layer of the schedules, and then the number of the model's
-    layers (`runtime.placement.Placement`)."""
+    """First layer of the model in each layer of the schedules, then the model's layers
+    (`Placement`)."""
     columns: tuple[tuple[int, ...], ...]
     """Layers of the model that the stages of each column hold."""
     forms: tuple[FormSpec, ...]
-    """Forms of the values at each of `cuts`, between layers of the schedules. They are computed
-    once for all, before node 0 listens, because it takes seconds."""
+    """Forms of the values at each of `cuts`, computed once for all, as it takes seconds."""
     data: FormSpec | None = None
     """Form of every micro-batch of the data. None: not checked."""
     failure_domains: tuple[tuple[Worker, ...], ...] = ()
@@ -78,7 +73,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of micro-batches of each pipeline in an iteration."""
     resilience: WorkerResilience = WorkerResilience()
     first_samples: dict[str, str] = {}
-    """Digest of the first samples that node 0 has read, by their name in the run's identity."""
+    """Digest of node 0's first samples, by their name in the run's identity."""
     fused_layers: tuple[int, ...] = ()
     """Layers whose backward must not be divided into I and W (`runtime.computing.trial`)."""
 
@@ -102,6 +97,6 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     store: Rendezvous
     """Address of torch's key-value store, where process groups find each other."""
     injections: tuple[tuple[int, Injection], ...] = ()
-    """Failures on purpose of this worker yet to happen, each with its index in the run."""
+    """Failures on purpose of this worker yet to happen, by index in the run."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Slowdowns of this worker's ops on purpose."""

@@ -13,7 +13,8 @@ from slipstream.schedules.schedule import Worker
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):
-    """First message of a worker. The coordinator answers with the `WorkerSetup`, or with `Leave`."""
+    """First message of a worker. The coordinator answers with the `WorkerSetup`, or with
+    `Leave`."""
 
     worker: Worker
     epoch: int = 0
@@ -23,7 +24,8 @@ class JoinWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
-    """First message of a node agent. The coordinator answers with `NodeSetup`, `NodeTaken` or `RunEnded`."""
+    """First message of a node agent. The coordinator answers with `NodeSetup`, `NodeTaken` or
+    `RunEnded`."""
 
     node: int
     epoch: int = 0
@@ -38,7 +40,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class HeldState(msgspec.Struct, frozen=True, array_like=True):
-    """State that a worker holds: layers, and the parts that it keeps up to date itself. Parts
+    """State that a worker holds: layers, and the parts that it keeps up to date. Parts
     (`runtime.state.parts`) are of parameters and optimizer state."""
 
     layers: tuple[LayerRange, ...] = ()
@@ -46,8 +48,7 @@ class HeldState(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[tuple[int, int, int], ...] = ()
     """Parts that the worker keeps up to date: layer, first element, and end (exclusive)."""
     whole_after: int | None = None
-    """Iteration after which the worker has the whole parameters of its layers. None: it lacks
-    some."""
+    """Iteration after which the worker has its layers' whole parameters, if it does."""
 
 
 NOTHING_HELD = HeldState()
@@ -64,25 +65,24 @@ def intersect_held_state(ranks: Sequence[HeldState]) -> HeldState:
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
-    """Report of a paused worker to a new coordinator: all that it knows of the run."""
+    """Report of a paused worker to a new coordinator of all it knows."""
 
     order: int
     """Number of the last order that the worker has followed."""
     failed: tuple[Worker, ...]
     """Workers of the grid that took no part in that order."""
     iteration: int
-    """Last iteration whose step the worker may have made. It can undo this, but not that of
-    `begun`."""
+    """Last iteration that the worker may have stepped, and can undo if later than `begun`."""
     kept: HeldState
     validated: StepFactor | None
     """Latest factor for an iteration's gradients that the worker knows, if any."""
     pending: bool
     """True if the worker does not know yet the factor of the gradients of `iteration`."""
     begun: int = -1
-    """Last iteration whose step cannot be undone: before the order, or the next step has begun."""
+    """Last iteration whose step cannot be undone, as the order or next step has begun."""
     losses: dict[int, float] = {}
-    """Finite losses of the last committed iterations, as `Acknowledged` reported them. If steps
-    depend on all gradients, also of those that the worker has stepped since."""
+    """Finite losses of the last iterations, as `Acknowledged` reported them. If steps depend on all
+    gradients, those that the worker has stepped since are among them."""
     behind: bool = False
     """True if one of the worker's processes has not stepped `iteration`."""
     doubted: bool = False
@@ -92,12 +92,12 @@ class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Report that a worker has built what it needs, sends heartbeats, and waits for an order. The
-    coordinator includes it in the first order, or has it fetch layers while the others train."""
+    """Report that a worker sends heartbeats, and waits for an order. The coordinator includes it in
+    the first order, or has it fetch layers while the others train."""
 
     worker: Worker
     addresses: tuple[tuple[str, int], ...]
-    """Host and port at which each rank sends layers, by rank, to ranks of its number."""
+    """Host and port at which each rank sends layers to ranks of its number."""
     folder: str | None = None
     """Result of `runtime.run_folder.read_lock_holder` for --out: equal for nodes that share it."""
     known: RecoveryReport | None = None
@@ -151,14 +151,13 @@ class IterationReport(msgspec.Struct, frozen=True, tag=True):
     loss: float | None
     """Worker's share of the iteration's mean loss, a summand; None if not finite, for JSON."""
     window_seconds: float
-    """Busy window: seconds from the start of the worker's first op to the end of its O."""
+    """Seconds from the start of the worker's first op to the end of its O."""
     times: tuple[OpTime, ...] = ()
     """Median seconds of the worker's compute ops, for each kind of op and slice."""
     ops: tuple[MeasuredOp, ...] = ()
     """Start and end of each op on the shared clock, in iterations that are traced."""
     squares: float | None = None
-    """Sum of squares, before clipping, of the gradients that this worker reports. None if not
-    finite."""
+    """Sum of squares of this worker's gradients before clipping; None if not finite."""
     evaluation: float | None = None
     """Worker's share of the mean validation loss, if evaluated now; None if not finite."""
     checksums: tuple[Checksum, ...] = ()
@@ -193,8 +192,8 @@ class StepValidated(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """Report that a worker has stopped, as it was asked to or because it lost a peer. When all
-    members have paused, the coordinator issues the next order."""
+    """Report that a worker has stopped, as asked to or without a peer. When all members have
+    paused, the coordinator issues the next order."""
 
     worker: Worker
     order: int
@@ -204,8 +203,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     reason: str | None
     """Error that ends the order for all members. None: the worker stopped as it was asked to."""
     named: tuple[Worker, ...] = ()
-    """Workers between which a connection failed: this one, and those it could not reach. Empty if
-    the error is of another kind, or follows from the end of the order."""
+    """Workers between which a connection failed, with this one; empty for any other error."""
     data_end: int | None = None
     """First iteration for which the data have no samples, if that ends the order."""
 
@@ -222,7 +220,8 @@ class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag=True):
-    """Report that a worker cannot get the layers of a fetch. The coordinator plans another fetch."""
+    """Report that a worker cannot get the layers of a fetch. The coordinator plans another
+    fetch."""
 
     worker: Worker
     fetch: int
@@ -257,8 +256,7 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     iteration: int
     seconds: float
-    """Seconds that training lost at most: copying layers, and the CPU time of the writing
-    thread."""
+    """Seconds that training lost at most: to copy layers, and CPU time to write them."""
     complete: bool = False
     """True if the checkpoint now has all layers."""
 
@@ -287,9 +285,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     seconds: float
     """Seconds for which the worker has been doing this."""
     waits: bool
-    """True if the worker waits for another process, False if it does work of its own."""
+    """True if the worker waits for another process, not for its own work."""
     rank: int | None = None
-    """Rank of the process, if it is the only one of the worker that does not wait."""
+    """Rank of the process, if it is the only one that does not wait."""
     awaited: tuple[Worker, ...] = ()
     """Workers for which this one waits. Empty if none, or if it waits for node 0."""
 
@@ -308,7 +306,8 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
-    """Report that a worker ends because of an error of its own. The coordinator counts it as lost."""
+    """Report that a worker ends because of an error of its own. The coordinator counts it as
+    lost."""
 
     worker: Worker
     reason: str

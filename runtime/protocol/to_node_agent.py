@@ -10,8 +10,8 @@ from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0
 SILENT_SECONDS = 600.0
-"""Time after which an agent that receives nothing ends. It equals a worker's wait for an
-acknowledgement, so that the run survives if node 0 is stopped for less."""
+"""Time without a message after which an agent ends, as long as a worker's wait for an
+acknowledgement."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, tag=True):
@@ -46,7 +46,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag=True):
-    """Request to kill the process of a worker that has been given up, if it is alive."""
+    """Request to kill the process of a worker that has been given up."""
 
     worker: Worker
 
@@ -68,7 +68,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     error: str | None
     """Error that ended the run. None: all iterations are done."""
     anew: bool = False
-    """True if node 0 starts the run from the beginning, so that the agent must join it again."""
+    """True if node 0 starts from the beginning, and the agent must join again."""
 
 
 ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | ReportsAcknowledged | RunEnded

@@ -1,8 +1,9 @@
 """Messages from the coordinator to the workers.
 
-Each order has a number. In the generation that it starts, nothing changes: which workers take part, in which roles, and
-the first iteration. The generation ends for all members with `EndOrder`, or with the next order. Each member then
-reports how far it got (`Paused`), and waits for the next order.
+Each order has a number. In the generation that it starts, nothing changes: which workers take part,
+in which roles, and the first iteration. The generation ends for all members with `EndOrder`, or
+with the next order. Each member then reports how far it got (`Paused`), and waits for the next
+order.
 """
 
 import msgspec
@@ -23,7 +24,7 @@ class StepFactor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Transfer of a layer's elements from `start` up to `stop` to a worker that lacks them."""
+    """Transfer of a layer's elements [start, stop) to a worker that lacks them."""
 
     target: Worker
     source: Worker
@@ -35,7 +36,7 @@ class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 Addresses = tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...]
-"""Host and port at which each rank of some workers sends layers, by worker and rank."""
+"""Host and port at which ranks send layers, by worker and rank."""
 JSON_NULL = msgspec.Raw(b"null")
 MAX_STORED_CONTENTS = 64
 """Latest `ScheduleContent` messages that a worker stores, as the coordinator knows."""
@@ -58,7 +59,7 @@ class AssignedShare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Order to run iterations by a schedule, until the last one or a message to stop.
+    """Order to run iterations by a schedule, until the last or a message.
 
     It is sent to all members and to all workers that want to join, when all are ready for the first
     time and whenever members change. A member has already received its work (`AssignedShare`), and
@@ -76,8 +77,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     moves: tuple[LayerMove, ...] = ()
     """Transfers of parts of layers made before the first op, while all members wait."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
-    """Ranges that keep their partition although members are gone, with those it was made for
-    (`runtime.state.parts.StatePartition.after_losses`)."""
+    """Ranges that keep their partition without some members, with those it was made for."""
     addresses: Addresses = ()
     """Addresses from which the sources of `moves` send layers."""
     fetch: int = 0
@@ -91,8 +91,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     build them as they were before the run began.
     """
     trusted_from: int = 0
-    """Number of the last order in which the run went back because copies differed. 0: none. What a
-    worker holds that has followed no order since is wrong, perhaps without its knowledge."""
+    """Last order in which the run went back because copies differed, or 0. What a worker holds that
+    has followed no order since is wrong, perhaps without its knowledge."""
 
     @property
     def has_schedule(self) -> bool:
@@ -110,7 +110,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     writers: tuple[tuple[int, Worker], ...]
     """Pairs of a layer of the model and the worker that writes its file."""
     parameters: bool = True
-    """True to write final parameters, False for a checkpoint only, as when the run ends early."""
+    """True to write final parameters, False for a checkpoint only."""
     factor: StepFactor | None = None
     moves: tuple[LayerMove, ...] = ()
     """Transfers to the writers of the elements of their layers that they lack."""
@@ -134,8 +134,8 @@ class EndOrder(msgspec.Struct, frozen=True, tag=True):
 
     order: int
     doubted: bool = False
-    """True if copies of state differ, so that the run must go back. Sent once more if that was
-    found after the order's end."""
+    """True if copies differ, so that the run must go back. It is sent once more if that was found
+    after the order's end."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""Cut a layer's parameters into shards, of which each rank of a worker has one, and join them.
+"""Cut a layer's parameters into shards, one a rank, and join them.
 
 A layer whose module has an attribute `shards` is cut over the ranks of a worker: each rank has
 equal parts of the parameters named there, and the others whole. Saved layers are whole, so that a
@@ -21,11 +21,10 @@ class Shard(NamedTuple):
     dim: int
     """Dimension that is cut."""
     blocks: int = 1
-    """Blocks of equal length along the dimension, each cut by itself: 3 for q, k and v in one
-    matrix."""
+    """Blocks of equal length, each cut by itself: 3 for q, k and v in one matrix."""
 
     def cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return a copy of the part of a whole parameter that one of `ranks` ranks has."""
+        """Return a copy of a rank's part of a whole parameter."""
         parts = split_dim(split_dim(whole, self.dim, self.blocks), self.dim + 1, ranks).select(self.dim + 1, rank)
         return parts.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
@@ -36,7 +35,7 @@ class Shard(NamedTuple):
 
 
 def split_dim(tensor: Tensor, dim: int, parts: int) -> Tensor:
-    """Return a tensor with a dimension split into two: equal parts, and the length of each."""
+    """Return a tensor with a dimension split into equal parts and their length."""
     return tensor.reshape(*tensor.shape[:dim], parts, -1, *tensor.shape[dim + 1:])
 
 
@@ -96,8 +95,8 @@ def gather_tensors(tensor: Tensor, group: WorkerGroup) -> Tensor:
 
 
 def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
-    """Return how ranks cut the parameter of a tensor, by its key in the layer's state. Returns None
-    if the parameter is not cut, or if the tensor lacks the dimension that is cut."""
+    """Return how ranks cut a tensor's parameter, by its key in the state. Returns None if the
+    parameter is not cut, or if the tensor lacks the dimension that is cut."""
     shard = shards.get(parameter_name(key))
     return None if shard is None or tensor.dim() <= shard.dim else shard
 

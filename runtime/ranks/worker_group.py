@@ -98,7 +98,7 @@ class WorkerGroup(distributed.ProcessGroup):
         return self.allreduce(tensors, _reduce_options(opts))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> distributed.Work:  # type: ignore[override]
-        """Copy the tensors of the rank that `opts` names to the tensors of all ranks, in place."""
+        """Copy the tensors of the rank that `opts` names to all, in place."""
         for tensor in tensors:
             with self._carry_tensors("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -228,9 +228,10 @@ def enter_group(rank: int, size: int) -> WorkerGroup | None:
 
 @contextlib.contextmanager
 def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
-    """Let this thread simulate one of `size` ranks within the context, to find out what that rank would hold.
+    """Let this thread simulate one of `size` ranks within the context.
 
-    A process group that the program itself has is not torch.distributed's default group meanwhile.
+    So it is found out what that rank would hold. A process group that the program itself has is not
+    torch.distributed's default group meanwhile.
     """
     if size == 1:
         yield

@@ -13,8 +13,7 @@ class GroupRendezvous(NamedTuple):
     """Arguments with which the members of one process group find each other."""
 
     keys: GroupStore
-    """Store through which the members exchange addresses. It must be kept as long as the group,
-    which refers only to its C++ half."""
+    """Store for the members' addresses, kept as long as the group, which refers to its C++ half."""
     store: Store
     """Store of the whole run, in which the keys of this group begin with `prefix`."""
     prefix: str
@@ -28,8 +27,8 @@ class Backend(Protocol):
     """Interface to gloo or NCCL, by which one process creates its groups in all generations."""
 
     ordered: bool
-    """True if transfers are matched by their order instead of a tag. Then each pair of workers has
-    one group for each direction, so that no send waits behind a receive."""
+    """True if transfers are matched by their order, not by a tag. Then each pair of workers has a
+    group for each direction, so that no send waits behind a receive."""
 
     def creating_groups(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
         """Return a context manager within which `create_group` must be called.
@@ -43,7 +42,7 @@ class Backend(Protocol):
         """Create a process group; return it when all members have joined. Raises RuntimeError."""
 
     def allow_reuse(self, group: Group) -> None:
-        """Let a new generation use a group of an earlier one, in which nothing was aborted."""
+        """Let a new generation use an earlier group without aborts."""
 
     def abort_groups(self, groups: Collection[Group]) -> None:
         """Start to abort the pending operations of these groups (over gloo, of all). Any thread may

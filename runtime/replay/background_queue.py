@@ -1,4 +1,4 @@
-"""Run work in the background: in a thread and, on a GPU, on a stream of its own."""
+"""Run work in the background: in a thread and, on a GPU, on a stream."""
 
 import contextlib
 import threading
@@ -13,7 +13,7 @@ Work = Callable[[], None]
 
 @cache
 def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
-    """Return this process's CUDA stream on a GPU for one purpose, the same at each call.
+    """Return this process's CUDA stream on a GPU for one purpose.
 
     Torch hands out 32 streams in turn. If a component took a new one in each generation, it would
     eventually get a stream in which another component waits.
@@ -43,8 +43,7 @@ class BackgroundQueue:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """Lock that prevents work from being queued between the moment when the thread finds the queue empty and its
-        end."""
+        """Lock between the moment when the thread finds the queue empty and its end."""
 
     @property
     def thread_ident(self) -> int | None:
@@ -68,8 +67,8 @@ class BackgroundQueue:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all work is done, and raise the error that some of it raised, if any. If work
-        only enqueues kernels, the current stream waits instead of the host."""
+        """Wait until all work is done, and raise the error of any. If work only enqueues kernels,
+        the current stream waits instead of the host."""
         with self._lock:  # another thread may be starting it
             thread = self._thread
         if thread is not None:

@@ -21,8 +21,7 @@ from slipstream.schedules.program import RECEIVES, Instruction, ValueName, Worke
 from slipstream.schedules.schedule import Worker
 
 MAX_POSTED_RECEIVES = 4
-"""Receives posted before an op needs them: enough to overlap with compute, few enough to save
-memory."""
+"""Receives posted early, to overlap with compute, but few enough to save memory."""
 
 
 class _SentTensor(NamedTuple):
@@ -30,7 +29,7 @@ class _SentTensor(NamedTuple):
 
     outgoing: Outgoing
     sent_at: tuple[int, int]
-    """Run of the program, counted from 0, and the sends to this target before it in the program."""
+    """Run of the program, from 0, and earlier sends to this target in it."""
 
 
 class Exchange:
@@ -62,10 +61,10 @@ class Exchange:
                        if (name := program.output_of(one) or program.input_of(one)) is not None]
         self._sends_before = _count_earlier_sends(self._transfers)
         self._round = 0
-        """Number of the last round with a transfer, counted from the first. A round runs the program once."""
+        """Number of the last round with a transfer, counted from the first. A round runs the
+        program once."""
         self._issued = 0
-        """Number of transfers issued in the order of the program. If `_receive_places` is given, it counts only
-        receives."""
+        """Number of transfers issued, or of receives if `_receive_places` is given."""
         self._receive_places = None if session.ordered else [
             place for place, one in enumerate(self._transfers) if one.kind in RECEIVES]
         # Keys are numbers of transfers, counted over all iterations: transfers of two iterations may be pending.

@@ -15,12 +15,11 @@ from slipstream.schedules.program import Instruction, TransferKind, ValueName, W
 from slipstream.schedules.schedule import Op, OpKind
 
 BeforeOp = Callable[[int, int, OpKind], None]
-"""Function called before each op with the iteration, the op's index in the program, and its kind.
-An error that it raises ends the iteration."""
+"""Function called before each op with iteration, index and kind, whose errors end the iteration."""
 
 
 class _ProgramStep(NamedTuple):
-    """An instruction of a worker's program, with the function that runs it and what it needs."""
+    """An instruction of a worker's program, with its function and what this needs."""
 
     instruction: Instruction
     handler: "Callable[[Executor, _ProgramStep], None]"
@@ -104,7 +103,7 @@ class Executor:
         self._loss = 0.0
 
     def run(self, iteration: int) -> float:
-        """Run one iteration to a commit point, and return this worker's part of the mean loss.
+        """Run one iteration to a commit point; return this worker's part of the loss.
 
         The part is 0 if none of its layers contributes to the loss. If the iteration began on a
         wrongly guessed step, it is discarded and run again. Raises CommunicationError, and any
@@ -167,7 +166,7 @@ class Executor:
         self._slices.discard_iteration()
 
     def _pass_zeros(self, step: _ProgramStep) -> None:
-        """Take the input of an op in a discarded run, and make zeros as its output."""
+        """Take an op's input in a discarded run, and make zeros as its output."""
         self._take_input(step)
         if step.output_name is not None:
             self._exchange.put_zeros(step.output_name)
@@ -296,5 +295,5 @@ _HANDLERS: Mapping[OpKind | TransferKind, Callable[[Executor, _ProgramStep], Non
     OpKind.W: Executor._run_backward_weight, OpKind.A: Executor._run_all_reduce, OpKind.O: Executor._run_optimizer,
     TransferKind.RECV_F: Executor._start_receive, TransferKind.RECV_B: Executor._start_receive,
     TransferKind.SEND_F: Executor._start_send, TransferKind.SEND_B: Executor._start_send}
-"""Handlers of the kinds of instructions, not bound to an executor: it would refer to itself, and
-keep an ended generation's tensors until Python's garbage collector runs."""
+"""Handlers of the kinds of instructions, unbound: an executor would refer to itself. It would keep
+an ended generation's tensors until Python's garbage collector runs."""

@@ -19,11 +19,9 @@ from slipstream.runtime.replay.torch_groups import GlooDevice, Group, create_glo
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, UnreachableError
 
 CLOSE_TIMEOUT_SECONDS = 0.5
-"""Limit on the wait until gloo closes a connection that was shut down: it takes milliseconds, or
-never happens if gloo's own thread is stuck."""
+"""Limit on the wait until gloo closes a connection: it takes milliseconds, or never happens."""
 MAX_UNSPLIT_BYTES = 2**15
-"""Largest receive that arrives in one piece, not started or complete at an abort. A separate thread
-to wait for it would take longer (40 us)."""
+"""Largest receive that arrives in one piece. A thread to wait for it would take longer (40 us)."""
 POLL_SECONDS = 0.0005
 """Interval between checks of connections that are closing."""
 SHUT_REASON = "its connections were shut down"
@@ -46,11 +44,11 @@ class InterruptibleCalls:
         self._is_closing: Callable[[], bool] = lambda: True
         """Function that returns whether a connection that was shut down is not closed yet."""
         self._lock = threading.Lock()
-        """Lock that makes sure that `end_all` sees each wait, or the wait sees that it has ended."""
+        """Lock by which `end_all` sees each wait, or the wait sees that."""
 
     def run_call(self, call: Callable[[], object]) -> None:
-        """Run a call in a thread of its own, and wait until it returns or `end_all` is called.
-        Raises RuntimeError if the call does, or if its wait was ended."""
+        """Run a call in its own thread, and wait until it or `end_all`. Raises RuntimeError if the
+        call does, or if its wait was ended."""
         waiting = _WaitingCall(call)
         with self._lock:
             if not self.ended:
@@ -98,7 +96,7 @@ class InterruptibleCalls:
 
 
 class _WaitingCall:
-    """A call that waits for one transfer or sum, or for the members of a group."""
+    """A call that waits for a transfer, a sum, or a group's members."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call
@@ -108,7 +106,7 @@ class _WaitingCall:
         self.released.acquire()
 
     def release(self) -> None:
-        """Let the thread that waits for this call continue: it is done, or all waits end."""
+        """Let the thread of this call continue: it is done, or all waits end."""
         with contextlib.suppress(RuntimeError):  # already released
             self.released.release()
 
@@ -139,7 +137,8 @@ class GlooWork:
         self._waits = waits
 
     def wait(self) -> None:
-        """Wait until the operation is done. Raises RuntimeError if it fails, or the wait was ended."""
+        """Wait until the operation is done. Raises RuntimeError if it fails, or the wait was
+        ended."""
         self._waits.run_call(self._work.wait)
 
 

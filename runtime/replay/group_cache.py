@@ -19,8 +19,7 @@ from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationE
 from slipstream.runtime.replay.transport import TransportName
 
 _REUSABLE_DECODER = msgspec.json.Decoder(dict[str, tuple[int, int]])
-"""Decoder of a process's reusable groups by name: each one's order, and operations started in
-it."""
+"""Decoder of a process's reusable groups: order and number of operations, by name."""
 
 
 class GenerationEndedError(CommunicationError):
@@ -74,8 +73,7 @@ class GroupCache:
         """Gloo backend, which carries numbers and bytes in host memory."""
         self.backend: Backend = self.host if transport == "gloo" else NcclBackend()
         self.backends = (self.host,) if self.backend is self.host else (self.host, self.backend)
-        """Backends in the order of their aborts: gloo first, so that no thread that an NCCL abort releases can continue
-        over gloo."""
+        """Backends in the order of their aborts: gloo first, so that no released thread uses it."""
         self.idle: dict[str, _CachedGroup] = {}
         """Groups that no session uses, by name."""
 
@@ -100,7 +98,7 @@ class GenerationGroups:
         self._ended = False
         self._released = False
         self._lock = threading.Lock()
-        """Lock that makes sure that `abort` sees each new group, or the thread that creates it sees the abort."""
+        """Lock by which `abort` sees each new group, or its thread sees the abort."""
 
     def create_groups(self, all_wanted: Iterable[GroupSpec]) -> None:
         """Provide all groups that the generation needs: reuse some, and create the others."""
@@ -145,7 +143,8 @@ class GenerationGroups:
             raise GenerationEndedError("the generation has ended")
 
     def abort(self) -> None:
-        """End the generation, and abort all pending operations of its groups. Any thread may call this."""
+        """End the generation, and abort all pending operations of its groups. Any thread may call
+        this."""
         self._ended = True
         with self._lock:
             if self._released:
@@ -237,6 +236,7 @@ def _close_groups(held: list[_CachedGroup]) -> None:
 
 
 def _close_in_background(held: list[_CachedGroup]) -> None:
-    """Close groups in a new thread, as this may wait without limit (`runtime.replay.gloo.GlooGroup`)."""
+    """Close groups in a new thread, as this may wait without limit
+    (`runtime.replay.gloo.GlooGroup`)."""
     if held:
         threading.Thread(target=_close_groups, args=(held,), daemon=True, name="closing").start()

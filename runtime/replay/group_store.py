@@ -19,7 +19,7 @@ from slipstream.runtime.replay.torch_groups import Store, TCPStore
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005
 PAUSE_GROWTH = 1.25
-"""Growth factor of the pauses between two polls: a wait is at most a quarter too long."""
+"""Growth factor of pauses between polls, by which a wait may be too long."""
 _ORDER_KEY = re.compile(r"order(\d+)/")
 
 

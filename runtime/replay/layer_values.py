@@ -1,4 +1,4 @@
-"""Pass a tensor, or a tuple of tensors, from layer to layer, as one tensor if sent."""
+"""Pass tensors, or tuples of them, from layer to layer, sent as one."""
 
 import functools
 from collections import namedtuple
@@ -12,11 +12,11 @@ from torch import Tensor
 Value = Tensor | tuple[Tensor, ...]
 """Tensor or tuple of tensors, of which floating-point ones get gradients."""
 _ALIGNMENT = 16
-"""Alignment, in bytes, of each tensor of a tuple within the one that carries them all."""
+"""Alignment, in bytes, of each tensor within the one that carries them."""
 
 
 class TensorForm(NamedTuple):
-    """Shape and dtype of a tensor, from which a receive can be posted without a handshake."""
+    """Shape and dtype of a tensor, for receives without a handshake."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,13 +51,13 @@ def map_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
 
 
 def as_layer_input(value: Value) -> Value:
-    """Return a value as the next layer takes it, a named tuple as the runtime's own class. So
-    layers get the same class whether the layer before ran on this worker or on another."""
+    """Return a value as the next layer takes it, in the runtime's own class. So layers get the same
+    class whether the layer before ran on this worker or on another."""
     return with_tensors(value, tensors_of(value))
 
 
 def form_of(value: Value) -> Form:
-    """Return the shapes and dtypes of a value's tensors, and the field names of a named tuple."""
+    """Return the shapes and dtypes of a value's tensors, and any field names."""
     forms = tuple(TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value))
     return forms[0] if isinstance(value, Tensor) else TupleForm(forms, getattr(value, "_fields", ()))
 
@@ -80,7 +80,7 @@ def has_gradient(of: Tensor | TensorForm) -> bool:
 
 
 def gradient_form(form: Form) -> Form:
-    """Return the form of the gradient of a value: for a tuple, of those that get one."""
+    """Return the form of the gradient of a value, of tensors that get one."""
     return form if isinstance(form, TensorForm) else TupleForm(tuple(filter(has_gradient, form.tensors)))
 
 

@@ -11,8 +11,7 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 GradientKey = LayerRange | str
-"""Key of gradients that are summed: a range of layers, or `LAYER.NAME` of a shared parameter in the
-first of its layers."""
+"""Key of gradients that are summed: layers, or the first `LAYER.NAME` of a shared parameter."""
 
 
 def worker_of_process(process: str) -> Worker:
@@ -59,11 +58,10 @@ class Membership(NamedTuple):
     """Rank of each member, from 0 upwards; equal at every member."""
     worker: Worker
     group: Ranks | None = None
-    """Processes of this worker if it has several. Processes of the same rank in all workers
-    communicate with each other."""
+    """Processes of this worker if it has several, each of which meets its rank in other workers."""
 
     def peer_process(self, worker: Worker) -> str:
-        """Return the name of the process of a worker, of the same rank, that this one meets."""
+        """Return the name of a worker's process of this one's rank."""
         return f"{worker}:{0 if self.group is None else self.group.rank()}"
 
     def processes_of_worker(self, worker: Worker) -> tuple[str, ...]:

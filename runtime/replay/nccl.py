@@ -24,11 +24,9 @@ from slipstream.runtime.replay.torch_groups import Group, NcclGroup, TCPStore, c
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
 
 HIGHEST_PRIORITY = -100
-"""Priority of the CUDA streams that are drawn. Torch takes the nearest, that of communicators
-(`torch_groups.create_nccl_group`)."""
+"""Priority of the drawn CUDA streams, of which torch takes the nearest, as for communicators."""
 MAX_STREAMS = 256
-"""Largest number of streams in torch's pool. With more different ones, they are not given in
-turn."""
+"""Largest number of streams in torch's pool, if given out in turn."""
 
 
 class StreamRotation:
@@ -85,8 +83,7 @@ def get_stream_rotation(device: torch.device) -> StreamRotation:
 
 
 ABORT_GRACE_SECONDS = 0.02
-"""Time for a communicator to finish after the generation, before it is aborted. A new one takes
-longer to create."""
+"""Time for a communicator to end before an abort; a new one takes longer."""
 ABORT_RETRY_SECONDS = 0.05
 """Interval between attempts to abort."""
 POLL_SECONDS = 0.001
@@ -133,7 +130,7 @@ class Communicator:
         self.started_count = 0
         """Number of operations that this member has started."""
         self._connecting_ended = threading.Event()
-        """Event that is set when connecting has succeeded or failed, or its result is no longer needed."""
+        """Event set when connecting has ended, or its result is not needed."""
 
     def connect(self, *, directed: bool) -> None:
         """Connect all members; return when they are connected. Raises RuntimeError.

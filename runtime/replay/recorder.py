@@ -16,7 +16,7 @@ Stamp = float | torch.cuda.Event
 
 
 class Recorder:
-    """Recorder of the times of ops, by the host's clock or by events in a GPU's stream.
+    """Recorder of the times of ops, by the host's clock or a GPU's events.
 
     An iteration must not be reported before its step is done, so the host waits once an iteration,
     for the end of the last O. If ops are traced, the host waits once more, to read both clocks at
@@ -33,8 +33,8 @@ class Recorder:
         self._ops: list[tuple[Op, Stamp, Stamp]] = []
         self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
         self.costs: Callable[[Op, int], float] | None = None
-        """Function that returns the expected duration of an op of an iteration as a multiple of the usual one, by the
-        cost of its sample; above 0."""
+        """Function that returns an op's expected duration in an iteration, relative to the usual
+        one. It is above 0, and follows from the cost of the op's sample."""
 
     def start_iteration(self, iteration: int, *, traced: bool) -> None:
         """Start an iteration, perhaps again, and discard all earlier times. If `traced`, record
@@ -62,8 +62,8 @@ class Recorder:
         self._ops.append((op, start, self._end))
 
     def window_seconds(self) -> float:
-        """Return the seconds from the start of the first op to the end of the last O. On a GPU,
-        waits until that has ended."""
+        """Return the seconds from the first op's start to the last O's end. On a GPU, waits for
+        that."""
         assert self._start is not None and self._end is not None, "an iteration has an op, and ends with an O"
         if not isinstance(self._end, float):
             self._end.synchronize()
@@ -76,7 +76,7 @@ class Recorder:
                                 self._shared_seconds(end)) for op, start, end in self._ops if self._traced)
 
     def op_times(self) -> tuple[OpTime, ...]:
-        """Return the median seconds of the ops of each kind (F, B, I, W) on each slice.
+        """Return the median seconds of each kind of op (F, B, I, W) and slice.
 
         Call `window_seconds` before. If `costs` (the function for the relative durations of ops by
         their samples) is set, durations are first divided by its results.

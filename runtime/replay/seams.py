@@ -62,10 +62,11 @@ class State(Protocol):
 
     @property
     def shared_gradients(self) -> Mapping[str, Any]:
-        """Gradients of each parameter that layers share; keys are `LAYER.NAME` in the first of them."""
+        """Gradients of each parameter that layers share; keys are `LAYER.NAME` in the first of
+        them."""
 
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
-        """Return the gradients of a range or of a shared parameter, to be summed in place."""
+        """Return the gradients of layers or a shared parameter, to be summed in place."""
 
 
 class Reducer(Protocol):

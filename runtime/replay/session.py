@@ -39,8 +39,8 @@ T = TypeVar("T")
 BYTES_TAG = 2**24
 """Tag of transfers of bytes, above the tags of any schedule's transfers."""
 BUCKET_BYTES = 2**20
-"""Size up to which gradients are summed together, because each sum takes several round trips on a
-slow network. For larger ones, the copies take longer than the sums gain."""
+"""Size up to which gradients are summed together, as sums take several round trips. For larger
+ones, the copies take longer than the sums gain."""
 CLOCK_ROUNDS = 8
 DRAIN_POLL_SECONDS = 0.001
 """Interval between checks for pending operations."""
@@ -73,7 +73,7 @@ class GenerationSession:
         self.device = device
         self.worker = membership.worker
         self.ordered = links.backend.ordered
-        """True if transfers are matched by their order, and so must be issued in an order that all workers agree on."""
+        """True if transfers are matched by an order that all workers agree on."""
         self.staged = links.backend is links.host and device.type != "cpu"
         """True if tensors pass through host memory."""
         self._groups = GenerationGroups(links, store, membership.order, membership.peer_process(membership.worker),
@@ -81,7 +81,7 @@ class GenerationSession:
         self._membership = membership
         self._sharers: Mapping[GradientKey, tuple[Worker, ...]] = {}
         self._routes: dict[tuple[Worker, Worker], tuple[Group, int]] = {}
-        """Process group of transfers, and the rank of the other end in it, by source and target worker."""
+        """Process group of transfers, and the other's rank, by source and target."""
         self._sharer_groups: dict[tuple[Worker, ...], Group] = {}
         self._rank_connection: GroupConnection | None = None
         self._sums: SumTree | None = None
@@ -286,7 +286,7 @@ class GenerationSession:
         self.raise_if_ended()  # over NCCL, operations that were aborted end as if they had succeeded
 
     def reduction_threads(self) -> list[int]:
-        """Return the identifier of the thread that sums gradients, as a list, if there is one."""
+        """Return the identifier of the thread that sums gradients, in a list, if any."""
         return [] if (thread := self._reductions.thread_ident) is None else [thread]
 
     def drain(self) -> None:
@@ -363,7 +363,7 @@ class GenerationSession:
                 yield GroupSpec(*self._describe_group(members, "bytes"), links.host)
 
     def _look_up_groups(self, pairs: Collection[tuple[Worker, Worker]]) -> None:
-        """Look up once the groups for all sums and transfers, so that each call is fast."""
+        """Look up the groups for all sums and transfers once."""
         for source, target in pairs:
             ends = self._pair_members((source, target))
             other = ends.index(source if target == self.worker else target)

@@ -27,14 +27,13 @@ class OpenCall(NamedTuple):
     awaited: tuple[Worker, ...] = ()
     """Workers for which the call waits; empty if they are unknown."""
     on_device: bool = False
-    """True if the call waits for the device, which may still write: its thread is never
-    abandoned."""
+    """True if the call waits for the device: its thread is never abandoned."""
     outer: "OpenCall | None" = None
     """Call within which this one was made; None if there is none."""
 
 
 class OpenCalls:
-    """Record of the threads that are inside of a call into a process group, since when."""
+    """Record of the threads that are inside of a call into a group."""
 
     def __init__(self) -> None:
         self._calls: dict[int, OpenCall] = {}

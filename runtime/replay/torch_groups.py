@@ -63,11 +63,13 @@ def open_gloo_devices() -> list[GlooDevice]:
 
 
 def create_gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
-    """Create a gloo process group that connects over `devices`, without torch.distributed's global state.
+    """Create a gloo process group that connects over `devices`, without torch.distributed's global
+    state.
 
     For: groups that come and go with generations, several of them in a process, in any thread.
 
-    Replaced by: torch.distributed.init_process_group and new_group, once groups need not be registered globally.
+    Replaced by: torch.distributed.init_process_group and new_group, once groups need not be
+    registered globally.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads, options._timeout = list(devices), 2, timeout
@@ -91,8 +93,7 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DESYNC_DEBUG": "0",  # otherwise traces are written to that store
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # otherwise each operation is recorded with its Python stack
 }
-"""Environment variables that keep torch's NCCL threads from ending the process, and from aborting
-or blocking what others use.
+"""Environment variables that keep torch's NCCL threads from ending or blocking what is used.
 
 They are read when a process group is created; their effects are taken from ProcessGroupNCCL.cpp.
 They replace the user's values, because the runtime relies on them.
@@ -102,8 +103,7 @@ They replace the user's values, because the runtime relies on them.
 BLOCKING_VARIABLE = "SLIPSTREAM_NCCL_BLOCKING"
 """Name of an environment variable; 0 for communicators that connect without blocking the host."""
 PAIR_CHANNELS = 4
-"""Channels of a communicator of two ranks: each takes device memory, and one direction fills
-few."""
+"""Channels of a communicator of two ranks, few of which one direction fills."""
 
 
 def create_nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta,

@@ -17,14 +17,13 @@ from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.schedules.schedule import Worker
 
 TRANSFER_TIMEOUT = timedelta(minutes=10)
-"""Timeout of any one transfer, long because a gloo timeout closes all connections. A dead peer is
-noticed in milliseconds."""
+"""Timeout of any one transfer, long because a gloo timeout closes all connections."""
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 
 
 class CommunicationError(RuntimeError):
-    """Error, in one line, for a peer that is gone, or did not answer in time. The attribute `peers`
-    has the workers that could not be reached; empty if they are unknown."""
+    """Error, in one line, for a peer that is gone or too late. The attribute `peers` has the
+    workers that could not be reached; empty if they are unknown."""
 
     def __init__(self, message: str, peers: Collection[Worker] = ()) -> None:
         super().__init__(message)

@@ -37,9 +37,9 @@ def combined_digest(digests: Mapping[str, str]) -> str:
 
 WORD_BYTES = 8
 BLOCK_WORDS = 2**18
-"""Words in a block, each with a weight of its own: 2 MB, which fit in a processor's cache."""
+"""Words in a block, each with its own weight: 2 MB, which fit in a cache."""
 BLOCKS_AT_ONCE = {"cuda": 16}
-"""Blocks summed in one call, by type of device (else one): a launch costs time on a GPU."""
+"""Blocks summed in one call, by type of device, else one."""
 SMALL_BYTES = 2**16
 """Size up to which tensors are concatenated, because a launch takes longer than computing."""
 
@@ -64,7 +64,7 @@ def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _block_sums(flat: Tensor) -> Iterator[Tensor]:
-    """Yield the checksums of a flat tensor's blocks, then of the words after the last one."""
+    """Yield the checksums of a flat tensor's blocks, then of its end."""
     in_word = max(1, WORD_BYTES // flat.itemsize)
     whole = len(flat) - len(flat) % in_word
     body = flat[:whole]

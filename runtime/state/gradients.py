@@ -18,17 +18,17 @@ from slipstream.runtime.torch_private import count_changes
 
 
 class GradientBuffer(NamedTuple):
-    """Gradients of some parameters, in one flat tensor, and the marks of those that got one."""
+    """Gradients of some parameters, in one flat tensor, and their marks."""
 
     values: Tensor
     """Gradients of all parameters, one after the other, perhaps padded."""
     marks: Tensor
-    """One number for each parameter: above 0 after the sum over workers if any has used it."""
+    """One number for each parameter, above 0 in the sum if it was used."""
     sums: tuple[Tensor, ...]
     """Tensors that contain values and marks, to be summed over workers."""
     parameters: tuple[nn.Parameter, ...]
     views: tuple[Tensor, ...]
-    """`.grad` of each parameter: its part of `values`, with a count of changes of its own."""
+    """`.grad` of each parameter: its part of `values`, with its own count of changes."""
     changes: list[int]
     """Count of changes of each view (`count_changes`) when it was set to zero."""
 

@@ -1,6 +1,7 @@
 """Layers that a worker holds, their gradients, and one optimizer over all of them.
 
-Nothing here depends on stages: the layers are those that a schedule assigns to the worker, and change with it.
+Nothing here depends on stages: the layers are those that a schedule assigns to the worker, and
+change with it.
 """
 
 import math
@@ -64,14 +65,15 @@ class HeldLayers:
         self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
         sharing.tie_parameters(self.modules)
         self.cuts: dict[LayerRange, StatePartition] = {}
-        """Partition of the optimizer's state of each range of layers whose gradients are reduced together."""
+        """Partition of the optimizer's state of each range of layers whose gradients are reduced
+        together."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
         self._sums = CopyGradients()
         self.optimizer = self._build_full_optimizer(self.modules)
         self._gradients: dict[LayerRange, list[GradientBuffer]] = {}
         self.shared_gradients: dict[str, list[GradientBuffer]] = {}
-        """Gradients of each parameter that layers share, to be summed in place over all holders of
-        a copy. Keys are `LAYER.NAME` of the first layer that has the parameter."""
+        """Gradients of each shared parameter, by its first `LAYER.NAME`, to be summed over all
+        holders."""
         self._unused: frozenset[nn.Parameter] | None = None
         """Parameters that no worker has used in this iteration; None before its step."""
         self.set_reduced_ranges(merge_ranges((layer, layer + 1) for layer in self.modules))
@@ -186,7 +188,7 @@ class HeldLayers:
         return cut if cut is not None and cut.sharded else None
 
     def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
-        """Return the buffers for the gradients of copies of others' parts in a range, by span."""
+        """Return the buffers of copies' gradients in a range, by span."""
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
@@ -321,7 +323,7 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
 
 
 def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
-    """Mark a layer's parameters that are not cut: shared, of another dtype, or with a rule."""
+    """Mark a layer's uncut parameters: shared, of another dtype, or with a rule."""
     # Raises ConfigError as `require_stepped_by_rules` does.
     rules, parameters = step_rules(module), trained_parameters(module)
     require_stepped_by_rules(layer, rules, {name: sharing.is_shared(layer, name) for name in parameters})
@@ -345,7 +347,7 @@ def _flat_lengths(cuts: Mapping[LayerRange, StatePartition]) -> dict[LayerRange,
 
 
 def _flatten_parameters(parameters: Sequence[nn.Parameter], length: int) -> Tensor:
-    """Copy parameters of one dtype into a new flat tensor, and make them views of it."""
+    """Copy parameters of one dtype into a flat tensor, as views of it."""
     flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
     start = 0
     for parameter in parameters:

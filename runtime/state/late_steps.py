@@ -46,7 +46,8 @@ class LateSteps(OptimizerSteps):
         self._last_step: _DueStep | None = None
         """Step that was registered last; it is made once its iteration is committed."""
         self._committed_step: _DueStep | None = None
-        """Step of the iteration before `_last_step`, which is committed; None once the step is started."""
+        """Step of the iteration before `_last_step`, which is committed; None once the step is
+        started."""
         self.version = Version(-1)
         """Version of the stepped tensors; steps that have been made cannot be undone."""
         self._buffer = 0
@@ -125,7 +126,7 @@ class LateSteps(OptimizerSteps):
 
 
 CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
-"""Buffers for the gradient sums of each copied part, by layer and span of its elements."""
+"""Buffers for the gradient sums of each copied part, by layer and span."""
 
 
 class CopyGradients:
@@ -150,8 +151,8 @@ class CopyGradients:
         return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:
-        """Return the buffers of all copied parts, cut at layers, by layer and span within it. The
-        function `elements` returns the number of a layer's elements that are cut into parts."""
+        """Return the buffers of all copied parts, by layer and span within it. The function
+        `elements` returns the number of a layer's elements that are cut into parts."""
         sums: dict[tuple[int, Span], Sequence[Tensor]] = {}
         for layers, spans in self._buffers.items():
             for span, buffers in spans.items():

@@ -29,12 +29,11 @@ class PartExchange:
     def __init__(self, session: GenerationSession) -> None:
         self._session = session
         self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
-        """Pending copies of sums: works that transfer them, and buffers to copy from and to
-        after."""
+        """Pending copies of sums: their works, and buffers to copy from and to."""
 
     def reduce_gradients(self, layers: LayerRange, gradients: Tensor, cut: StatePartition,
                          copies: Mapping[Span, Tensor]) -> None:
-        """Sum the gradients of a range over its holders: each owner gets those of its part.
+        """Sum a range's gradients over its holders, each owner's for its part.
 
         The sums are in `gradients`. The buffers in `copies` get the sums of the parts of which this
         worker is the buddy. They are complete when `wait_for_copies` returns; until then the
@@ -75,7 +74,7 @@ class PartExchange:
 
     def _scatter_to_owners(self, group: Group, place: int, gradients: Tensor, cut: StatePartition,
                            copies: Mapping[Span, Tensor]) -> None:
-        """Give each owner the sums of its part's gradients, and start to copy them to the buddy."""
+        """Give owners the sums of their parts, and start to copy them to buddies."""
         # This worker is the member with index `place`. Two collectives are used, because
         # point-to-point transfers in one group would wait for each other if buddies form a circle.
         length, count = cut.spans[0][1], len(cut.members)
@@ -92,7 +91,7 @@ class PartExchange:
 
     def _send_copies(self, group: Group, place: int, cut: StatePartition, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
-        """Start to send the sums of own parts to buddies, and to receive those in `copies`."""
+        """Start to send own sums to buddies, and to receive those in `copies`."""
         works, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
         for number, owner, part in parts:
             buddy = cut.buddies[number]
@@ -116,7 +115,7 @@ class PartExchange:
                     target.copy_(source)
 
     def start_gather(self, layers: LayerRange, parameters: Tensor, cut: StatePartition) -> Callable[[], None]:
-        """Start to send each part of a range's flat parameters from its owner to all others.
+        """Start to send parts of a range's flat parameters from owners to all others.
 
         Returns a function that waits until `parameters` contains all parts; until then `parameters`
         must not be used. Both functions raise CommunicationError.
@@ -169,7 +168,7 @@ class PartReducer:
         self._parts = PartExchange(session)
 
     def sum_gradients(self, layers: LayerRange) -> None:
-        """Sum the gradients of a range of layers at the owners of its parts, or at all holders."""
+        """Sum a range's gradients at the owners of its parts, or at all holders."""
         whole = self._held.gradients_to_sum(layers)
         if (cut := self._held.sharded_partition(layers)) is not None:
             gradients, *whole = whole
@@ -210,7 +209,7 @@ def _transfer_tag(kind: int, part: int) -> int:
 
 
 def _sum_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Sum tensors in order, in float32 or wider, into `total`, which may be one of them."""
+    """Sum tensors in order, in float32 or wider, into `total`."""
     accumulated = parts[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         accumulated.add_(part)

@@ -1,4 +1,4 @@
-"""Step parts of layers so that steps can be undone, and state can move, bit for bit.
+"""Step parts of layers so that steps can be undone, and state can move.
 
 Most optimizers are elementwise, so the result for a parameter does not depend on which worker steps
 it. If nothing is sharded, a worker stores the state of all of its layers. It steps *pieces*: the
@@ -97,12 +97,12 @@ class PartOptimizer(UndoableSteps):
         self._modules = modules
         self._sharing = sharing
         self._tied: dict[nn.Parameter, nn.Parameter] = {}
-        """Tensor that is stepped for each parameter that layers share: only once if several of these layers are
-        held."""
+        """Tensor that is stepped for each shared parameter, once for all held layers."""
         pieces = [piece for layer, spans in kept.items() for part in spans
                   for piece in self._cut_pieces(layer, modules[layer], part, sums)]
         self._pieces = [piece for piece in pieces if not piece.late]
-        """Parts of parameters that are stepped within the iteration, unlike copies of other workers' parts."""
+        """Parts of parameters that are stepped within the iteration, unlike copies of other
+        workers' parts."""
         self._copies = [piece for piece in pieces if piece.late]
         super().__init__(self._piece_groups(self._pieces, config), config)
         self._late = LateSteps(self._piece_groups(self._copies, config), config, [
@@ -112,7 +112,8 @@ class PartOptimizer(UndoableSteps):
         self._unused: Collection[nn.Parameter] = ()
         """Parameters that the last step left as they were, because no worker had used them."""
         self.parameters = Version(-1, whole=False)
-        """Version of all elements of the parameters, including those that come from other workers."""
+        """Version of all elements of the parameters, including those that come from other
+        workers."""
 
     @property
     def copy_buffer(self) -> int:
@@ -285,7 +286,7 @@ class PartOptimizer(UndoableSteps):
                 if (piece.layer, piece.part) == (layer, span) and self._is_stepped(piece)}
 
     def own_states(self, layer: int) -> list[PartState]:
-        """Return the state of each part of a layer that this worker owns, as live tensors."""
+        """Return the state of each own part of a layer, as live tensors."""
         return [self.part_state(layer, span) for span in self.own.get(layer, ())]
 
     def kept_states(self) -> list[PartState]:
@@ -391,7 +392,7 @@ class PartOptimizer(UndoableSteps):
                     piece.parameter_view().copy_(piece.stepped)
 
     def _load_piece(self, piece: _Piece, part: PartState, both: Span) -> None:
-        """Copy the span `both` of a received or saved part into a piece, with optimizer state."""
+        """Copy the span `both` of a part into a piece, with optimizer state."""
         # State of other parameters in the part is ignored.
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
         stepped, states = piece.stepped, self._optimizer_of(piece).states

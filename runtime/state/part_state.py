@@ -79,7 +79,7 @@ def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span
 
 
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
-    """Return the elements `wanted` of a layer from a flat tensor that has the elements `has`.
+    """Return the elements `wanted` from a flat tensor that has the elements `has`.
 
     A tensor that does not have one value for each of these elements, such as a step counter, is
     returned unchanged.
@@ -94,12 +94,13 @@ def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return an optimizer's tensor flat if it has the shape of its parameter `like`. Otherwise unchanged."""
+    """Return an optimizer's tensor flat if it has the shape of its parameter `like`. Otherwise
+    unchanged."""
     return tensor.reshape(-1) if tensor.shape == like.shape else tensor
 
 
 def is_elementwise(tensor: Tensor, has: Span) -> bool:
-    """Return whether a tensor is flat, with one number for each element of the span `has`."""
+    """Return whether a tensor is flat, with a number for each element of `has`."""
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 

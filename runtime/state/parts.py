@@ -30,7 +30,7 @@ class VersionError(RuntimeError):
 
 
 class Version(NamedTuple):
-    """Version of some state: the iteration that it results from, and whether all of it does."""
+    """Version of state: the iteration that it results from, and whether all does."""
 
     after: int
     """Iteration after which the state has these values; -1 before the first one."""
@@ -48,13 +48,12 @@ class Version(NamedTuple):
 Span = tuple[int, int]
 """Elements [start, stop) of a layer or of a range of layers."""
 Parts = Mapping[int, tuple[Span, ...]]
-"""Spans of each layer's elements, by layer. They are not joined: every worker that stores a span
-steps it by itself, to the same bits."""
+"""Spans of each layer's elements, each stepped by itself wherever it is stored, to the same
+bits."""
 Domains = Sequence[Sequence[Worker]]
 """Groups of workers that fail together (`runtime.failure_domains`)."""
 OriginalMembers = Mapping[LayerRange, Sequence[Worker]]
-"""Original members of each range that has lost some. The others keep the same parts
-(`StatePartition.after_losses`)."""
+"""Original members of each range that has lost some, whose parts stay as they were."""
 
 
 class ElementCounts(NamedTuple):
@@ -108,7 +107,7 @@ class StatePartition(NamedTuple):
         return (*self.own_parts(worker), *self.copied_parts(worker)) if self.sharded else self.spans
 
     def stepped_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts that a member steps and sends: its own, or all if not sharded."""
+        """Return the parts that a member steps, all if not sharded."""
         return self.own_parts(worker) if self.sharded else self.spans
 
     def after_losses(self, members: Sequence[Worker]) -> "StatePartition | None":
@@ -183,8 +182,8 @@ def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
 
 
 def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int]) -> Iterator[tuple[int, Span]]:
-    """Yield a span of the elements of a range as pairs of a layer and a span of that layer. The
-    function `elements` returns the number of a layer's elements that are cut into parts."""
+    """Yield a span of a range's elements as pairs of layer and span. The function `elements`
+    returns the number of a layer's elements that are cut into parts."""
     begins = 0
     for layer in range(*layers):
         start, stop = max(span[0] - begins, 0), min(span[1] - begins, elements(layer))
@@ -214,7 +213,7 @@ def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], e
 
 
 def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
-    """Return the elements of a span that are in none of the others, as ascending spans."""
+    """Return the elements of a span that are in no other, as ascending spans."""
     remaining, (start, stop) = [], span
     for first, end in sorted(others):
         if first > start:

@@ -16,7 +16,7 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,  # Loshchilov and Hutter, ICLR 2017
     "wsd": lambda progress: 1 - progress,
 }
-"""Functions, by schedule, from the share of the decay that has passed to the share ahead."""
+"""Functions, by schedule, from the decay's share that has passed to that ahead."""
 
 
 def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
@@ -85,7 +85,7 @@ NORM_EPSILON = 1e-6
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of squares of a gradient, in float64, without a whole copy of it."""
+    """Return the sum of squares of a gradient, in float64, without copying it."""
     flat = gradient.detach().reshape(-1)
     sums = [chunk.to(torch.float64, copy=True).square_().sum()
             for chunk in torch.split(flat, CHUNK_SIZE[flat.device.type])]

@@ -1,4 +1,4 @@
-"""Step on a guess where steps depend on the gradients of all layers, and validate it.
+"""Step on a guess where steps depend on all layers' gradients.
 
 Clipping by the global norm, and skipping steps with non-finite gradients, make every worker's step
 wait for the gradients of all layers, which loses the gain of staggering. So a worker steps at once,
@@ -96,7 +96,7 @@ class StepController:
         self._on_stepped = stepped
         self._unclipped_iterations = UNCLIPPED_TO_GUESS  # in each order: a worker that joins must guess as others do
         self.squares = 0.0
-        """Sum of squares of the last iteration's gradients, before clipping, over the parts that this worker owns."""
+        """Sum of squares of the last gradients of own parts, before clipping."""
         self.iteration = 0
         """Iteration whose step is being made, or was made last."""
         self.state = StepState.FINAL
@@ -105,8 +105,7 @@ class StepController:
         """Sums that a WAITING, GUESSED or REFUTED step depends on; None in the other states."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
-        """Last iteration whose step is known to be right, with its `clip_factor`. None before the first, and if steps
-        need no validation."""
+        """Last iteration whose step is known to be right, with its `clip_factor`, if any."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""
 
@@ -217,7 +216,7 @@ class StepController:
         self._finish_step()
 
     def when_validated(self, call: Callable[[], None]) -> None:
-        """Call a function as soon as the last step is final: now, or when its norm has arrived."""
+        """Call a function once the last step is final: now, or later."""
         if self._sums is None:
             call()
         else:

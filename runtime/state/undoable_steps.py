@@ -147,7 +147,7 @@ class OptimizerSteps:
         self._config = config
         self._rules: dict[nn.Parameter, StepRule] = {
             parameter: group["rule"] for group in groups if "rule" in group for parameter in group["params"]}
-        """Step rule of each parameter that a rule of its layer steps, and not the optimizer."""
+        """Rule of each parameter that its layer steps, not the optimizer."""
         self._optimizer = optimizer_factory(config)([group for group in groups if "rule" not in group], config)
         self._rates = self._scheduled_rates()
         self.states: Any = self._optimizer.state
@@ -213,8 +213,8 @@ class UndoableSteps(OptimizerSteps):
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the last step that was not skipped."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Optimizer's state of each saved parameter before the last step, with the live tensors. None if it had no
-        state. Empty if the last step was skipped, so that `undo` restores nothing."""
+        """Optimizer's state of each saved parameter before the last step, or None. It is empty if
+        the last step was skipped, so that `undo` restores nothing."""
         self.open_iteration: int | None = None
         """Iteration whose step can be undone; None if no step is open."""
         self.version = Version(-1)

@@ -55,8 +55,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """Number of workers that measure."""
     computing: int
-    """Workers that measure compute at the same time, those of the lowest numbers. All exchange
-    tensors."""
+    """Workers that measure compute at once, of the lowest numbers; all exchange tensors."""
     reduce_group: int
     device: str
     cards: int
@@ -393,7 +392,8 @@ def _count_bytes(form: TensorForm) -> int:
 
 
 def measure(data: bytes) -> bytes:
-    """Run one measuring process: decode its `MeasuringTask`, and return the encoded `Measurement`."""
+    """Run one measuring process: decode its `MeasuringTask`, and return the encoded
+    `Measurement`."""
     task = _TASK.decode(data)
     configure_interface(task.rendezvous)
     if task.config.training.share_devices:

@@ -53,8 +53,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Number of workers that took part in an all-reduce."""
     transport: str
     waiting: float
-    """Fraction of the time in which a process waited for others: about 0 on CPUs is right. It is 0
-    if unknown: on GPUs, and for workers of several ranks, which wait for each other."""
+    """Fraction of the time in which a process waited for others, about 0 on CPUs. It is 0 if
+    unknown: on GPUs, and for workers of several ranks, which wait for each other."""
     network: MeasuredNetwork = MeasuredNetwork()
     """Latency and bandwidth between two workers here, and the effect of all-reduces on compute."""
 

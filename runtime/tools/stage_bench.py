@@ -21,7 +21,7 @@ from slipstream.runtime.torch_private import LiveStorages, TensorWatchMode
 from slipstream.schedules.schedule import Worker
 
 ROW_MICROBATCHES = 4
-"""Micro-batches whose same op is timed in a row: as in a run, others have filled caches."""
+"""Micro-batches whose same op is timed in a row, with caches filled by others."""
 
 
 class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,16 +41,14 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     stash_bytes: int
     """Memory, in bytes, that a micro-batch takes from its I to its W."""
     recomputed_bytes: int | None = None
-    """Memory, in bytes, of a micro-batch from its F to its I if all layers are recomputed; None if
-    the planner may not choose that."""
+    """Bytes of a micro-batch from its F to its I if all is recomputed, if that may be chosen."""
     static_bytes: int
     """Memory, in bytes, of parameters, gradients, optimizer state, and undo copies."""
     undo_bytes: int
     sent_bytes: int = 0
-    """Bytes of the gradient for the stage before, which stays on the device until it has been
-    sent."""
+    """Bytes of the gradient for the stage before, on the device until it is sent."""
     state_bytes: int | None = None
-    """Bytes of the optimizer state of all members together, with undo copies, if it is sharded."""
+    """Bytes of all members' optimizer state with undo copies, if it is sharded."""
     by_lengths: tuple[tuple[float, ...], ...] = ()
     """Measured seconds of ops for samples of several documents or half the length. Each row has the
     number of tokens, the sum of the squares of document lengths, and the seconds of F, I and W."""
@@ -191,7 +189,7 @@ def _count_elements(spans: Iterable[Span]) -> int:
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a call takes, with all work that it starts on the device."""
+    """Return the seconds of a call, with all its work on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -143,8 +143,8 @@ class Checkpointer:
         return tuple(sorted(found - self._damaged))
 
     def find_data_state(self, iteration: int) -> tuple[int, StreamState] | None:
-        """Return the latest saved state of the data up to an iteration, and when it was saved.
-        Returns None if there is none."""
+        """Return the latest saved state of the data up to an iteration, with that one's. Returns
+        None if there is none."""
         found = {number: path for number, path in find_complete(self._folder).items()
                  if self._first <= number <= iteration}
         if self._resume is not None:

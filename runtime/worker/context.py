@@ -1,4 +1,4 @@
-"""Hold what a worker keeps from order to order, what one order needs, and its activity.
+"""Hold what a worker keeps between orders, what one order needs, and its activity.
 
 The activity is what a coordinator asks for that has waited long for a commit. What lasts (device,
 model, data) is built before a worker is ready.
@@ -63,14 +63,14 @@ WAITING_PREFIX = "waits"
 
 
 class Activity:
-    """Present activity of a worker, set by the computing thread and read by the main one."""
+    """Present activity of a worker, set by the thread that computes."""
 
     def __init__(self) -> None:
         self._doing: tuple[str | tuple[int, int], float, tuple[Worker, ...]] = "begins an order", time.monotonic(), ()
 
     @property
     def doing(self) -> str | tuple[int, int]:
-        """Description of the activity, or the iteration and the index of an op in the program."""
+        """Description of the activity, or an iteration and an op's index."""
         return self._doing[0]
 
     def set_activity(self, what: str | tuple[int, int], awaited: Collection[Worker] = ()) -> None:
@@ -122,8 +122,7 @@ class WorkerContext:
     identity: RunIdentity = NO_IDENTITY
     """What this worker trains, as it was when the worker was started."""
     forms: Sequence[Form]
-    """Forms, on this rank, of the input of each layer of the schedules, and the last one's
-    output."""
+    """Forms, on this rank, of each layer's input, and of the last one's output."""
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
     """Record of the layers whose ops have been run once."""
     layer_store: LayerStore
@@ -155,7 +154,7 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """Objects for carrying out one order to train on this worker: its program, connections and samples."""
+    """Objects for carrying out one order to train on this worker."""
 
     context: WorkerContext
     order: Train

@@ -1,5 +1,5 @@
-"""Run the fork server, in a process with a single thread, so that forking is safe.
-`runtime.processes.fork_server` starts it, and explains its purpose."""
+"""Run the fork server in one thread, so that forking is safe. `runtime.processes.fork_server`
+starts it, and explains its purpose."""
 
 import contextlib
 import gc
@@ -52,7 +52,7 @@ class _Server:
         self._launcher: socket.socket | None = None
         """Connection to a launcher that has adopted this server."""
         self._clean_up: dict[CleanUp, None] = {}
-        """Files and folders to remove at the end, unless a launcher has asked this server to end."""
+        """Files and folders to remove at the end, unless a launcher ended this server."""
 
     def serve(self) -> None:
         try:
@@ -206,15 +206,14 @@ def _redirect_output(log: Path, append: bool) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the system kill this process with the fork server (Linux), or end at once if it is
-    dead."""
+    """Have the system kill this process with the fork server (Linux)."""
     request_parent_death_signal(signal.SIGKILL)
     if sys.platform.startswith("linux") and os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Run the fork server until its launcher ends it, or is gone and no other launcher adopts the server."""
+    """Run the fork server until its launcher ends it, or none adopts it."""
     from slipstream.runtime.worker import main_thread
 
     name_process("fork server")

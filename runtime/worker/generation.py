@@ -95,8 +95,7 @@ def _restore_layers(part: OrderContext, layers: tuple[int, ...]) -> None:
 
 
 STUCK_SECONDS = 1.0
-"""Time after which a call is stuck: with connections cut, calls return in milliseconds, or
-never."""
+"""Time after which a call is stuck: with connections cut, others return in milliseconds."""
 ABORT_SECONDS = 60.0
 """Time limit of an abort, after which the process is unusable; NCCL may need seconds."""
 
@@ -171,11 +170,12 @@ class GenerationRunner:
                               {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
-        """Pass the coordinator's acknowledgement of a reported iteration to the thread that waits for it."""
+        """Pass the coordinator's acknowledgement of a reported iteration to the thread that waits
+        for it."""
         self._reports.handle_acknowledgement(message)
 
     def abandon_if_stuck(self) -> None:
-        """Abandon the thread of `run` if a process group holds it after the order has ended.
+        """Abandon the thread of `run` if a process group holds it.
 
         `Paused` is reported in its place. See `runtime.replay.stuck_calls`. If the call ever
         returns, the thread ends. The thread's tensors of this order are freed. The thread is not

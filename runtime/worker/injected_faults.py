@@ -38,7 +38,8 @@ class Injector:
         self.cut: Callable[[], None] = lambda: None
         """Function that breaks the worker's connections; to be set by their owner."""
         self.flip: Callable[[str, Random], object] = lambda *_: None
-        """Function that flips a random bit of the worker's state of the named kind. To be set by its owner."""
+        """Function that flips a random bit of the worker's state of the named kind. To be set by
+        its owner."""
 
     def replace_injections(self, injections: Iterable[tuple[int, Injection]]) -> None:
         """Replace all pending failures, because a new node 0 may have others to inject."""

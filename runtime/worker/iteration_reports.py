@@ -31,9 +31,10 @@ class IterationReports:
         self._open: IterationReport | None = None
         """Last report, if it has not been acknowledged; otherwise None."""
         self.reached = part.order.first_iteration - 1
-        """Last iteration that this worker may have stepped. Its evaluation or report may have begun."""
+        """Last iteration that this worker may have stepped. Its evaluation or report may have
+        begun."""
         self.save_before: int | None = None
-        """Iteration of this order before whose step all members save, if node 0 has chosen one."""
+        """Iteration before whose step all save, if node 0 has chosen one."""
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
         """Pass the coordinator's acknowledgement on to the waiting thread."""

@@ -81,7 +81,7 @@ class CoordinatorGoneError(Exception):
 
 
 class MainThread:
-    """Main thread of a worker's process, from joining the run until the worker may leave it."""
+    """Main thread of a worker's process, from joining to leaving the run."""
 
     def __init__(self, spec: WorkerSpec, channel: WorkerLink) -> None:
         self._spec = spec
@@ -95,15 +95,17 @@ class MainThread:
         self._down: tuple[Worker, ...] = ()
         """Workers that took no part in the last order for training."""
         self._doubted = False
-        """True if the last order for training has ended because copies of its members' state differ."""
+        """True if the last order ended because copies of state differ."""
         self._trusted_from = 0
         """Latest `Train.trusted_from` that has come."""
         self._assigned: AssignedShare | None = None
-        """This worker's share of the next order's schedule, as received last. None if none has come."""
+        """This worker's share of the next order's schedule, as received last. None if none has
+        come."""
         self._contents: dict[str, bytes] = {}
         """Contents of schedules that were received, by digest, in order of arrival."""
         self._losses: dict[int, float] = {}
-        """Losses of the last committed iterations: a coordinator that dies may not have written them."""
+        """Losses of the last committed iterations: a coordinator that dies may not have written
+        them."""
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
         self._told_to_end = False

@@ -34,8 +34,8 @@ class OrderThreads:
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._finishing = threading.Lock()
-        """Lock that is held while layers are written at the end, and while an order changes the held layers. It is
-        needed because an order to finish may end early."""
+        """Lock held while layers are written at the end, or changed by an order. An order to finish
+        may end early."""
         self._between_ranks: GenerationSession | None = None
         """Connections between the worker's ranks in the last order to finish."""
         self._next = threading.Event()

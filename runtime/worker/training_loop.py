@@ -143,10 +143,10 @@ class TrainingLoop:
         self._holds = weakref.WeakSet[WorkerSlices | Exchange]()
         """Objects that hold tensors of micro-batches."""
         self._checksums: Callable[[], tuple[Checksum, ...]] = _no_checksums
-        """Function that returns the checksums of the state before the iteration's step, if copies are compared."""
-        self._samples: set[SampleDigest] | None = None
-        """Digests of the samples that this worker has read in the iteration. None if they are not
+        """Function that returns the checksums before the iteration's step, if copies are
         compared."""
+        self._samples: set[SampleDigest] | None = None
+        """Digests of the samples read in the iteration, if they are compared."""
         self._writers = context.placement.choose_writers(program)
         self.steps = StepController(
             context.layer_store.holding, training, layers=context.model.layers,
@@ -220,7 +220,7 @@ class TrainingLoop:
             holder.free_microbatches()
 
     def _until_evaluation(self, first: int) -> range:
-        """Return the iterations from `first` to the next one with an evaluation, or to the last."""
+        """Return the iterations from `first` to the next evaluation, or the last."""
         # Tensors of later iterations are not received before that evaluation.
         context = self._part.context
         every, end = context.config.training.evaluate_every, context.setup.common.iterations

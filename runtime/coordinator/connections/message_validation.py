@@ -34,7 +34,7 @@ two if clipping is decided later."""
 MAX_RANKS = 64
 """Largest number of ranks of a worker, by `[training] tensor_parallel`."""
 MAX_TEXT_CHARACTERS = 1000
-"""Number of characters to which a worker's text for users, such as an error message, is cut."""
+"""Characters to which a worker's text for users is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class MessageBounds:
 
     setup: WorkerSetup
     injections: int
-    """Number of failures that the run is set to inject. A worker reports one by its index below this number."""
+    """Number of failures that the run is set to inject. A worker reports one by its index below
+    this number."""
     workers: frozenset[Worker] = frozenset()
     """All workers of the job's grid, live or not."""
 

@@ -23,7 +23,7 @@ from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 ANNOUNCE_SECONDS = 2.0
-"""Time that agents have to disconnect after they have been sent the end of the run."""
+"""Time for agents to disconnect after they have been sent the end of the run."""
 POLL_SECONDS = 0.005
 """Interval of the checks whether all agents have disconnected."""
 
@@ -40,10 +40,10 @@ class NodeAgents:
         self._bounds = bounds
         self._connections: dict[int, Connection] = {}
         self._node_of: dict[Worker, int] = {}
-        """Node whose agent forwarded the last report of each worker. Workers that reported directly are not in it."""
+        """Node whose agent forwarded the last report of each worker. Workers that reported directly
+        are not in it."""
         self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
-        """Acknowledgements collected for each node's agent until `send_answers`, each with the workers whose reports it
-        answers."""
+        """Acknowledgements for each node's agent until `send_answers`, with their workers."""
 
     @property
     def connected_nodes(self) -> Collection[int]:

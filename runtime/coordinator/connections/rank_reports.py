@@ -33,7 +33,7 @@ from slipstream.schedules.schedule import Worker
 
 MessageKey = tuple[type, int, int]
 BreakOffCallback = Callable[[Worker, int], None]
-"""Function that makes the remaining ranks of a worker stop when one has stopped in the order of the given number."""
+"""Function that stops a worker's remaining ranks when one has stopped in an order."""
 
 
 class RankReports:
@@ -47,8 +47,7 @@ class RankReports:
         self._processes = processes
         self._break_off = break_off
         self._open: dict[Worker, dict[MessageKey, dict[int, ToCoordinator]]] = {}
-        """Messages of each worker of which some ranks have not sent theirs yet, by the key of the message and by
-        rank."""
+        """Messages of each worker that some ranks have yet to send, by key and rank."""
 
     def add_message(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
         """Add a rank's message; return the worker's once all ranks have sent theirs.
@@ -78,11 +77,11 @@ class RankReports:
 
     @property
     def incomplete_workers(self) -> list[Worker]:
-        """Workers of which some ranks, but not all, have reported that they are ready for an order."""
+        """Workers of which some ranks, but not all, are ready for an order."""
         return [worker for worker, said in self._open.items() if any(kind is Ready for kind, *_ in said)]
 
     def drop_worker(self, worker: Worker) -> None:
-        """Drop the messages of a worker that is lost, or whose messages are out of date."""
+        """Drop the messages of a worker that is lost, or whose messages are outdated."""
         self._open.pop(worker, None)
 
 

@@ -27,22 +27,17 @@ MAX_UNSENT_BYTES = 2 * MAX_BYTES
 _FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
 
 MessageCallback = Callable[["Connection", ToCoordinator | None], None]
-"""Function that is called with each message in order, and with None when the connection has ended."""
+"""Function that is called with each message, and with None at the connection's end."""
 
 
 class Server:
     """State that all connections of the coordinator's server share.
 
-    Parameters
-    ----------
-    secret
-        Secret by which the server and its peers authenticate each other.
-    heard
-        Function that is called with a connection and each message that it receives, and with None at its end.
-    say
-        Function that is called with a line about a connection that was cut off because of what its peer sent.
-    most_unknown
-        Number of connections that may be open without an identified peer; if there are more, the oldest is closed.
+    Parameters ---------- secret Secret by which the server and its peers authenticate each other.
+    heard Function that is called with a connection and each message that it receives, and with None
+    at its end. say Function that is called with a line about a connection that was cut off because
+    of what its peer sent. most_unknown Number of connections that may be open without an identified
+    peer; if there are more, the oldest is closed.
     """
 
     def __init__(self, secret: Secret, heard: MessageCallback, say: Callable[[str], None], most_unknown: int) -> None:
@@ -61,7 +56,7 @@ class Server:
             next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections have no identified peer")
 
     def mark_identified(self, connection: "Connection") -> None:
-        """Stop counting a connection as unidentified, because its peer is known now or the connection has ended."""
+        """Stop counting a connection as unidentified: its peer is known, or it has ended."""
         self._unknown.pop(connection, None)
 
     def remove_connection(self, connection: "Connection") -> None:
@@ -69,7 +64,7 @@ class Server:
         self._open.discard(connection)
 
     def abort_all(self) -> None:
-        """Abort all connections that are not closing, so that peers that came too late notice that the run is over."""
+        """Abort all open connections, so that late peers notice that the run is over."""
         for connection in list(self._open):
             if not connection.is_closing:
                 connection.abort()
@@ -96,9 +91,10 @@ class Connection(asyncio.Protocol):
         self.rank = 0
         """Rank of the process at the other end among the processes of its worker."""
         self.heard = math.inf
-        """Time of `time.monotonic` at which a worker's process last sent anything. Infinity: it sends no heartbeats."""
+        """Time of `time.monotonic` at which a worker's process last sent anything. Infinity: it
+        sends no heartbeats."""
         self.over = False
-        """True if the connection has ended and all messages that came over it have been handled."""
+        """True if the connection has ended and all its messages have been handled."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the greeting, and wait for the first message, which identifies the peer."""
@@ -112,7 +108,7 @@ class Connection(asyncio.Protocol):
         self._server.add_connection(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass complete messages on to the server's `heard`, or cut off the connection if the data is invalid."""
+        """Pass complete messages on to the server's `heard`, or cut off invalid data."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -125,7 +121,7 @@ class Connection(asyncio.Protocol):
             self.cut_off(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Report that the connection has ended, whichever side ended it, to the function that handles messages."""
+        """Report the connection's end, whichever side ended it, to the server's `heard`."""
         self._stop_hello_timer()
         self._server.remove_connection(self)
         self._transport = None
@@ -200,7 +196,8 @@ class Connection(asyncio.Protocol):
         return rest
 
     def _receive_message(self, message: ToCoordinator) -> None:
-        """Check the sender of a message, and pass it on. The first message must identify the peer."""
+        """Check the sender of a message, and pass it on. The first message must identify the
+        peer."""
         if self.peer is None:
             if isinstance(message, JoinWorker):
                 self.peer, self.rank = message.worker, message.rank

@@ -15,10 +15,10 @@ from slipstream.schedules.schedule import Worker
 STATUS_ANSWER_SECONDS = 1.0
 """Time that members have to answer. A worker that answers at all does so in milliseconds."""
 HANG_SHARE = 0.8
-"""Share of the timeout that one activity must last to count as hung: it may have begun after the last commit."""
+"""Share of the timeout that a hung activity lasts, as it may have begun late."""
 CIRCLE_TIMEOUTS = 1.8
-"""Timeouts for which members must wait for each other, each in one call, to be stopped. Two reports
-in a row then name them: communication that is only slow ends earlier."""
+"""Timeouts for which members must wait for each other in one call to be stopped. Two reports in a
+row then name them: communication that is only slow ends earlier."""
 MAX_NAMES = 8
 """Largest number of workers that a line names."""
 

@@ -29,13 +29,13 @@ DRAIN_SECONDS = 1.0
 CHECKS_PER_TIMEOUT = 10
 """Number of checks for silent workers in each heartbeat timeout."""
 SILENT_SHARE = 0.5
-"""Share of the heartbeat timeout for which all others on a lost worker's machine must be silent to
-be given up with it. A live worker is heard several times in it."""
+"""Share of the timeout for which all others on a lost worker's machine must be silent. They are
+given up with it; a live worker is heard several times in it."""
 
 EnqueueCallback = Callable[[Callable[[], None]], None]
-"""Function that adds a function to the event loop's queue, to be called as an event of its own."""
+"""Function that adds a function to the event loop's queue, as an event of its own."""
 LostCallback = Callable[[Worker, str, float], None]
-"""Function called with a lost worker, the reason, and since when it was silent (`time.monotonic`, or 0.0)."""
+"""Function called with a lost worker, the reason, and since when it was silent."""
 
 
 class WorkerConnections:
@@ -59,7 +59,7 @@ class WorkerConnections:
         self._given_up: set[Worker] = set()
         """Workers that were lost before their processes have ended."""
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
-        """Last message and its encoded bytes, so that a message to all workers is encoded once."""
+        """Last message and its bytes, so that one to all workers is encoded once."""
 
     def __contains__(self, worker: Worker) -> bool:
         return any(not connection.over for connection in self._connections.get(worker, {}).values())
@@ -119,7 +119,7 @@ class WorkerConnections:
 
     @property
     def incomplete_workers(self) -> list[Worker]:
-        """Workers of which some processes, but not all, have reported that they are ready for an order."""
+        """Workers of which some processes, but not all, are ready for an order."""
         return self._reports.incomplete_workers
 
     def find_connection(self, worker: Worker, rank: int) -> Connection | None:
@@ -128,7 +128,7 @@ class WorkerConnections:
         return None if connection is None or connection.over else connection
 
     def expect_heartbeats(self, worker: Worker) -> None:
-        """Start to expect heartbeats from all processes of a worker, which send them from `Ready` on."""
+        """Start to expect heartbeats from a worker's processes, which send them from `Ready` on."""
         for connection in self._connections[worker].values():
             connection.heard = time.monotonic()
 
@@ -161,11 +161,11 @@ class WorkerConnections:
         self._mark_lost(worker, reason, since)
 
     def give_up_failed(self, worker: Worker, reason: str) -> None:
-        """Count a worker as lost that has reported an error of its own, described by `reason`."""
+        """Count a worker as lost that has reported an error of its own, the `reason`."""
         self.give_up_worker(worker, f"worker {worker} failed: {reason} (see {self._log_path_of(worker)})")
 
     def has_given_up_all(self, workers: Collection[Worker]) -> bool:
-        """Return whether no worker is connected and some were given up, as with a lost machine."""
+        """Return whether none is connected and some were given up, as with a lost machine."""
         return any(worker in self._given_up for worker in workers) and not any(worker in self for worker in workers)
 
     def handle_disconnect(self, connection: Connection) -> bool:
@@ -179,7 +179,7 @@ class WorkerConnections:
         return True
 
     def handle_node_loss(self, node: int) -> None:
-        """Give up the workers of a node whose agent is gone: an agent that ends takes its workers with it."""
+        """Give up the workers of a node whose agent is gone, and they with it."""
         for worker in self._processes.get_node_workers(node):
             if self._is_watched(worker):
                 self.give_up_worker(worker, f"worker {worker} is gone with node {node}")
@@ -187,7 +187,7 @@ class WorkerConnections:
                 self._close_worker(worker)
 
     def handle_process_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a worker's process after its last messages, which may contain the reason."""
+        """Handle the end of a worker's process after its last messages."""
         if ended.worker in self:
             self._ended[ended.worker] = ended
             asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._handle_drained_end(ended))
@@ -225,7 +225,7 @@ class WorkerConnections:
             self._handle_end(self._ended.pop(ended.worker))
 
     def _handle_end(self, ended: WorkerEnded) -> None:
-        """Count a worker whose last message was handled as lost, unless it was given up before."""
+        """Count a worker as lost after its last message, unless it was given up before."""
         if ended.worker in self._given_up:
             self._given_up.remove(ended.worker)
         else:

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run goes back to if layers are lost or copies differ.
+"""Choose the checkpoint that a run goes back to for lost layers or differing copies.
 
 All workers are asked which checkpoints they can read, because nodes may have separate folders. The
 newest one is taken. Before the first checkpoint the run can start from its beginning, since each

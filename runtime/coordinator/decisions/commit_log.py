@@ -44,29 +44,29 @@ class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     loss: float
     window_seconds: float
-    """Longest time of any member from the start of its first op to the end of its step."""
+    """Longest time of any member from its first op's start to its step's end."""
     gradient_norm: float | None
     """Norm of all gradients before clipping; None if it was not finite."""
     evaluation: float | None
     """Loss of the validation data after the iteration; None if it was not evaluated then."""
     cost_error: float | None
-    """Relative error between the expected costs of samples and measured times. None if no costs are known."""
+    """Relative error between the expected costs of samples and measured times. None if no costs are
+    known."""
     reports: Sequence[IterationReport] = ()
     """Reports of all members, in the order of the workers."""
 
 
 class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of what the members of the current order have reported, and of all committed iterations."""
+    """Record of the current order's reports, and of all committed iterations."""
 
     job: str = "job"
     """Name of the job, for the trace."""
     first_iteration: int = 0
     """First iteration of the run; the iterations before it are committed."""
     skips: bool = False
-    """True if the run continues after a loss that is not finite, with no step and a recorded loss
-    of nan."""
+    """True if the run continues, without a step and with nan, after a loss that is not finite."""
     validates: bool = False
-    """True if steps depend on the gradients of all stages, so that a commit needs their factor."""
+    """True if steps depend on all stages' gradients, so that a commit needs their factor."""
     order: int = 0
     members: int = 0
     """Number of members of the current order."""
@@ -76,7 +76,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     difference: CopyDifference | SampleDifference | None = None
     """Difference in the current order, which keeps iterations from being committed."""
     nonfinite: int | None = None
-    """First iteration of the current order whose loss is not finite, if any. It is not committed unless `skips`."""
+    """First iteration of the current order whose loss is not finite, if any. It is not committed
+    unless `skips`."""
     losses_of: PersistentSeries = PersistentSeries()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
@@ -114,7 +115,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return StepFactor(last, self.factors[last]) if last in self.factors else None
 
     def has_reports_from(self, workers: Iterable[Worker], iteration: int) -> bool:
-        """Return whether an iteration is committed, or all of these members have reported that they stepped it."""
+        """Return whether an iteration is committed, or all these members have stepped it."""
         reports = self.reports.get(iteration, ())
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
@@ -140,7 +141,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
             factors={earlier: factor for earlier, factor in self.factors.items() if earlier < iteration})
 
     def with_order(self, order: int, members: Collection[Worker]) -> "CommitLog":
-        """Return the log at the start of an order, without reports on iterations that are not committed."""
+        """Return the log at the start of an order, without uncommitted reports."""
         return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(), difference=None,
                        nonfinite=None,
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
@@ -260,8 +261,8 @@ def _shift_to_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:
 
 
 MAX_TIME_SHARE = 1 / 160
-"""Largest share of a run's time for checkpoints, by their measured cost. Iterations lose more: with
-1 / 125, they lost 1.08 %."""
+"""Largest share of a run's time for checkpoints; iterations lose more, such as 1.08 % with 1 /
+125."""
 MIN_INTERVAL_SECONDS = 60.0
 """Shortest time between checkpoints, and before the first one, whose cost is not known."""
 
@@ -271,8 +272,8 @@ class CheckpointCost(NamedTuple):
 
     iteration: int
     seconds: float
-    """Largest cost of any worker: the stop to copy layers, and the computing time that writing took
-    from training. Waiting for a disk holds up no worker and does not count."""
+    """Largest cost of any worker: the stop to copy layers, and the writing's CPU time. Waiting for
+    a disk holds up no worker and does not count."""
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,14 +318,12 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return at - self.began > max(MIN_INTERVAL_SECONDS, last / MAX_TIME_SHARE)
 
     def with_request(self, iteration: int, at: float) -> "CheckpointTimer":
-        """Return the timer after members were told to save a checkpoint before the optimizer step of an iteration."""
+        """Return the timer after members were told to save before an iteration's step."""
         return replace(self, iteration=iteration, asked_at=at)
 
     def with_saved(self, iteration: int, seconds: float) -> "CheckpointTimer":
-        """Return the timer after a worker has saved its layers of a checkpoint, or failed to.
-
-        `seconds` is the training time that this cost it. A checkpoint costs the largest such time.
-        """
+        """Return the timer after a worker has saved its layers, or failed to. `seconds` is the
+        training time that this cost it. A checkpoint costs the largest such time."""
         new = replace(self, iteration=None, began=self.asked_at) if iteration == self.iteration else self
         if seconds <= self.seconds.get(iteration, -1.0):
             return new

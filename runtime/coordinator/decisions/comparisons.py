@@ -32,8 +32,8 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
     wrong: tuple[Worker, ...]
     """Holders whose copy differs from the copy of most holders."""
     spread: bool
-    """True if committed iterations may depend on a wrong copy. Not if only optimizer state, which
-    no step has used yet, differs and its wrong copies are known."""
+    """True if committed iterations may depend on a wrong copy. They do not if the wrong copies are
+    known, and are only of optimizer state, which no step has used yet."""
 
     @property
     def fault(self) -> str:

@@ -57,8 +57,7 @@ DIGEST_CHARACTERS = 16
 """Length of the digest by which events name a schedule."""
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
-"""Function that plans with these workers down and these speeds of the others. Called like a
-`planning.schedule_finder.Scheduler`."""
+"""Function that plans without these workers and at these speeds, called like a `Scheduler`."""
 
 
 class ScheduleRequest(NamedTuple):
@@ -95,13 +94,13 @@ class PreparedSchedule(NamedTuple):
 
 
 def prepare_schedule(schedule: Schedule, parts: DividedSchedule) -> PreparedSchedule:
-    """Return a schedule with the forms in which orders send it, of which `parts` is one."""
+    """Return a schedule with the forms in which orders send it, such as `parts`."""
     text = encode(schedule)
     return PreparedSchedule(schedule, text, compute_schedule_digest(text), parts)
 
 
 def compute_schedule_digest(text: bytes) -> str:
-    """Return the digest by which events name a schedule, given as the contents of its file."""
+    """Return the digest by which events name a schedule, given as its file's contents."""
     return hashlib.sha256(text).hexdigest()[:DIGEST_CHARACTERS]
 
 

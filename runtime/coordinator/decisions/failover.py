@@ -45,41 +45,42 @@ from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.schedule import Worker
 
 FIRST_WORKER_SECONDS = 10.0
-"""Time limit for the first worker: a live worker looks for a coordinator several times a second."""
+"""Time limit for the first worker, which looks for a coordinator several times a second."""
 NEXT_WORKER_SECONDS = 10.0
-"""Time limit from one worker to the next: a stuck one takes a second to pause, and thousands do not come at once."""
+"""Time limit from one worker to the next: stuck ones take a second, thousands more."""
 NEXT_START_SECONDS = 60.0
-"""Time limit from one worker to the next if no order has been given yet: workers may be about to start."""
+"""Time limit to the next worker before the first order, when they may be about to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverResult:
-    """State of a run from which a new coordinator continues, found from its workers and files."""
+    """State of a run from which a new coordinator continues, by its workers and files."""
 
     order: int
     """Number of the last order that any worker has followed."""
     committed: int
     """Last committed iteration."""
     losses: tuple[float, ...]
-    """Losses of all committed iterations of the run. Nan for an iteration whose loss no process knows."""
+    """Losses of all committed iterations of the run. Nan for an iteration whose loss no process
+    knows."""
     unwritten: range
     """Committed iterations whose losses the dead coordinator has not written."""
     factor: StepFactor | None
     """Gradient factor of the last committed iteration, if any worker knows it."""
     kept: Mapping[Worker, HeldState]
-    """Layers and parts that each worker found holds. None if it cannot go back to `committed`. A
-    worker that was about to join when the coordinator died is left out."""
+    """Layers and parts that each found worker holds, if it can go back to `committed`. A worker
+    that was about to join when the coordinator died is left out."""
     missing: tuple[Worker, ...]
     """Members of the last order that were not found."""
     doubted: bool
-    """True if the last order ended because copies of state differed, so that the run must go back."""
+    """True if the last order ended because copies differed, so that the run must go back."""
     trusted_from: int
-    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
+    """Last order in which the run went back because copies differed, or 0."""
 
 
 class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """First phase of a new coordinator: it looks for the workers of the one that died. All times
-    are of `time.monotonic`."""
+    """First phase of a new coordinator, which looks for a dead one's workers. All times are of
+    `time.monotonic`."""
 
     losses: Sequence[float] | None
     """Losses that the dead coordinator wrote, from iteration `first` on; None if not known."""
@@ -185,12 +186,13 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
     """Failures since the first order; workers of one machine lost together count as one."""
     speeds: Mapping[Worker, float] = {}
-    """Last measured slowdown of each worker that was ever slow, as a factor of its ops' times."""
+    """Last measured slowdown, as a factor, of each worker that was ever slow."""
     checkpoint: CheckpointWritten | None = None
     """Event of the last complete checkpoint; None if there is none."""
 
     def with_event(self, event: Event) -> "Journal":
-        """Return the journal after the next event. The first order of a run begins a new journal."""
+        """Return the journal after the next event. The first order of a run begins a new
+        journal."""
         match event:
             case OrderGiven(order=1):
                 return Journal(began=event.time)  # earlier events belong to another run in the same folder
@@ -216,7 +218,8 @@ EMPTY_JOURNAL = Journal()
 
 
 def read_journal(folder: Path) -> Journal:
-    """Return the journal of a run's folder. Lines that cannot be decoded and a missing file are ignored."""
+    """Return the journal of a run's folder. Lines that cannot be decoded and a missing file are
+    ignored."""
     journal = EMPTY_JOURNAL
     with suppress(OSError):
         for line in (folder / EVENTS).read_bytes().splitlines():

@@ -186,7 +186,8 @@ def _find_idle_members(schedule: Schedule) -> frozenset[Worker]:
 
 
 ScheduleAttempt = Callable[[], PreparedSchedule | None]
-"""Function that returns a schedule, or None while it is being planned. It raises NoScheduleError if there is none."""
+"""Function that returns a schedule, or None while it is being planned. It raises NoScheduleError if
+there is none."""
 
 
 def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
@@ -285,7 +286,7 @@ def _convert_held_layers(step: TransitionBuilder, live: Collection[Worker],
 
 
 def describe_losses(losses: Mapping[Worker, WorkerLoss]) -> str:
-    """Return the reasons of all losses in one line, or a clause that there are none."""
+    """Return the reasons of all losses in one line, or that there are none."""
     return ", ".join(loss.reason for loss in losses.values()) or "none was there from the start"
 
 

@@ -37,15 +37,15 @@ LayersByWorker = Mapping[Worker, Collection[int]]
 HeldStateByWorker = Mapping[Worker, HeldState]
 """Layers and parts that each worker holds, as it reports them when it pauses."""
 NO_PREVIOUS_OWNERS: OriginalMembers = {}
-"""Empty `cut_for` mapping: every range of layers is partitioned among the workers that reduce it now."""
+"""Empty `cut_for`: each range is partitioned among the workers that reduce it now."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlanner:
-    """Planner that divides the state of a run's layers among their holders, and finds the moves between them."""
+    """Planner that divides a run's state among holders, and finds the moves between them."""
 
     elements: Sequence[ElementCounts]
-    """Number of trained elements of each layer of the model, on each rank of a worker."""
+    """Trained elements of each layer of the model, on each rank of a worker."""
     placement: Placement
     domains: Domains
     sharded: bool
@@ -199,7 +199,7 @@ class PartitionPlanner:
 
 
 class _FetchedParts:
-    """Index of the parts that workers have fetched, by target, layer, and whether optimizer state was included."""
+    """Index of fetched parts, by target, layer, and whether with optimizer state."""
 
     def __init__(self, moves: Iterable[LayerMove]) -> None:
         self._spans: dict[tuple[Worker, int, bool], list[Span]] = {}

@@ -54,7 +54,8 @@ class PersistentMap(Mapping[K, V]):
 class PersistentSeries(Mapping[int, float]):
     """Immutable mapping of consecutive numbers to floats, which takes 8 bytes an entry.
 
-    Adding the next entry to the newest version takes constant time; all versions share one array, which only grows.
+    Adding the next entry to the newest version takes constant time; all versions share one array,
+    which only grows.
     """
 
     __slots__ = ("_first", "_size", "_values")

@@ -1,4 +1,4 @@
-"""Measure how long changes of the members take, and find who is at fault for empty orders.
+"""Measure how long changes of members take, and find who causes empty orders.
 
 Empty orders are those in which nothing is committed because workers cannot reach each other. A link
 that never works makes every order fail whose members need it, and all other members stand still
@@ -17,7 +17,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of one change of the members or their layers: its causes and how long it took."""
+    """Record of one change of members or layers: its causes and duration."""
 
     iteration: int
     """First iteration that ran after the change."""
@@ -30,19 +30,16 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     """Number of workers that take part after the change."""
     seconds: float
-    """Seconds from the first death, or from when all had stopped, until the last member's first
-    op."""
+    """Seconds from the first death, or from when all had stopped, until the last first op."""
     broken: str | None = None
-    """Cause other than a death, such as a broken connection: who lost it, to whom, and why."""
+    """Cause other than a death, such as a broken connection, with its ends and reason."""
     meanwhile: int = 0
     """Number of iterations that were committed while layers were fetched for the change."""
     commit_gap_seconds: float | None = None
-    """Seconds from the last commit before the change to the first after it: the pause, lost work,
-    and an iteration. None if this run does not have both."""
+    """Seconds from the last commit before the change to the first after it, if both exist."""
 
     went_back_to: int | None = None
-    """Iteration of the checkpoint, or of the beginning, to which the run went back because no
-    worker held some layer or copies of it differed; None if it did not."""
+    """Iteration to which the run went back for lost layers or differing copies, if it did."""
     in_doubt: bool = False
     """True if the run went back because copies differed."""
     repeated: int = 0
@@ -87,7 +84,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[Recovery, ...] = ()
 
     def with_loss(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
-        """Return the clock after the loss of a member, at `since` or at the last order if later."""
+        """Return the clock after a member's loss, not before the last order."""
         since = max(since, self.ordered_at)
         return replace(self, began=since if self.began is None else min(self.began, since),
                        deaths=(*self.deaths, (worker, reason)), returned=self.returned - {worker})
@@ -157,10 +154,9 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_ORDERS_OF_JOINING = 2
-"""Consecutive empty orders after which a worker that joined since the last commit is given up."""
+"""Empty orders in a row after which a worker that has just joined is given up."""
 MAX_ORDERS_OF_MEMBERS = 10
-"""Consecutive empty orders after which a member is given up, or the run ends. With the pauses
-between them, this takes a minute at least."""
+"""Empty orders in a row after which a member is given up, or the run ends: a minute at least."""
 MAX_STALLED_ORDERS = 2
 """Consecutive orders that may end because all members waited for each other: each takes minutes."""
 
@@ -192,7 +188,7 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
                        has_stalled=self.has_stalled or stalled)
 
     def with_order(self, joined: Collection[Worker]) -> "EmptyOrders":
-        """Return the record at the start of an order, in which the workers in `joined` are new."""
+        """Return the record at the start of an order, with which some have `joined`."""
         return replace(self.without_current(), joined=self.joined.union(joined))
 
     def without_current(self) -> "EmptyOrders":
@@ -216,7 +212,7 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
         return self.number >= MAX_ORDERS_OF_MEMBERS or self.stalled >= MAX_STALLED_ORDERS
 
     def find_culprit(self, members: Collection[Worker]) -> Worker | None:
-        """Return the member to give up, if any: after too many orders, the most named one.
+        """Return the member to give up, if any, after too many orders: the most named one.
 
         It is given up earlier if it has joined since the last commit. The result is None if all
         members have been named equally often, or most have failed alone: then none of them is more

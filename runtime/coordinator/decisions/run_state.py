@@ -1,4 +1,4 @@
-"""State of a run, on which all decisions depend, and the builder of the next one."""
+"""Keep the state of a run, on which all decisions depend, and build the next one."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What follows from schedule, model, data and machines of a run, and only node 0 needs to know."""
+    """What follows from schedule, model, data and machines, for node 0 only."""
 
     shares: Sequence[Sequence[Worker]] = ()
     """Workers of each node that are started with the run, by the node's number."""
     elements: Sequence[ElementCounts] = ()
-    """Number of trained elements of each layer of the model, on each rank of a worker."""
+    """Trained elements of each layer of the model, on each rank of a worker."""
     shared_layers: Sequence[Collection[int]] = ()
     """Groups of layers of the model that share a parameter (`runtime.models.sharing`)."""
     whole_schedules: bool = True
-    """True if each worker needs all of every schedule, not only its own share, to deal samples or to evaluate."""
+    """True if each worker needs all of every schedule, to deal samples or to evaluate."""
     identity: RunIdentity = NO_IDENTITY
     """What the run trains. Workers with another identity are refused."""
 
@@ -49,7 +49,7 @@ class RunRules:
     """Schedule with which the run begins, for the workers that are started with it."""
     iterations: range
     partition: PartitionPlanner
-    """Planner that divides the state of each layer among its holders and finds the moves that this requires."""
+    """Planner that divides each layer's state among holders, and finds the moves."""
     settles: MoveCost | None = None
     """Cost of moving layers to a better schedule; None if layers stay where they are."""
     mtbf_seconds: float | None = None
@@ -77,12 +77,12 @@ class WorkerLoss(NamedTuple):
 
 
 class ConnectedWorker(msgspec.Struct, frozen=True):
-    """Worker that is connected and ready, whether or not it takes part in the current order."""
+    """Worker that is connected and ready, perhaps as a member."""
 
     addresses: tuple[tuple[str, int], ...]
     """Host and port of each rank of the worker, from which other workers fetch layers."""
     contents: tuple[str, ...] = ()
-    """Digests of the parts of schedule files that the worker already has, so that they are not sent again."""
+    """Digests of the parts of schedule files that the worker already has."""
 
 
 class GatheringPhase(msgspec.Struct, frozen=True):
@@ -101,25 +101,26 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
     stop_before: int | None = None
     """Iteration before which all members stop; None if none is chosen."""
     save_before: int | None = None
-    """Iteration before whose optimizer step all members save a checkpoint; None if none is chosen."""
+    """Iteration before whose optimizer step all members save a checkpoint; None if none is
+    chosen."""
     without_microbatches: frozenset[Worker] = frozenset()
     """Members that hold layers but run no micro-batch, because others run all on these layers."""
     unanswered: tuple[IterationReport, ...] = ()
-    """Reports to acknowledge when the members of `without_microbatches` have reported the same iteration."""
+    """Reports to acknowledge when the members of `without_microbatches` have reported the same
+    iteration."""
     restores: bool = False
     """True if the members read layers from a checkpoint in this order."""
 
 
 class FinishingPhase(msgspec.Struct, frozen=True):
-    """Phase in which the current order is an order to write the final parameters or a checkpoint."""
+    """Phase of an order to write the final parameters or a checkpoint."""
 
     finished: PersistentMap[Worker, Finished] = PersistentMap()
     """Members that have written drafts, with their reports."""
     published: PersistentMap[Worker, None] = PersistentMap()
     """Members that have published what they wrote."""
     outdated: bool = False
-    """True if a member that the order names was lost since, or could not get what it is to
-    write."""
+    """True if the order names a member that is lost, or lacks what it is to write."""
     ordered_at: float = 0.0
     """Time of `time.monotonic` at which the order was given."""
 
@@ -129,10 +130,11 @@ class EndedPhase(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a run at one moment: the current order, the workers that exist, and what is known about them."""
+    """State of a run at one moment: its order, workers, and what is known of them."""
 
     prepared: PreparedSchedule
-    """Schedule of the current order. Before the first order, the schedule that the first order will use."""
+    """Schedule of the current order. Before the first order, the schedule that the first order will
+    use."""
     members: frozenset[Worker]
     """Live members of the current order. Before the first order, the workers that it waits for."""
     phase: GatheringPhase | RejoiningPhase | TrainingPhase | FinishingPhase | EndedPhase = GatheringPhase()
@@ -141,20 +143,20 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     settled: bool = False
     """True if layers have moved for the members of the current order."""
     live: PersistentMap[Worker, ConnectedWorker] = PersistentMap()
-    """All connected workers: members, those that wait for the next order, and those left out as slow."""
+    """All connected workers: members, those that wait, and those left out as slow."""
     paused: PersistentMap[Worker, HeldState] = PersistentMap()
-    """Members that have paused in the current order, each with the layers and parts that it holds."""
+    """Members that have paused in the current order, with the state that they hold."""
     leaving: frozenset[Worker] = frozenset()
-    """Members that received a signal to end and stay until the others can continue without them."""
+    """Members with a signal to end that stay until the others can do without them."""
     stopping: bool = False
     """True if the run is to end at the next iteration boundary, with a checkpoint."""
     vain: int = 0
-    """Number of consecutive orders, directly before the current one, in which no member began its first op."""
+    """Orders in a row before the current one in which no member began its first op."""
     doubt: str | None = None
-    """Reason why the members' state cannot be trusted and the run must go back. None if it can be trusted."""
+    """Reason why the members' state cannot be trusted and the run must go back. None if it can be
+    trusted."""
     faulty: tuple[Worker, ...] = ()
-    """Members whose copies are wrong, given up once all have paused: then the others know about the
-    difference and can report it to another coordinator."""
+    """Members with wrong copies, given up once all have paused and so know about it."""
     fault: str = ""
     """What the members of `faulty` have done, as the rest of a sentence."""
     newcomers: frozenset[Worker] = frozenset()
@@ -162,16 +164,17 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     doubted: int = -1
     """Iteration before which copies differed, none known to be right, at the last return. Or -1."""
     trusted_from: int = 0
-    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
+    """Last order in which the run went back because copies differed, or 0."""
     data_end: int | None = None
-    """First iteration for which the data have no samples; None if none is known. The run ends before it."""
+    """First iteration for which the data have no samples; None if none is known. The run ends
+    before it."""
     repeated: int = -1
-    """Last iteration that was run again because its loss was not finite, with copies compared. Or -1."""
+    """Last iteration that was run again because its loss was not finite, with copies compared. Or
+    -1."""
     returned_for: int = -1
-    """Last iteration for whose loss, which was not finite although copies were equal, the run went back; or -1."""
+    """Last iteration whose loss, not finite with equal copies, made the run go back, or -1."""
     cut_for: OriginalMembers = {}
-    """Ranges that keep their former partition although members of it are lost, with these
-    members."""
+    """Ranges that keep their partition although members are lost, with these members."""
     log: CommitLog
     joins: FetchState = FetchState()
     slow: SlowWorkers
@@ -181,8 +184,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     lost: PersistentMap[Worker, WorkerLoss] = PersistentMap()
     """Workers that are lost and have not come back, each with the reason."""
     asked: PersistentMap[Worker, float] = PersistentMap()
-    """Time of `time.monotonic` at which each worker was asked for its checkpoints, to go back to
-    one."""
+    """Time of `time.monotonic` at which each worker was asked for its checkpoints."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
     """Iterations of the checkpoints that each asked worker can read."""
     answers: Mapping[ScheduleRequest, PreparedSchedule | Exception] = {}
@@ -192,7 +194,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def current(self) -> Schedule:
-        """Schedule of the current order. Before the first order, the schedule that the first order will use."""
+        """Schedule of the current order. Before the first order, the schedule that the first order
+        will use."""
         return self.prepared.schedule
 
     @property
@@ -209,7 +212,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def available_workers(self) -> Set[Worker]:
-        """Connected workers that take part or could: all except those that are left out because they are slow."""
+        """Connected workers that take part or could, without those left out as slow."""
         return {worker for worker in self.live if worker not in self.slow.left_out}
 
     @property
@@ -219,7 +222,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_planning(self) -> bool:
-        """True if all members have paused in an order to train, and wait for the coordinator's next schedule."""
+        """True if all members have paused, and wait for the coordinator's next schedule."""
         return isinstance(self.phase, TrainingPhase) and bool(self.members) and self.all_paused
 
     @property
@@ -299,5 +302,5 @@ class TransitionBuilder(EffectCollector):
                                                       if one in workers})
 
     def plan_fetches(self, schedule: Schedule) -> tuple[LayerMove, ...]:
-        """Return the moves for `schedule` that can be made while all train by the current one."""
+        """Return the moves for `schedule` that can be made while all train."""
         return self.rules.partition.plan_fetches(schedule, self.state.current, self.state.members, self.state.cut_for)

@@ -29,7 +29,7 @@ DEFAULT_PAUSE_SECONDS = 0.3
 DEFAULT_BYTES_PER_SECOND = 1e9
 """Assumed bandwidth between two workers if none is given."""
 MIN_GAIN_SHARE = 0.01
-"""Smallest gain for which layers move, as a share of the period: plans do not predict smaller differences."""
+"""Smallest gain for which layers move, as a share of the period: plans are not more exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """Sizes of the layers and bandwidth between workers, from which the time for moving layers is estimated."""
+    """Sizes of layers and bandwidth, by which the time of moves is estimated."""
 
     layer_bytes: Sequence[int]
     """Bytes of parameters, buffers and optimizer state of each layer of the model."""
@@ -55,7 +55,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     cost: MoveCost
     mtbf: float | None = None
-    """Mean time between failures in seconds, in the whole cluster. None: as observed during the run."""
+    """Mean time between failures in seconds, in the whole cluster. None: as observed during the
+    run."""
     began: float
     """Time of `time.monotonic` at which the run began."""
     failures: int = 0
@@ -121,7 +122,7 @@ MAX_FETCH_FAILURES = 3
 
 
 class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
-    """Planned change of members or layers, made when all members have stopped before the same iteration."""
+    """Planned change of members or layers, once all have stopped before an iteration."""
 
     prepared: PreparedSchedule
     """Schedule that begins with the change."""
@@ -155,7 +156,7 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
     """Time of `time.monotonic` before which no fetch may begin."""
 
     def can_begin(self, at: float) -> bool:
-        """Return whether a fetch may begin: none is pending, and the pause after a failed one is over."""
+        """Return whether no fetch is pending, and the pause after a failed one is over."""
         return self.join is None and at >= self.not_before
 
     @property

@@ -6,7 +6,7 @@ slow, or a stage whose times are wrong in the job file, says nothing about any w
 of a worker in an iteration is the time that its ops took, divided by the time that they take on its
 peers:
 
-     ratio = sum n_c t_c / sum n_c r_c    over its cells c: a kind of op on a range of layers
+    ratio = sum n_c t_c / sum n_c r_c    over its cells c: a kind of op on a range of layers
 
 Here t_c is the median of the worker's n_c ops of the cell. r_c is the median over all other workers
 that are believed to run at usual speed; if there is none, it is the median over all other workers,
@@ -55,8 +55,7 @@ from slipstream.schedules.schedule import LayerRange, OpKind, Worker
 Floats = NDArray[np.float64]
 
 OBSERVATION_SECONDS = 1.0
-"""Shortest duration of the iterations of one observation. Where processes share cores, a process
-may get no core for seconds."""
+"""Shortest duration of an observation's iterations: processes may get no core for seconds."""
 WINDOW_LENGTHS = 5, 20
 """Numbers of last observations that are examined together for a change of speed."""
 KEPT_OBSERVATIONS = 60
@@ -64,10 +63,9 @@ KEPT_OBSERVATIONS = 60
 MIN_SPREAD = 0.04
 """Smallest spread of log ratios that is assumed; smaller ones make no difference."""
 MIN_CHANGE = 0.15
-"""Smallest change of a speed factor that counts: the larger divided by the smaller, minus 1."""
+"""Smallest change of a speed factor that counts: larger / smaller - 1."""
 INLIER_SHARE = 0.8
-"""Share of the differences of successive observations that gives the spread; others are
-outliers."""
+"""Share of successive observations' differences that gives the spread."""
 _SPREAD_SCALE = math.sqrt(2) * statistics.NormalDist().inv_cdf((1 + INLIER_SHARE) / 2)
 MIN_OBSERVATIONS = 3
 """Smallest number of observations from which a new speed factor is measured."""
@@ -100,7 +98,7 @@ class SpeedChange(NamedTuple):
 
 
 IterationTimes = Mapping[Worker, Sequence[CellTime]]
-"""Times of each worker in one iteration, one for each kind of op on each range of layers."""
+"""Times of each worker in an iteration, by kind of op and range of layers."""
 
 
 class _WorkerHistory(msgspec.Struct, frozen=True):
@@ -131,7 +129,7 @@ class SlowDetector:
     def __init__(self, factors: Mapping[Worker, float] = {}) -> None:
         self._watched = {worker: _WorkerHistory(factor) for worker, factor in factors.items()}
         self._rates: dict[tuple[OpKind, int], float] = {}
-        """Measured time divided by planned time, for each kind of op on a layer that several workers ran."""
+        """Measured time divided by planned time, of each kind of op on a layer."""
         self._open: tuple[Mapping[Worker, float], ...] = ()
         """Log ratios of the iterations that are being grouped."""
         self._first = self._last = 0

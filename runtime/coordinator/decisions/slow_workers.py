@@ -31,12 +31,11 @@ from slipstream.schedules.timing import period_at as period_at
 MIN_PERIOD_GAIN = 0.02
 """Smallest gain for which the schedule changes, as a share of its period."""
 MIN_WORKER_GAIN = 0.01
-"""Smallest gain by a slow worker that is kept, as a share of the period with it."""
+"""Smallest gain by a slow worker that is kept, as a share of the period."""
 MIN_EXCLUSION_FACTOR = 2.0
 """Factor by which a worker's ops take longer before a schedule without it is considered."""
 STEPS_PER_UNIT = 20
-"""Steps from one whole speed factor to the next, to which factors are rounded: smaller differences
-do not matter, and fewer schedules are planned."""
+"""Steps from one whole speed factor to the next, so that few schedules are planned."""
 
 
 class SpeedDecision(NamedTuple):
@@ -50,7 +49,7 @@ class SpeedDecision(NamedTuple):
     """Period of the schedule that is run from now on, in seconds at these speeds."""
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
-    """Period of the schedule with the workers that are left out, in seconds at these speeds."""
+    """Period in seconds of the schedule with the workers that are left out."""
     prepared: PreparedSchedule | None = None
     """The field `schedule` with the forms in which orders send it, once they are made."""
     reason: str | None = None
@@ -152,8 +151,7 @@ class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     """First iteration by the new schedule, or the next iteration if the schedule stays."""
     present_seconds: float | None
-    """Planned seconds per iteration by the previous schedule at the new speeds; None: not
-    planned."""
+    """Planned seconds per iteration by the previous schedule at the new speeds, if planned."""
     planned_seconds: float | None
     """Planned seconds per iteration from this iteration on; None: not planned."""
     left_out: tuple[Worker, ...] = ()
@@ -238,7 +236,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_deciding(self) -> bool:
-        """True if a decision for the present speeds is requested, or yet to be carried out."""
+        """True if a decision for the present speeds is requested or pending."""
         return self.decision is not None or (self.asked is not None and not self.answered)
 
     def planned_period_of(self, present: Schedule) -> float:
@@ -246,7 +244,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return self.present_seconds or present.seconds(present.period_ticks)
 
     def with_iteration(self, one: CommittedIteration) -> "SlowWorkers":
-        """Return the state after an iteration of the current order has been committed and measured."""
+        """Return the state after an iteration of the current order has been committed and
+        measured."""
         if one.iteration < self.begins:
             return self
         detector = self.detector.copy()
@@ -272,8 +271,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                        left_out=_without_keys(self.left_out, [worker]), pauses=_without_keys(self.pauses, [worker]))
 
     def with_order(self, number: int, schedule: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state at the start of an order, which carries out or drops a decision. The
-        order of this `number` has this `schedule` and begins at this `iteration`."""
+        """Return the state at the start of an order, which settles any decision. The order of this
+        `number` has this `schedule` and begins at this `iteration`."""
         new = self
         if self.decision is not None and self.decision.schedule is schedule:
             new = self._emit_speed_event(self.decision, iteration, to)
@@ -288,7 +287,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                        cells=PlannedCells(schedule), begins=iteration + WARM_UP_ITERATIONS)
 
     def with_readmitted(self, workers: Collection[Worker]) -> "SlowWorkers":
-        """Return the state in which these workers are no longer left out, however slow they are."""
+        """Return the state in which these workers are no longer left out."""
         return replace(self, left_out=_without_keys(self.left_out, workers)) if workers else self
 
     def with_run_ended(self, iteration: int, to: EffectCollector) -> "SlowWorkers":
@@ -367,7 +366,7 @@ def _without_keys(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
 
 
 class PlannedCells:
-    """Table of the layers and planned time of each kind of op on each slice of a schedule."""
+    """Table of layers and planned time of each kind of op on each slice."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

@@ -55,9 +55,8 @@ from slipstream.runtime.run_identity import describe_difference
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2
-"""Consecutive orders that may end before any member has begun an op, as when several workers die
-together, or before anything is committed because members cannot reach each other. Each further such
-order is followed by a pause."""
+"""Orders in a row that may end before any op or commit. Several workers may die together, or not
+reach each other. Each further such order is followed by a pause."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
 """First and longest pause after too many empty orders. Each is twice the one before, as refused
 connections may have left threads behind."""
@@ -73,7 +72,8 @@ class WorkerLost(NamedTuple):
 
 
 class ReportsReceived(NamedTuple):
-    """Event: a node agent has forwarded several reports of workers that have stepped an iteration."""
+    """Event: a node agent has forwarded several reports of workers that have stepped an
+    iteration."""
 
     reports: tuple[IterationReport, ...]
 
@@ -89,7 +89,7 @@ class StopRequested(NamedTuple):
 
 
 class AbortIteration(NamedTuple):
-    """Event: a run that was told to end has used its time, and stops in mid-iteration."""
+    """Event: a run that was told to end has used its time, and stops at once."""
 
 
 class StallFound(NamedTuple):
@@ -314,7 +314,7 @@ def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Itera
 
 
 def _handle_difference(step: TransitionBuilder, difference: CopyDifference | SampleDifference) -> None:
-    """Give up workers with wrong copies or samples, and go back if these may have spread."""
+    """Give up wrong workers, and go back if what is wrong may have spread."""
     # Raises RunError if no sample is known to be wrong, or if no copy is and the run has already
     # gone back for a difference at this iteration or a later one.
     if isinstance(difference, SampleDifference):

@@ -1,4 +1,4 @@
-"""Run planning in a forked process where that is safe and worth it, else in a thread.
+"""Run planning in a forked process where that is safe and worth it.
 
 For a large job, a thread would take turns with the event loop and delay it: a plan for 1,000
 workers takes half a second. A forked process inherits all that it needs, such as the job and its
@@ -31,8 +31,7 @@ DoneCallback = Callable[[T | BaseException], None]
 MAX_SMALL_JOB_WORKERS = 64
 """Largest job, in workers, for which awaited plans are made in a thread."""
 AWAITED_TIMEOUT_SECONDS, OTHER_TIMEOUT_SECONDS = 30.0, 900.0
-"""Time limits of a process whose plan workers wait for, and of another. Then it is killed, and the
-plan is made in a thread."""
+"""Time limits of a process for an awaited plan, and for another; then a thread makes it."""
 NICENESS = 10
 """Niceness of processes for which no worker waits: this machine's workers come first."""
 
@@ -50,8 +49,11 @@ class PlannerDiedError(RuntimeError):
 
 
 def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:  # noqa: ARG001
-    """Run `work` in a daemon thread, then call `done` on the event loop with its outcome. The work
-    must not change state that other threads see. `awaited` has no effect here."""
+    """Run `work` in a daemon thread, then call `done` on the event loop.
+
+    It gets the result or exception. The work must not change state that other threads see.
+    `awaited` has no effect here.
+    """
     loop = asyncio.get_running_loop()
 
     def run() -> None:
@@ -64,7 +66,7 @@ def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool
 
 
 def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-    """Run `work` in a forked process, then call `done` on the event loop with its outcome.
+    """Run `work` in a forked process, then call `done` with its outcome on the event loop.
 
     If not `awaited` by a worker, it has low priority and a longer time limit. It is killed if the
     calling thread ends. If no process can be forked, the work is done in a thread.
@@ -112,7 +114,7 @@ def capture_result(work: Callable[[], T]) -> T | BaseException:
 
 
 def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
-    """Return the answer of a forked process from a pipe, or raise the exception in it."""
+    """Return the answer of a forked process, or raise the exception in it."""
     # A lock that another thread held at the fork is never released in the process, which then waits
     # forever. If no answer arrives within `seconds`, the process is killed and the `work` is done
     # in this thread. Raises PlannerDiedError if the process ended without an answer.

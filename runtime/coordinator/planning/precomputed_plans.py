@@ -21,7 +21,7 @@ from slipstream.schedules.tables.pattern import Pattern, columns_by_pipeline, de
 from slipstream.schedules.tables.relabel import preload_solver, relabel_schedule, renumber_pipelines
 
 MAX_PRECOMPUTED = 64
-"""Failures that are planned in advance, and plans that are kept: 1 MB each for 4,096 workers."""
+"""Failures that are planned in advance, and plans kept. Each takes 1 MB for 4,096 workers."""
 
 DownWorkers = tuple[Worker, ...]
 """Workers that are down, sorted."""
@@ -61,10 +61,11 @@ class FailurePrecomputer:
         self._classes = pipeline_classes(first.grid, first.times, first.memory)
         self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
-        """Plan for each pattern of failures, as a compressed `PrecomputedPlan`. None: there is no plan, or it is being
-        made.
+        """Plan for each pattern of failures, as a compressed `PrecomputedPlan`. None: there is no
+        plan, or it is being made.
 
-        Sets of failed workers have the same pattern if they differ only in the numbers of equivalent pipelines.
+        Sets of failed workers have the same pattern if they differ only in the numbers of
+        equivalent pipelines.
         """
         self._next: dict[Pattern, DownWorkers] = {}
         self._busy = False

@@ -29,7 +29,7 @@ from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
 from slipstream.schedules.shares import DividedSchedule, EquivalentSchedule, divide_schedule
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
-"""Function that returns the schedule without the given workers, for the job of the first schedule.
+"""Function that returns the first job's schedule without the given workers.
 
 It raises NoScheduleError if there is none. It is called concurrently with the event loop, up to
 `MAX_CONCURRENT_REQUESTS` times at once, and mostly in a process that ends with its answer, so that
@@ -65,8 +65,8 @@ class SchedulePlanners(NamedTuple):
 
 
 MAX_CONCURRENT_REQUESTS = 2
-"""Concurrent requests: a schedule that all wait for does not wait for one that a join needs or that
-another death has made useless. A settled schedule is planned in addition, one at a time."""
+"""Requests at a time, so that one which all wait for does not wait for others. A settled schedule
+is planned in addition, one at a time."""
 STUCK_REQUEST_SECONDS = 20.0
 """Seconds after which a request no longer counts towards `MAX_CONCURRENT_REQUESTS`."""
 
@@ -84,8 +84,7 @@ class ScheduleDivider(Protocol):
 
 
 PrecomputedLookup = Callable[[tuple[Worker, ...]], tuple[Schedule, DividedSchedule] | None]
-"""Function that returns a precomputed schedule without the given workers, and its shares, or
-None."""
+"""Function that returns a precomputed schedule without some workers, and its shares, or None."""
 
 
 class ScheduleService:
@@ -122,10 +121,11 @@ class ScheduleService:
         self._found = found
         self._tell = tell
         self._asked: dict[ScheduleRequest, float] = {}
-        """Requests that are being answered, each with the time of `time.monotonic` at which it was made."""
+        """Requests that are being answered, with the times at which they were made."""
 
     def prepare_schedule(self, schedule: Schedule) -> PreparedSchedule:
-        """Return a schedule with the forms in which orders send it. This takes long for many workers."""
+        """Return a schedule with the forms in which orders send it. This takes long for many
+        workers."""
         return prepare_schedule(schedule, self._divided(schedule))
 
     def request_schedule(self, question: ScheduleRequest) -> None:
@@ -156,7 +156,7 @@ class ScheduleService:
         self._background(work, partial(self._handle_answer, question), awaited=not question.settled)
 
     def request_speed_decision(self, question: SpeedRequest) -> None:
-        """Start to decide, in the background, which schedule to run at the measured speeds of workers."""
+        """Start to decide, in the background, which schedule to run at measured speeds."""
         plan = self._choose_speed_planner(question)
 
         def work() -> SpeedDecision:

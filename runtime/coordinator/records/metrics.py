@@ -19,8 +19,7 @@ class IterationWork:
 
     tokens: int
     flops: float
-    """Floating-point operations of the iteration's forwards and backwards
-    (`runtime.models.flops`)."""
+    """Operations of the iteration's forwards and backwards (`runtime.models.flops`)."""
     peak_flops: float | None
     """Peak floating-point operations per second of a worker's device; None: not known."""
 
@@ -43,8 +42,7 @@ class MetricsBuilder:
         self._phase: Phase | None = None
         self._recoveries = recoveries
         self._before: float | None = None
-        """Time in seconds since 1970 at which the last iteration was committed. Before the first, at which the first
-        order was given."""
+        """Time since 1970 of the last commit or, before it, of the first order, in seconds."""
 
     def observe_event(self, event: Event) -> None:
         """Record an order or the end of a recovery, on which later metrics depend."""

@@ -1,4 +1,4 @@
-"""Report progress to the users of a run, and keep it for files and the result."""
+"""Report progress to users, and keep it for files and the result."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ REPORT_INTERVAL_SECONDS = 30.0
 MAX_NAMES = 8
 """Largest number of workers or nodes that a line names."""
 RECENT_NOTES = 32
-"""Last notes to users with which a new one is compared, so as not to repeat one."""
+"""Last notes to users that are compared with a new one, so as not to repeat it."""
 
 
 class RunReporter:
@@ -30,14 +30,14 @@ class RunReporter:
         self._log = log
         self._folder = read_lock_holder(run.request.out)
         self._apart = False
-        """True if a worker of another node has been found to write to another folder than node 0."""
+        """True if another node's worker writes to another folder than node 0."""
         self._checkpointed = 0
         """Iteration of the newest complete checkpoint that has been logged; 0 before the first."""
         self.notes: list[str] = []
         self.speed_events: list[SpeedEvent] = []
 
     def report_note(self, text: str) -> None:
-        """Report a problem that the run has survived: to users, in the log and in the run's result."""
+        """Report a survived problem to users, in the log and in the result."""
         self.notes.append(text)
         self._log.write(Noted(text=text))
         self._notify(text)

@@ -45,10 +45,10 @@ MAX_UNWRITTEN_LINES = 100_000
 class AppendedFile:
     """File to which whole lines are appended without buffering.
 
-    Each line is written by one call, and other processes can read it when that returns. An incomplete last line that a
-    crash has left is removed. Raises OSError if the file cannot be opened; `append` never does: if a disk is full,
-    `say` is called once with a line for users, and once more when the disk has free space again and the waiting lines
-    are written.
+    Each line is written by one call, and other processes can read it when that returns. An
+    incomplete last line that a crash has left is removed. Raises OSError if the file cannot be
+    opened; `append` never does: if a disk is full, `say` is called once with a line for users, and
+    once more when the disk has free space again and the waiting lines are written.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class AppendedFile:
         self._size = self._file.truncate(_find_complete_size(self._file))
 
     def append(self, line: msgspec.Struct) -> None:
-        """Write a struct as a line of JSON, after all lines that still wait to be written."""
+        """Write a struct as a line of JSON, after all lines that still wait."""
         self._unwritten.append(encode(line) + b"\n")
         try:
             while self._unwritten:
@@ -94,7 +94,7 @@ class AppendedFile:
         self._size = self._file.truncate(size)
 
     def close(self) -> None:
-        """Close the file; users are told how many lines could not be written and are lost."""
+        """Close the file, and tell users how many lines are lost."""
         if self._unwritten:
             self._say(f"{self._path} lacks the last {len(self._unwritten)} of its lines, which could not be written")
         self._file.close()
@@ -134,7 +134,7 @@ def _find_complete_size(file: FileIO) -> int:
 
 
 ProgressCallback = Callable[[int, float], None]
-"""Function that is called with the number and the loss of each committed iteration, in order."""
+"""Function that is called with each committed iteration and its loss, in order."""
 
 
 class RunLog:
@@ -163,8 +163,7 @@ class RunLog:
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
         self._shown: list[IterationLines | TensorBoardWriter | PrometheusFile] = []
-        """Writers of the metrics of iterations: `metrics.jsonl` and, if requested, files for TensorBoard and
-        Prometheus."""
+        """Writers of metrics: to `metrics.jsonl` and, if requested, TensorBoard and Prometheus."""
         if metrics is not None:
             self._shown.append(IterationLines(folder / METRICS, first, write.report_problem))
         if tensorboard is not None:
@@ -241,8 +240,8 @@ class RunLog:
 
 
 def read_losses(folder: Path, first: int) -> list[float] | None:
-    """Return the losses in a run's folder from an iteration on, up to the first gap. Returns None
-    if there is no file."""
+    """Return the losses in a run's folder from an iteration to the first gap. Returns None if there
+    is no file."""
     path = folder / LOSSES
     if not path.exists():
         return None

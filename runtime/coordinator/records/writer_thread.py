@@ -17,8 +17,7 @@ from slipstream.runtime.errors import first_line
 SLOW_WRITE_SECONDS = 5.0
 """Duration in seconds from which a file operation is reported to users as slow."""
 CLOSE_SECONDS = 10.0
-"""Seconds without a completed operation after which, at the end of a run, the others are given
-up."""
+"""Seconds without progress after which, at the end of a run, writing is given up."""
 
 
 class Writer:
@@ -30,7 +29,8 @@ class Writer:
         work()
 
     def report_problem(self, text: str) -> None:
-        """Report a problem to the users of the run; any thread may call this. This class ignores the report."""
+        """Report a problem to the users of the run; any thread may call this. This class ignores
+        the report."""
 
 
 IMMEDIATE_WRITER = Writer()

@@ -26,10 +26,9 @@ class RoutedFeatures(NamedTuple):
 
     features: Tensor
     chosen: Tensor
-    """Tokens with each expert as their first, second, ... choice, over the layers so far: int64 [k,
-    E]."""
+    """Tokens with each expert as their first, second, ... choice so far: int64 [k, E]."""
     wanted: Tensor
-    """Sum of the probabilities of each expert, over tokens and the layers so far: float32 [E]."""
+    """Sum of each expert's probabilities, over tokens and layers so far: float32 [E]."""
 
 
 class Embedding(nn.Module):
@@ -125,7 +124,7 @@ class Head(nn.Module):
         self._norm = name
 
     def forward(self, given: Tensor | RoutedFeatures) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, T, V], with the balance loss if routers balance the load of experts."""
+        """Return logits [B, T, V], with the balance loss if the model has one."""
         features = given if isinstance(given, Tensor) else given[0]
         logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
         return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))

@@ -178,7 +178,7 @@ def single_layer_config(config: PreTrainedConfig, index: int, **changes: object)
 
 
 def small_layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """Return the config of one decoder layer with a vocabulary of one token, if only it counts."""
+    """Return the config of one decoder layer, with a vocabulary of one token."""
     return single_layer_config(config, index, vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 

@@ -86,7 +86,7 @@ def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
 
 
 def _sum_rows(product: Any, group: WorkerGroup, x: Tensor) -> Tensor:
-    """Return the sum of all ranks' products with input features that are cut, plus the bias."""
+    """Return the sum of all ranks' products, plus the bias."""
     total = sum_ranks(functional.linear(x, product.weight), group)
     return total if product.bias is None else total + product.bias
 

@@ -16,7 +16,8 @@ SINGLE_FILE = "model.safetensors"
 
 
 class PretrainedWeights:
-    """Tensors in a folder of safetensors files, by their names. Raises ConfigError if there are none."""
+    """Tensors in a folder of safetensors files, by their names. Raises ConfigError if there are
+    none."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         self._folder = folder

@@ -23,7 +23,7 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Change mixtures of experts in a layer, in place, and return the rules of their biases.
+    """Change mixtures of experts in a layer, in place; return their biases' rules.
 
     The layer is on the meta device. The rules are by the bias's name. After the change, their
     backward adds the number of tokens of each expert to the gradient of the bias, which routers add
