@@ -1,7 +1,7 @@
 """Take part in a run as a node other than node 0.
 
-Its coordinator says which workers to start and end. The program that the workers run and the place where they
-write come from this node's own job file and command line.
+The coordinator says which workers to start and end. The program that they run and the place where
+they write come from this node's own job file and command line.
 """
 
 import select

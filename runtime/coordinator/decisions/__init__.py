@@ -3,7 +3,7 @@
 Nothing here waits, opens a connection, or reads a clock. Only `failover` reads a file, before the
 first event.
 
-    transition            what each event changes and triggers: a function of the state and the event
+    transition            what each event changes and triggers: a function of state and event
     run_state             immutable state of the run; builder of the next state
     effects               actions to carry out after an event; requests for schedules, and answers
     persistent_map        map whose versions share their entries

@@ -1,6 +1,6 @@
 """Cut decoder models of transformers, by name, into layers, load them, and export them.
 
-    configuration   the model that `[model] hugging_face` names: its config.json; the supported kinds
+    configuration   the model that `[model] hugging_face` names: its config.json; supported kinds
     layers          transformers' own modules as layers
     parallel        decoder layers cut over the ranks of a worker
     registered      attention within documents; experts whose shapes do not depend on the routing
