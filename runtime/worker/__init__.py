@@ -10,9 +10,9 @@
                                   (`runtime.state.late_steps`)
     saving           now and      writes a checkpoint meanwhile (`runtime.checkpoints.checkpoint`)
                      then
-    layer sender     one          sends state and gradients to workers that join, at their pace, while
-                                  this worker trains (`moving.layer_sender`, `moving.layer_server`)
-    layers from D.S  one a        receives layers from one sender that the worker will need, and applies
+    layer sender     one          sends state and gradients to workers that join, at their pace, during
+                                  training (`moving.layer_sender`, `moving.layer_server`)
+    layers from D.S  one a        receives layers that the worker will need from a sender, and applies
                      sender       its steps to them, each at its own pace (`moving.layer_receiver`)
 
 Its modules:
