@@ -219,7 +219,7 @@ class DealtSamples:
 
 
 def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """Return the kinds of work that an op does: F, I or W. A B does I and W. On layers that begin
+    """Return which of F, I and W an op does on some layers. A B does I and W. On layers that begin
     with layer 0, W does the whole backward, and I does no work."""
     if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
         return OpKind.I, OpKind.W

@@ -91,7 +91,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     build them as they were before the run began.
     """
     trusted_from: int = 0
-    """Last order in which the run went back because copies differed, or 0. What a worker holds that
+    """Last order, or 0, in which the run went back because copies differed. What a worker holds that
     has followed no order since is wrong, perhaps without its knowledge."""
 
     @property

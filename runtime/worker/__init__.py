@@ -10,9 +10,9 @@
                                   (`runtime.state.late_steps`)
     saving           now and      writes a checkpoint meanwhile (`runtime.checkpoints.checkpoint`)
                      then
-    layer sender     one          sends state and gradients to workers that join, at their pace, during
+    layer sender     one          sends state and gradients to workers that join, at their pace, in
                                   training (`moving.layer_sender`, `moving.layer_server`)
-    layers from D.S  one a        receives layers that the worker will need from a sender, and applies
+    layers from D.S  one a        receives layers that the worker will need from one, and applies
                      sender       its steps to them, each at its own pace (`moving.layer_receiver`)
 
 Its modules:
