@@ -91,8 +91,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     build them as they were before the run began.
     """
     trusted_from: int = 0
-    """Last order, or 0, in which the run went back because copies differed. What a worker holds that
-    has followed no order since is wrong, perhaps without its knowledge."""
+    """Last order, or 0, in which the run went back because copies differed. What a worker holds
+    that has followed no order since is wrong, perhaps without its knowledge."""
 
     @property
     def has_schedule(self) -> bool:
