@@ -25,7 +25,7 @@ From the top, each floor on those below it:
     protocol/      messages between coordinator, workers and node agents
 
     config         what to train: the settings of the model and of the training, checked
-    placement      which layers of the model belong to the layers of schedules, and which workers hold them
+    placement      the layers of the model in those of schedules, and which workers hold them
     device         the kind of device, and the transport between processes
     failure_domains, object_reference, run_record
 

@@ -1,7 +1,5 @@
-"""Settings of model and training: the job file's `[model]` and `[training]` tables, checked once and then plain data.
-
-A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
-"""
+"""Check the job file's `[model]` and `[training]` tables once; then they are plain data. A
+`RunConfig` travels to worker processes as JSON (`to_json`, `from_json`)."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -69,18 +67,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     context: Count = 128
     """Number of tokens in a sequence."""
     vocabulary: Annotated[int, Meta(ge=1, le=2**24, description="a whole number from 1 to 16777216")] = 256
-    """Number of different tokens. Text that is read as bytes needs 256, unless the model is your own."""
+    """Number of different tokens. Text that is read as bytes needs 256, unless the model is your
+    own."""
     mlp: Count = 4
     """Width of the MLP's hidden layer, in multiples of `width`."""
     dropout: Fraction = 0.0
     """Probability with which an activation is dropped."""
     hugging_face: Text | None = None
-    """Decoder model of transformers to train instead: a folder with its config.json and its weights, or only a
-    config.json, for random weights. Of the other keys only `context` and `options` may be given; the keys of `options`
-    replace keys of its config."""
+    """Decoder model of transformers to train instead: a folder with its config.json and its
+    weights, or only a config.json, for random weights. Of the other keys only `context` and
+    `options` may be given; the keys of `options` replace keys of its config."""
     torchtitan: Text | None = None
-    """Model of torchtitan to train instead, such as "llama3/8B". Of the other keys only `context` and `options` may be
-    given."""
+    """Model of torchtitan to train instead, such as "llama3/8B". Of the other keys only `context`
+    and `options` may be given."""
     options: Options = {}
     """Table `[model.options]`, with any keys that a model of your own reads."""
 
@@ -94,31 +93,29 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of `[[training.parameter_groups]]`: optimizer options for some parameters.
-
-    Options that are not given have the value of `[training]`.
-    """
+    """An entry of `[[training.parameter_groups]]`: optimizer options for some parameters. Options
+    that are not given have the value of `[training]`."""
 
     parameters: Text
-    """Pattern for parameter names, which are `LAYER.NAME` as in the run's `parameters/`: `*` matches any text, `?` one
-    character, `[0-9]` one of these. A parameter belongs to the first group that matches."""
+    """Pattern for parameter names, which are `LAYER.NAME` as in the run's `parameters/`: `*`
+    matches any text, `?` one character, `[0-9]` one of these. A parameter belongs to the first
+    group that matches."""
     learning_rate: Positive | None = None
-    """Highest learning rate of these parameters. The schedule scales it like that of the other parameters."""
+    """Highest learning rate of these parameters. The schedule scales it like that of the other
+    parameters."""
     weight_decay: NotNegative | None = None
     """Weight decay of matrices and vectors alike."""
     betas: tuple[Fraction, Fraction] | None = None
     epsilon: Positive | None = None
     momentum: Fraction | None = None
     optimizer: Literal["adamw", "muon"] | None = None
-    """Optimizer of these parameters in a run with Muon. Default: Muon for matrices of all layers except the first and
-    the last, otherwise AdamW."""
+    """Optimizer of these parameters in a run with Muon. Default: Muon for matrices of all layers
+    except the first and the last, otherwise AdamW."""
 
 
 class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table `[training.muon]`: options of Muon for the parameters that it steps.
-
-    They have the meaning that they have for `torch.optim.Muon`.
-    """
+    """The table `[training.muon]`: options of Muon for the parameters that it steps. They have the
+    meaning that they have for `torch.optim.Muon`."""
 
     learning_rate: Positive | None = None
     """Highest learning rate of the parameters that Muon steps. Default: that of `[training]`."""
@@ -140,28 +137,27 @@ Coefficients = tuple[NotNegative, NotNegative, NotNegative]
 
 
 class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table `[training.length_costs]`: seconds of the F, I and W of a micro-batch on each layer, by the lengths of
-    its documents.
+    """The table `[training.length_costs]`: seconds of F, I and W by lengths of documents.
 
-    A layer has three coefficients: seconds for each sample, for each token, and for each squared document length, which
-    attention takes.
+    A layer has three coefficients: seconds for each sample, for each token, and for each squared
+    document length, which attention takes.
     """
 
     forward: tuple[Coefficients, ...]
     backward_input: tuple[Coefficients, ...]
     backward_weight: tuple[Coefficients, ...]
     error: NotNegative = 0.0
-    """Relative error of the fitted costs: the root mean square of (fitted / measured - 1)."""
+    """Relative error of the fitted costs: the root mean square of fitted / measured - 1."""
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """Return the three coefficients (a, b, c) of each layer for the op `kind`, which is F, I or W.
+        """Return the three coefficients (a, b, c) of each layer for F, I or W.
 
-        On that layer, the op takes `a` seconds for each sample, `b` for each token, and `c` times the squared length of
-        each document.
+        On that layer, the op takes `a` seconds for each sample, `b` for each token, and `c` times
+        the squared length of each document.
         """
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
@@ -174,30 +170,34 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     batch: Count = 4
     """Number of sequences in a micro-batch."""
     optimizer: Text = "adamw"
-    """The optimizer: "adamw", "sgd", "muon" (with AdamW for embeddings, heads and vectors), or `module:function` for an
-    optimizer of your own (`runtime.state.undoable_steps`)."""
+    """The optimizer: "adamw", "sgd", "muon" (with AdamW for embeddings, heads and vectors), or
+    `module:function` for an optimizer of your own (`runtime.state.undoable_steps`)."""
     learning_rate: Positive = 1e-3
     """Step size of the optimizer; with a learning rate schedule, the highest one."""
     learning_rate_schedule: LearningRateSchedule = "constant"
-    """Course of the learning rate after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`; "wsd"
-    (warm-up, stable, decay), which is constant and then falls linearly over the last `decay_iterations`; or
-    `module:function`, which is called with this table and the number of the iteration, and returns the factor for
-    `learning_rate`, warm-up included."""
+    """Course of the learning rate after warm-up: "constant". "linear" or "cosine", down to
+    `final_learning_rate`; "wsd" (warm-up, stable, decay), which is constant and then falls linearly
+    over the last `decay_iterations`; or `module:function`, which is called with this table and the
+    number of the iteration, and returns the factor for `learning_rate`, warm-up included."""
     warmup_iterations: Iterations = 0
-    """Number of iterations over which the learning rate rises linearly; it has its full value in the last of them."""
+    """Number of iterations over which the learning rate rises linearly. It has its full value in
+    the last of them."""
     decay_iterations: PositiveIterations | None = None
-    """Number of iterations of the decay of the schedule "wsd". Default: a tenth of `schedule_iterations`."""
+    """Number of iterations of the decay of the schedule "wsd". Default: a tenth of
+    `schedule_iterations`."""
     final_learning_rate: NotNegative | None = None
-    """Learning rate at the end of the learning rate schedule, after `schedule_iterations`. Default: 0."""
+    """Learning rate at the end of the learning rate schedule, after `schedule_iterations`. Default:
+    0."""
     schedule_iterations: PositiveIterations | None = None
-    """Length of the learning rate schedule in iterations, warm-up included; afterwards the rate keeps its final value.
-    Default: `iterations`. Set it if the run is to be continued with more iterations later."""
+    """Length of the learning rate schedule in iterations, warm-up included. Afterwards the rate
+    keeps its final value. Default: `iterations`. Set it if the run is to be continued with more
+    iterations later."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the gradient's first and second moment."""
     epsilon: Positive = 1e-8
     """AdamW's guard against division by zero."""
     amsgrad: bool = False
-    """If true, AdamW divides by the largest second moment so far (torch's option of this name)."""
+    """If true, AdamW divides by the largest second moment so far, as in torch."""
     weight_decay: NotNegative = 0.1
     """Weight decay of matrices; vectors (norms, biases) have none. Decoupled with AdamW."""
     momentum: Fraction = 0.0
@@ -211,76 +211,82 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     muon: Annotated[MuonConfig, Meta(description="a table of Muon's options")] = MuonConfig()
     """The table `[training.muon]`: options of Muon."""
     parameter_groups: tuple[ParameterGroup, ...] = ()
-    """The entries of `[[training.parameter_groups]]`: options for some parameters, selected by patterns of their
-    names."""
+    """The entries of `[[training.parameter_groups]]`: options for some parameters, selected by
+    patterns of their names."""
     clip_norm: Positive | None = None
-    """Largest norm of the gradient over all parameters; a larger gradient is scaled down to it. Default: no
-    clipping."""
+    """Largest norm of the gradient over all parameters. A larger gradient is scaled down to it.
+    Default: no clipping."""
     skip_nonfinite: bool = False
-    """If true, an iteration with an infinite or NaN gradient makes no step, so that it does not ruin the parameters."""
+    """If true, an iteration with an infinite or NaN gradient makes no step."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number from 0 to 2^63 - 1")] = 0
     """Seed of every random choice: initial parameters, where samples of the text begin, dropout."""
     dtype: DtypeName = "float32"
-    """Dtype of parameters and arithmetic; "bf16" is bfloat16 autocast over float32 parameters, unless `master_weights`
-    is true."""
+    """Dtype of parameters and arithmetic. "bf16" is bfloat16 autocast over float32 parameters,
+    unless `master_weights` is true."""
     master_weights: bool = False
-    """If true, which needs `dtype` "bf16", parameters and arithmetic are bfloat16 without autocast, and the optimizer
-    steps its own float32 copies."""
+    """If true, which needs `dtype` "bf16", parameters and arithmetic are bfloat16 without autocast,
+    and the optimizer steps its own float32 copies."""
     reduce_dtype: Literal["float32", "bf16"] = "float32"
     """Dtype in which gradients are accumulated and reduced with `master_weights`."""
     shard_optimizer: bool = False
-    """If true, the workers that hold a layer share its optimizer state: each keeps one part, and a copy of another
-    worker's part."""
+    """If true, the workers that hold a layer share its optimizer state: each keeps one part, and a
+    copy of another worker's part."""
     backend: BackendName = "auto"
-    """Transport of tensors between workers; "auto": nccl if every worker has a GPU of its own, else gloo."""
+    """Transport of tensors between workers. "auto": nccl if every worker has a GPU of its own, else
+    gloo."""
     share_devices: bool = False
-    """If true, workers that share a GPU use NCCL as well: each treats the others as workers of other machines, and
-    tensors pass over the network's loopback. If false, such workers use gloo and pinned host memory."""
+    """If true, workers that share a GPU use NCCL as well, as if on several machines. Tensors then
+    pass over the network's loopback. If false, such workers use gloo and pinned host memory."""
     device: DeviceName = "auto"
     """Device of the workers; "auto": GPUs if there are any, else CPUs."""
     text: Text | None = None
-    """Path of the text to train on. Default: the Python standard library's sources. Without a `tokenizer`, bytes are
-    tokens, and each sample begins at a random place."""
+    """Path of the text to train on. Default: the Python standard library's sources. Without a
+    `tokenizer`, bytes are tokens, and each sample begins at a random place."""
     tokenizer: Text | None = None
     """Path of a tokenizer.json (of the package tokenizers) that turns `text` into tokens."""
     tokens: Text | None = None
-    """Path of a file of tokens to train on instead of `text`: flat numbers, as nanoGPT writes them, or Megatron's .bin
-    with its .idx in the same folder."""
+    """Path of a file of tokens to train on instead of `text`. It has flat numbers, as nanoGPT
+    writes them, or is Megatron's .bin with its .idx in the same folder."""
     token_dtype: TokenDtype | None = None
-    """Dtype of the numbers in `tokens`, little-endian. Default: the dtype that the .idx names, else "uint16"."""
+    """Dtype of the numbers in `tokens`, little-endian. Default: the dtype that the .idx names, else
+    "uint16"."""
     shuffle: bool = True
-    """If true, each pass over the samples of `tokens`, or of tokenized `text`, reads them in a new random order."""
+    """If true, each pass over the samples of `tokens`, or of tokenized `text`, reads them in a new
+    random order."""
     document_end: Annotated[int, Meta(ge=0, lt=2**24, description="a token: a whole number from 0")] | None = None
-    """Token that ends each document of `tokens`, or of tokenized `text`. If given, tokens attend to earlier tokens of
-    their own document only, positions begin again with each document, and the token after an end is not predicted."""
+    """Token that ends each document of `tokens`, or of tokenized `text`. If given, tokens attend to
+    earlier tokens of their own document only, positions begin again with each document, and the
+    token after an end is not predicted."""
     data: Source | None = None
-    """Data of your own instead of a text: `module:function`, which is called with the `RunConfig` and returns a
-    `runtime.data.data.Data` or an `IterationData`. "torchtitan": torchtitan's tokenizer and data set
-    (`runtime.data.torchtitan_data`)."""
+    """Data of your own instead of a text: `module:function`, which is called with the `RunConfig`
+    and returns a `runtime.data.data.Data` or an `IterationData`. "torchtitan": torchtitan's
+    tokenizer and data set (`runtime.data.torchtitan_data`)."""
     deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
-    """Number of swaps of two samples that are tried in each iteration to shorten it, if the data know what samples
-    cost. Fewer are tried if that many would take longer than half of the iteration. 0: samples are not swapped."""
+    """Number of swaps of two samples that are tried in each iteration to shorten it, if the data
+    know what samples cost. Fewer are tried if that many would take longer than half of the
+    iteration. 0: samples are not swapped."""
     length_costs: Annotated[LengthCosts, Meta(description=(
         "a table with lists of equal length, one entry a layer, as `slipstream profile` writes it"))] | None = None
-    """The table `[training.length_costs]`: cost of samples by the lengths of their documents, for data that know these
-    lengths."""
+    """The table `[training.length_costs]`: cost of samples by the lengths of their documents, for
+    data that know these lengths."""
     loss_weights: Literal["microbatches", "tokens"] = "microbatches"
-    """Weights of the micro-batches' mean losses in the loss of an iteration: "microbatches", all equal, or "tokens",
-    the number of tokens that each is a mean over, which the data must then provide."""
+    """Weights of the micro-batches' mean losses in an iteration's. They are equal ("microbatches"),
+    or the numbers of "tokens" that each is a mean over, which the data must then provide."""
     recompute: Recompute = "none"
-    """Layers whose activations are recomputed before their backward instead of stored: "none", "full" (all), or a list
-    of layers' numbers. This saves memory and costs one more forward. "attention" and "mlp", also in the list: these
-    parts of all other layers. "auto": the planner chooses the stages for which this shortens the period when memory is
-    tight; without a planner, "auto" is "none"."""
+    """Layers whose activations are recomputed before their backward instead of stored: "none",
+    "full" (all), or a list of layers' numbers. This saves memory and costs one more forward.
+    "attention" and "mlp", also in the list: these parts of all other layers. "auto": the planner
+    chooses the stages for which this shortens the period when memory is tight; without a planner,
+    "auto" is "none"."""
     compile: bool = False
-    """If true, torch.compile compiles the layers, each kind when it is first run; its cache on disk makes that shorter
-    the next time. For the GPT of this package, for gpt2, llama, mistral, qwen2 and qwen3 of transformers, and for
-    models of torchtitan."""
+    """If true, torch.compile compiles the layers, each kind when it is first run. Its cache on disk
+    makes that shorter the next time. For the GPT of this package, for gpt2, llama, mistral, qwen2
+    and qwen3 of transformers, and for models of torchtitan."""
     evaluate_every: PositiveIterations | None = None
-    """Number of iterations from one evaluation on validation data to the next. Default: no evaluation."""
+    """Number of iterations from one evaluation on validation data to the next. Default: no
+    evaluation."""
     evaluation_iterations: Count = 1
-    """Number of samples that an evaluation reads, as a multiple of the samples of an iteration; each evaluation reads
-    the same ones."""
+    """Samples that an evaluation reads, as a multiple of an iteration's, always the same."""
     validation_text: Text | None = None
     """Path of a text to evaluate on, read like `text`, but in order."""
     validation_tokens: Text | None = None
@@ -290,12 +296,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     options: Options = {}
     """Table `[training.options]`, with any keys that data or optimizers of your own read."""
     peak_flops: Annotated[float, Meta(gt=0, le=1e18, description="a number above 0, at most 1e18")] | None = None
-    """Peak operations per second of a worker's device in this `dtype`, by its data sheet; MFU is a share of it.
-    Default: a known value for some GPUs with "bf16", else MFU is not computed."""
+    """Peak operations per second of a worker's device in this `dtype`, by its data sheet. MFU is a
+    share of it. Default: a known value for some GPUs with "bf16", else MFU is not computed."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """Number of CPU threads that a worker computes with."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 1
-    """Number of processes of a worker, each with its own device and its own shard of each layer."""
+    """Number of processes of a worker, each with its own device and shard of each layer."""
 
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))  # a table has no hash of its own
@@ -364,7 +370,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     training: TrainingConfig = TrainingConfig()
 
     def to_json(self) -> str:
-        """Return this configuration as one line of JSON; `from_json` reads it back to an equal value."""
+        """Return this configuration as one line of JSON, which `from_json` reads to an equal
+        value."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -383,8 +390,8 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 def parse_run_config(model: Mapping[str, object], training: Mapping[str, object], **overrides: object) -> RunConfig:
     """Check the job file's `[model]` and `[training]` tables, and return them as a `RunConfig`.
 
-    Keyword arguments replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
-    ConfigError that names the key, its value and what was expected.
+    Keyword arguments replace keys of `[training]`, as command line options do; those that are None
+    are ignored. Raises ConfigError that names the key, its value and what was expected.
     """
     source = next((key for key in ("hugging_face", "torchtitan") if key in model), None)
     if source is not None:
@@ -402,8 +409,7 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
 
 
 def _require_byte_vocabulary(config: RunConfig) -> None:
-    """Raise ConfigError if text is read as bytes for a model that has fewer tokens than there are bytes, and is not the
-    user's own."""
+    """Raise ConfigError if bytes are tokens for a model, not the user's own, with fewer."""
     model, training = config.model, config.training
     is_own = ":" in model.name and model.hugging_face is None and model.torchtitan is None
     if model.vocabulary < BYTES and not is_own and not (training.data or training.tokens or training.tokenizer):
@@ -412,10 +418,9 @@ def _require_byte_vocabulary(config: RunConfig) -> None:
 
 
 def _with_vocabulary_size(model: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the `[model]` table of a Hugging Face transformers model with its vocabulary size, which the data need.
-
-    If the model's config cannot be read, the table is returned unchanged; building the model then raises the error.
-    """
+    """Return a transformers model's table with its vocabulary size, which the data need."""
+    # If the model's config cannot be read, the table is returned unchanged; building the model then
+    # raises the error.
     path = Path(str(model["hugging_face"]))
     with suppress(OSError, msgspec.DecodeError):
         config = _OBJECT.decode((path / "config.json" if path.is_dir() else path).read_bytes())

@@ -1,4 +1,4 @@
-"""Turn msgspec's messages about a table of the job file into messages that name its keys."""
+"""Turn msgspec's messages about a table of the job file into ones that name keys."""
 
 import difflib
 import re
@@ -11,7 +11,7 @@ MAX_LISTED_KEYS = 16
 """Largest number of keys of a table that an error message lists."""
 _NO_FLOAT16 = ": float16 needs loss scaling, which is not supported; bf16 needs none"
 _KEY_PATTERN = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
-"""Pattern of the part of msgspec's message that names the wrong key and, for a list, the index of the wrong entry."""
+"""Pattern of msgspec's wrong key and, for a list, the index of the wrong entry."""
 _REMOVED_KEYS = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it "
                                             "out"}
 """Keys of the job file that earlier versions had, each with what to do instead."""
@@ -19,10 +19,8 @@ _MISSING_KEY_PATTERN = re.compile(r"missing required field `(\w+)`")
 
 
 def explain_validation_error(name: str, values: Mapping[str, object], kind: type[msgspec.Struct], error: str) -> str:
-    """Return one line that says why the `values` of the table `name` cannot be read as a `kind`.
-
-    The text `error` is msgspec's message.
-    """
+    """Return one line on why the `values` of the table `name` are no `kind`. The text `error` is
+    msgspec's message."""
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     unknown = next((key for key in values if key not in types), None)
     if unknown is not None and (instead := _REMOVED_KEYS.get(f"{name}.{unknown}")):
@@ -51,14 +49,13 @@ def explain_validation_error(name: str, values: Mapping[str, object], kind: type
 
 
 def _entry_struct(kind: Any) -> type[msgspec.Struct] | None:
-    """Return the struct type of the entries of a list field, given its type annotation; None for any other field."""
+    """Return the struct type of a list field's entries, by its annotation; None for others."""
     first = next(iter(get_args(kind)), None)
     return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
 
 
 def _suggest_name(kind: Any, value: object) -> str:
-    """Return a hint, for an error message, with the name nearest to `value` of those that the field's type annotation
-    allows; "" if none is near."""
+    """Return a hint with the name nearest to `value` that the annotation allows, if any."""
     options = [option for option in get_args(kind) if isinstance(option, str)] or \
         re.findall(r"'(\w+)'", " ".join(str(meta.description) for meta in getattr(kind, "__metadata__", ())))
     near = difflib.get_close_matches(value, options, 1) if isinstance(value, str) else []
@@ -66,7 +63,7 @@ def _suggest_name(kind: Any, value: object) -> str:
 
 
 def _describe_expected(kind: Any) -> str:
-    """Return a description of the values that a field with this type annotation accepts, for an error message."""
+    """Return a description of the values that this annotation accepts."""
     for meta in getattr(kind, "__metadata__", ()):
         return str(meta.description)
     if kind is bool:

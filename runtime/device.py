@@ -1,4 +1,4 @@
-"""Kind of device that a run computes on, and by what its processes communicate."""
+"""Choose the kind of device that a run computes on, and how its processes communicate."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
 
 def choose_device(wanted: "DeviceName") -> Literal["cpu", "cuda"]:
-    """Return the device that `[training] device` selects on this machine.
-
-    Raises ConfigError if it is "cuda" and torch finds no GPU.
-    """
+    """Return the device that `[training] device` selects on this machine. Raises ConfigError if it
+    is "cuda" and torch finds no GPU."""
     has_cards = torch.cuda.is_available()
     if wanted == "cuda" and not has_cards:
         raise ConfigError("training.device is 'cuda', but torch finds no GPU here")
@@ -23,7 +21,7 @@ def choose_device(wanted: "DeviceName") -> Literal["cpu", "cuda"]:
 
 
 def gpu_count(device: Literal["cpu", "cuda"]) -> int:
-    """Return the number of GPUs of this machine for a run on `device`: 0 for "cpu", all that torch finds for "cuda"."""
+    """Return this machine's GPUs for a run on `device`: 0 for "cpu", all for "cuda"."""
     return torch.cuda.device_count() if device == "cuda" else 0
 
 
@@ -33,11 +31,12 @@ def gpu_name() -> str:
 
 
 def choose_transport(wanted: str, device: str, processes: int, cards: int, *, shared: bool) -> TransportName:
-    """Return "nccl" if the `device` is "cuda", and either each of a machine's `processes` can have one of its `cards`
-    GPUs for itself, or processes may share GPUs (`shared`); else "gloo".
+    """Return "nccl" if it can be used on `device`, else "gloo".
 
-    The configured backend `wanted`, if not "auto", prevails. Raises ConfigError if it is "nccl" and that cannot work:
-    by itself, NCCL refuses two processes on one GPU.
+    It can if each of a machine's `processes` has one of its `cards` GPUs for itself, or processes
+    may share GPUs (`shared`). The configured backend `wanted`, if not "auto", prevails. Raises
+    ConfigError if it is "nccl" and that cannot work: by itself, NCCL refuses two processes on one
+    GPU.
     """
     able = device == "cuda" and cards > 0 and (processes <= cards or shared)
     if wanted == "nccl" and not able:

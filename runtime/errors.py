@@ -10,18 +10,13 @@ class ConfigError(ValueError):
 
 
 class CoordinatorFailedError(RuntimeError):
-    """Unhandled error of a coordinator whose workers live, so that another coordinator can take over.
-
-    The message is one line, and the original error is the cause.
-    """
+    """Unhandled error of a coordinator whose workers live, so that another can take over. The
+    message is one line, and the original error is the cause."""
 
 
 class OtherRunError(CoordinatorFailedError):
-    """Error of a coordinator that has found the live workers of a run which its job does not
-    continue.
-
-    The workers are left as they are, for another coordinator. The message is one line.
-    """
+    """Error of a coordinator that found live workers of a run other than its job's. The workers are
+    left as they are, for another coordinator. The message is one line."""
 
 
 class NoLiveWorkerError(RuntimeError):
@@ -34,11 +29,10 @@ def describe_data_end(iteration: int) -> str:
 
 
 def describe_reason(error: Exception) -> str:
-    """Return the reason of an error in one line: the system's own message for an OSError, otherwise the error's
-    message."""
+    """Return an error's reason in one line: the system's message, else its own."""
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message. The following lines may be a stack that torch appends."""
+    """Return the first line of an error's message; torch may append a stack to it."""
     return (str(error).splitlines() or ["no reason given"])[0]

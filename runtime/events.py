@@ -1,8 +1,9 @@
-"""Events of a run: the lines of `events.jsonl`, one JSON object each, described in docs/formats.md.
+"""Describe the events of a run, the lines of `events.jsonl` (docs/formats.md).
 
-There is one struct for each kind of event. The name of a kind in the file is the class name in lower case with
-underscores (`OrderGiven`: `order_given`). The component that emits an event sets the fields of its kind;
-`runtime.coordinator.records.run_log` sets the fields that all kinds have. Importing this module needs no torch.
+There is one struct for each kind of event, one JSON object each. The name of a kind in the file is
+the class name in lower case with underscores (`OrderGiven`: `order_given`). The component that
+emits an event sets the fields of its kind; `runtime.coordinator.records.run_log` sets the fields
+that all kinds have. Importing this module needs no torch.
 """
 
 import re
@@ -19,11 +20,11 @@ LOSSES = "losses.jsonl"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SCHEDULES = "schedules"
-"""Folder of the schedules that events name. This and the three names above are relative to the run's folder; `LOSSES`
-and `METRICS` hold the iterations, `EVENTS` the events."""
+"""Folder of the schedules that events name, in the run's folder, like the three files above."""
 Phase = Literal["whole", "at once", "settled"]
-"""Kind of schedule that members train by. "whole": all workers take part. "at once": some do not, and each of the
-others holds the layers that it held before. "settled": layers have moved since the last change of members."""
+"""Kind of schedule that members train by: "whole" with all workers. "at once" if some do not take
+part, and the others hold what they held before; "settled" if layers have moved since the last
+change of members."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
@@ -69,13 +70,10 @@ class Failed(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """Event: a node (a machine) has lost its last live worker.
-
-    Each of these workers has a `Failed` event of its own before this one.
-    """
+    """Event: a node has lost its last worker, after a `Failed` event of each."""
 
     node: Count
-    """Number of the node, by `[topology]`, or by the order in which the nodes were started."""
+    """Number of the node, by `[topology]`, or in the order of starts."""
     workers: tuple[Worker, ...]
     """All workers of the node."""
 
@@ -93,7 +91,7 @@ class OrderGiven(Event, frozen=True, kw_only=True):
 
 
 class PlanAsked(Event, frozen=True, kw_only=True):
-    """Event: the coordinator begins to search for a schedule, which is either looked up or planned."""
+    """Event: the coordinator begins to search for a schedule."""
 
     down: tuple[Worker, ...]
     phase: Phase
@@ -111,8 +109,7 @@ class PlanAnswered(Event, frozen=True, kw_only=True):
 
 
 class SettlingChosen(Event, frozen=True, kw_only=True):
-    """Event: the coordinator has decided whether to move layers between workers for a faster schedule; the fields give
-    the reasons."""
+    """Event: the coordinator has decided whether to move layers for a faster schedule."""
 
     settles: bool
     moves_bytes: Count
@@ -141,19 +138,18 @@ class FetchProgressed(Event, frozen=True, kw_only=True):
 
     fetch: Count
     share: Share
-    """Part of the fetch that is done: copies of layers to be fetched by workers that have all of theirs, divided by all
-    copies."""
+    """Copies for workers that have all of theirs, divided by all copies to fetch."""
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):
-    """Event: a fetch of layers ends, and the layers that it has copied are not used. Another fetch may follow."""
+    """Event: a fetch ends, and the layers that it has copied are not used."""
 
     fetch: Count
     reason: str
 
 
 class HandedOver(Event, frozen=True, kw_only=True):
-    """Event: all members have stopped, so that the next order can change the schedule and the layers that they hold."""
+    """Event: all members have stopped, so that the next order can change what they hold."""
 
     fetch: Count
     """Number of the fetch; 0 if the layers move while all members wait."""
@@ -167,11 +163,10 @@ class Joined(Event, frozen=True, kw_only=True):
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """Event: all members have begun their first op after failures, a join, or a change of schedule."""
+    """Event: all members have begun their first op after failures, a join, or a change."""
 
     pause: Seconds
-    """Seconds from the first failure, or from when all members had stopped, until the last member began its first
-    op."""
+    """Seconds from the first failure, or from when all had stopped, to the last first op."""
     live: Count
 
 
@@ -184,21 +179,20 @@ class Slowed(Event, frozen=True, kw_only=True):
 
 
 class Recovered(Event, frozen=True, kw_only=True):
-    """Event: a worker that was slow was found to be as fast as its peers again."""
+    """Event: a slow worker was found to be as fast as its peers again."""
 
     worker: Worker
 
 
 class LeftOut(Event, frozen=True, kw_only=True):
-    """Event: a live worker takes no part in training from now on, because it is too slow."""
+    """Event: a live worker takes no part from now on, because it is too slow."""
 
     worker: Worker
     reason: str
 
 
 class WentBack(Event, frozen=True, kw_only=True):
-    """Event: committed iterations are discarded, and training continues from the checkpoint of iteration
-    `iteration`."""
+    """Event: committed iterations are discarded, back to the checkpoint of `iteration`."""
 
     lost: Count
     """Number of committed iterations that are run again."""
@@ -216,7 +210,7 @@ class CheckpointWritten(Event, frozen=True, kw_only=True):
     """Event: a checkpoint is complete."""
 
     checkpoint: Count
-    """Number of iterations that were done at the checkpoint; its folder has this number in its name."""
+    """Iterations that were done at the checkpoint, the number in its folder's name."""
     took: Seconds
 
 
@@ -243,18 +237,18 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     iteration: Count
     loss: float | None
-    """Mean loss over all micro-batches; None if it was not finite, and no step was made."""
+    """Mean loss over all micro-batches. None if it was not finite, and no step was made."""
     period: Seconds | None = None
-    """Longest busy window of any worker, in seconds: from the start of its first op to the end of its step."""
+    """Longest time, in seconds, of any worker from its first op's start to its step's end."""
     time: float | None = None
     """Time of the commit in seconds since 1970; None in files of earlier versions."""
     cost_error: float | None = None
-    """Error of the samples' costs against the measured ops: the root mean square of (measured / expected - 1), where
-    expected is a multiple of the median of each worker's ops of a kind. None if no costs are known."""
+    """Root mean square of measured / expected - 1 of the samples' costs, if these are known. What
+    is expected is a multiple of the median of each worker's ops of a kind."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `metrics.jsonl`: values of a committed iteration for dashboards. A value that is not known is None."""
+    """A line of `metrics.jsonl`: values of a committed iteration, None where not known."""
 
     iteration: Count
     loss: float | None
@@ -264,14 +258,13 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Norm of all gradients before clipping."""
     learning_rate: float
     tokens_per_second: float | None
-    """Tokens of an iteration per second, from the last commit to this one, including all pauses between them."""
+    """Tokens of an iteration per second, from the last commit to this one."""
     mfu: float | None
-    """Model FLOPs utilization: the operations of the model's forward and backward, as a share of the peak of the live
-    workers' devices in the same time."""
+    """Model FLOPs utilization: operations as a share of the live workers' peak."""
     live: Count | None
     phase: Phase | None
     recoveries: Count
-    """Number of recoveries (completed changes of members or layers) so far, over all starts of the run."""
+    """Recoveries (completed changes of members or layers) so far, over all starts of the run."""
     time: float
     """Time of the commit in seconds since 1970; 0 if it is not known."""
 
@@ -280,7 +273,8 @@ encode = msgspec.json.Encoder().encode
 Observer = Callable[[Event], None]
 """Function that is called with each event, on the coordinator's thread."""
 IterationObserver = Callable[[Metrics], None]
-"""Function that is called with the metrics of each committed iteration, on the coordinator's thread."""
+"""Function that is called with the metrics of each committed iteration, on the coordinator's
+thread."""
 
 decode_event: Callable[[bytes], AnyEvent] = msgspec.json.Decoder(AnyEvent).decode
 decode_metrics: Callable[[bytes], Metrics] = msgspec.json.Decoder(Metrics).decode

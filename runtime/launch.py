@@ -1,8 +1,8 @@
-"""Start and supervise a run: worker processes on this machine, the coordinator, and the files of the run's folder.
+"""Start and supervise a run: workers on this machine, the coordinator, and the files.
 
-A run usually has one node. If it has several, each runs one launcher. The launcher of node 0, in this module, hosts the
-coordinator, which knows the schedule. The launchers of the other nodes (`runtime.node_agent`) start and end workers on
-its instructions.
+A run usually has one node. If it has several, each runs one launcher. The launcher of node 0, in
+this module, hosts the coordinator, which knows the schedule. The launchers of the other nodes
+(`runtime.node_agent`) start and end workers on its instructions.
 """
 
 import asyncio
@@ -84,34 +84,52 @@ from slipstream.schedules.measured_trace import write_measured_trace
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 LISTEN_SECONDS, LISTEN_RETRY_SECONDS = 5.0, 0.1
-"""Seconds for which this process tries to listen at the address where workers look for a coordinator, and seconds from
-one attempt to the next. While no process listens there, the system may briefly give that port to an outgoing
-connection."""
+"""Seconds to try to listen where workers look for a coordinator, and between attempts. The system
+may briefly give that port to an outgoing connection."""
 MAX_RESTARTS, RESTART_WINDOW_SECONDS, FIRST_PAUSE_SECONDS = 5, 3600.0, 0.1
-"""Number of restarts of a failing coordinator within `RESTART_WINDOW_SECONDS`, that time in seconds, and the seconds
-before the first restart; each later pause is twice as long."""
+"""Restarts of a failing coordinator in these seconds, and the first pause, which doubles."""
 HUGGING_FACE_FOLDER = "hugging-face"
-"""Name of the folder, within the run's folder, into which a model of transformers is written in its own format."""
+"""Folder, within the run's, for a model of transformers in its own format."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
         options: RunOptions = RunOptions(), fork_server: ForkServer | None = None,
         progress: ProgressCallback | None = None, resilience: Resilience = Resilience()) -> RunResult:
-    """Train by a schedule, from the first iteration or from a checkpoint. If there are several nodes, this is node 0.
+    """Train by a schedule, from the first iteration or from a checkpoint.
 
-    Writes `schedule.json`, `losses.jsonl`, `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed
-    and events occur), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. The argument `iterations`
-    replaces the number in `config`. A `fork_server` may serve several runs, one after the other.
+    If there are several nodes, this is node 0. Writes `schedule.json`, `losses.jsonl`,
+    `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed and events occur),
+    `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`.
 
-    If an earlier node 0 that wrote to `out` has died and workers of its run are alive, this call continues with them.
-    Raises ConfigError, and leaves them as they are, if it would train something else than they do.
+     Parameters
+    ----------
+    schedule
+        Schedule with which the run begins.
+    config
+        Settings of the model and of the training.
+    out
+        Folder of the run. If an earlier node 0 that wrote to it has died and workers of its run are
+        alive, this call continues with them; if it would train something else than they do, it
+        raises ConfigError, and leaves them as they are.
+    iterations
+        Number of iterations that replaces the one in `config`.
+    options
+        Where the run takes place, and what it reports.
+    fork_server
+        Fork server for the workers, which may serve several runs, one after the other; None: a new
+        one.
+    progress
+        Function that is called with the number and the loss of each committed iteration.
+    resilience
+        How the run deals with failures.
 
-    Raises ConfigError or PlacementError if schedule, configuration and machine do not fit each other, CheckpointError
-    if the checkpoint does not fit, FolderError if another run writes to `out` or has left its results there, OSError if
-    `out` cannot be written, ScheduleError if the schedule is too large for a file, RendezvousError if node 0 cannot
-    listen at its address, RunError if the run cannot continue after failures, and RunStopped, which is a
-    KeyboardInterrupt, after SIGTERM or Ctrl-C. When it raises, no process is left, and the losses of the committed
-    iterations are on disk if that had room for them.
+    Raises ConfigError or PlacementError if schedule, configuration and machine do not fit each
+    other, CheckpointError if the checkpoint does not fit, FolderError if another run writes to
+    `out` or has left its results there, OSError if `out` cannot be written, ScheduleError if the
+    schedule is too large for a file, RendezvousError if node 0 cannot listen at its address,
+    RunError if the run cannot continue after failures, and RunStopped, which is a
+    KeyboardInterrupt, after SIGTERM or Ctrl-C. When it raises, no process is left, and the losses
+    of the committed iterations are on disk if that had room for them.
     """
     if iterations is not None:
         try:
@@ -172,8 +190,8 @@ class RestartLimit:
         self._failures: list[float] = []
 
     def count_failure(self) -> float | None:
-        """Count a failure, and return the seconds to wait before the restart; None if there were more than
-        `MAX_RESTARTS` failures in the last `RESTART_WINDOW_SECONDS`."""
+        """Count a failure; return the pause before the restart, or None after too many. More than
+        `MAX_RESTARTS` in the last `RESTART_WINDOW_SECONDS` are too many."""
         now = time.monotonic()
         self._failures = [*(at for at in self._failures if at > now - RESTART_WINDOW_SECONDS), now]
         count = len(self._failures)
@@ -181,28 +199,26 @@ class RestartLimit:
 
 
 class _ForkServerHolder:
-    """Holder of this node's fork server, which outlives a failing coordinator, so that the workers live until the next
-    one takes over."""
+    """Holder of this node's fork server, which outlives a failing coordinator."""
 
     def __init__(self, given: ForkServer | None, stack: ExitStack) -> None:
         self._given = given
         self._stack = stack
         self.server: ForkServer | None = None
-        """Fork server that starts the workers of this node; None until workers are started or adopted."""
+        """Fork server that starts the workers of this node. None until workers are started or
+        adopted."""
         self.adopted = False
         """True if the server may have workers of an earlier coordinator."""
 
     def get_server(self, found: ForkServer | None) -> ForkServer:
-        """Return the fork server of this node: the one already held, else `found` (the adopted one), else the one
-        passed to `run`, else a new one."""
+        """Return this node's fork server: the held one, `found`, `run`'s, or a new one."""
         if self.server is None:
             self.server = found or self._given or self._stack.enter_context(ForkServer())
         self.adopted = True
         return self.server
 
     def end_run(self, out: Path) -> None:
-        """Kill all workers, and remove temporary files, locks and the takeover record from the run's folder `out`,
-        because no coordinator continues the run."""
+        """Kill all workers, and remove temporary files, locks and the takeover record."""
         if self.server is not None:
             self.server.kill_all()
         remove_takeover_record(out)
@@ -211,22 +227,22 @@ class _ForkServerHolder:
 
 @dataclass(frozen=True, slots=True)
 class _RunLeader:
-    """Leader of one run: it starts or adopts workers, and runs the coordinator. The run's folder is locked."""
+    """Leader of one run, in a locked folder: starts or adopts workers, runs the coordinator."""
 
     request: RunRequest
     fit: RunFit
     progress: ProgressCallback | None
     stop: StopSignals
     behind: TakeoverRecord | None
-    """Record of the earlier node 0 whose workers the run continues with; None: they are started."""
+    """Record of the earlier node 0 whose workers the run continues with. None: they are started."""
 
     def lead_run(self, held: _ForkServerHolder) -> RunResult:
-        """Lead the run to its end, and return its result. `held` keeps the fork server beyond this call, if the
-        coordinator fails.
+        """Lead the run to its end, and return its result.
 
-        If the field `behind` is set, the run continues with the workers of an earlier coordinator. Raises
-        NoLiveWorkerError if none of them is alive, and CoordinatorFailedError if the coordinator fails in a way that
-        another one could take over from.
+        `held` keeps the fork server beyond this call, if the coordinator fails. If the field
+        `behind` is set, the run continues with the workers of an earlier coordinator. Raises
+        NoLiveWorkerError if none of them is alive, and CoordinatorFailedError if the coordinator
+        fails in a way that another one could take over from.
         """
         request, behind = self.request, self.behind
         config, options, out, resume = request.config, request.options, request.out, request.resilience.resume
@@ -275,8 +291,9 @@ class _RunLeader:
                       progress=self.progress or (lambda *_: None))
 
     def _write_results(self, events: EventLoop) -> None:
-        """Write the measured trace of a complete run to its folder and, for a model of transformers, the model in their
-        format. Raises RunStopped if a signal has ended the run early, and RunError if the data have ended."""
+        """Write the trace of a complete run and, for a model of transformers, its format."""
+        # Raises RunStopped if a signal has ended the run early, and RunError if the data have
+        # ended.
         if events.data_end_reason is not None and self.stop.received is None:
             raise RunError(events.data_end_reason)
         if events.has_stopped_early:
@@ -288,8 +305,7 @@ class _RunLeader:
             self._export_hugging_face()
 
     def _export_hugging_face(self) -> None:
-        """Write the model in the format of transformers. If that fails, tell the users; the layers' own files
-        remain."""
+        """Write the model in the format of transformers, or tell the users that this failed."""
         from slipstream.runtime.checkpoints.hugging_face_export import export_model
         from slipstream.runtime.models.hugging_face.configuration import read_config, weights_folder
 
@@ -302,12 +318,9 @@ class _RunLeader:
             self.request.options.notify(f"{folder} cannot be written: {first_line(error)}")
 
     def _adopt_workers(self, stack: ExitStack) -> ForkServer | None:
-        """Adopt the live workers that an earlier node 0 left on this machine, and return their fork server, which
-        `stack` closes; None if no such server is left.
-
-        Raises NoLiveWorkerError if an earlier run is continued, none can be adopted, and there is no other node that
-        could have live workers.
-        """
+        """Adopt the workers that an earlier node 0 left here. Return their fork server, if any."""
+        # `stack` closes it. Raises NoLiveWorkerError if an earlier run is continued, none can be
+        # adopted, and there is no other node that could have live workers.
         if self.behind is None:
             return None
         adopted = None if self.behind.fork_server is None else adopt_fork_server(self.behind.fork_server)
@@ -319,8 +332,7 @@ class _RunLeader:
         return adopted
 
     def _require_same_run(self, adopted: ForkServer, behind: TakeoverRecord) -> None:
-        """Raise OtherRunError if this job does not continue the run whose live workers `adopted`
-        has. They are left to another node 0."""
+        """Raise OtherRunError if the workers in `adopted` are of another run; they are left."""
         difference = None if behind.identity is None else describe_difference(self.fit.facts.identity, behind.identity)
         if difference is not None:
             adopted.detach()
@@ -329,12 +341,10 @@ class _RunLeader:
                                 "ended")
 
     def _listen_for_workers(self) -> tuple[socket.socket, Rendezvous]:
-        """Return a socket that listens for workers, and its address: that of the earlier coordinator, if there is one
-        and the options name no port.
-
-        Raises NoLiveWorkerError if the earlier coordinator's address cannot be used, because workers look for a
-        coordinator only there, and RendezvousError if another one cannot.
-        """
+        """Return a socket that listens for workers, and its address."""
+        # It is that of the earlier coordinator, if there is one and the options name no port.
+        # Raises NoLiveWorkerError if that address cannot be used, because workers look for a
+        # coordinator only there, and RendezvousError if another one cannot.
         wanted = self.request.options.rendezvous
         if self.behind is not None and (wanted is None or wanted.port == 0):
             deadline = time.monotonic() + LISTEN_SECONDS
@@ -359,11 +369,10 @@ class _RunLeader:
 
     def _build_takeover_record(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer
                                ) -> TakeoverRecord:
-        """Return the record from which a new node 0 can continue with the workers of this one if this one dies.
-
-        Workers reach this node 0 at the address `opened`; the run began with the iteration `first`. If `settings` let
-        workers wait for a coordinator, `fork_server` is asked to keep them alive.
-        """
+        """Return the record from which a new node 0 can continue with this one's workers."""
+        # Workers reach this node 0 at the address `opened`; the run began with the iteration
+        # `first`. If `settings` let workers wait for a coordinator, `fork_server` is asked to keep
+        # them alive.
         request, behind = self.request, self.behind
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds
@@ -404,11 +413,9 @@ class _RunLeader:
 
 
 def _call_unless_coordinator_failed(work: Callable[..., object], *given: Any) -> None:
-    """Call `work`, unless CoordinatorFailedError is being raised: another coordinator then takes over what `work` would
-    remove.
-
-    It is an exit callback for `ExitStack.push`: the arguments for `work` come first, then the three of the exception.
-    """
+    """Call `work` unless CoordinatorFailedError is raised: another one needs what it removes."""
+    # It is an exit callback for `ExitStack.push`: the arguments for `work` come first, then the
+    # three of the exception.
     *arguments, kind, _, _ = given
     if kind is None or not issubclass(kind, CoordinatorFailedError):
         work(*arguments)

@@ -1,6 +1,7 @@
-"""Take part in a run as a node other than node 0: start and end workers on the coordinator's instructions.
+"""Take part in a run as a node other than node 0.
 
-The program that the workers run and the place where they write come from this node's own job file and command line.
+The coordinator says which workers to start and end. The program that they run and the place where
+they write come from this node's own job file and command line.
 """
 
 import select
@@ -48,16 +49,15 @@ from slipstream.schedules.schedule import Worker
 
 AgentLink = CoordinatorLink[ToNodeAgent, NodeSetup]
 JOIN_RETRY_SECONDS = 0.5
-"""Seconds between attempts to join while the coordinator still counts this node's last process as present."""
+"""Seconds between attempts to join while this node's last process still counts as present."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJob:
-    """Job of a node other than node 0, taken from its own job file and command line, never from the network."""
+    """Job of a node other than node 0, by its own job file and command line."""
 
     settings: NodeSettings
-    """Settings of the node's workers. `resume` is the folder of the checkpoint from which node 0 resumes the run, or of
-    a run that has it."""
+    """Settings of the node's workers; `resume` is node 0's checkpoint, or a run that has it."""
     workers: Sequence[Worker]
     """All workers of the job; the node starts no others."""
 
@@ -70,17 +70,27 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
              fork_server: ForkServer | None = None, local: LocalProcess = ONLY_PROCESS,
              join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
              notify: Callable[[str], None] = lambda _: None, is_done: Callable[[], bool] = lambda: False) -> None:
-    """Take part in the run that node 0 leads, with this node's share of the workers.
+    """Take part in the run that node 0 leads, with this node's workers.
 
-    The workers' logs, and the parameters of layers that they write, go into `job.settings.out`. The workers' GPUs
-    follow from `local`, this process's rank on its machine. The workers are started by `fork_server`; None: a new one.
-    `notify` is called with a line of text while node 0 is waited for, and `is_done` returns whether the run has done
-    all iterations, so that node 0 will not come. After SIGTERM or Ctrl-C the workers leave the run at the next
-    iteration, or are killed after `grace_seconds`; the other nodes continue.
+    The workers' logs, and the parameters of layers that they write, go into `job.settings.out`.
+    After SIGTERM or Ctrl-C the workers leave the run at the next iteration, or are killed after
+    `grace_seconds`; the other nodes continue.
 
-    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has another secret,
-    ConfigError if its job or this machine does not fit, FolderError if another process writes to that folder as this
-    node, RunError if the run fails, and RunStopped after a signal.
+     Parameters
+    ----------
+    local
+        This process's rank on its machine, from which the workers' GPUs follow.
+    fork_server
+        Fork server that starts the workers; None: a new one.
+    notify
+        Function that is called with a line of text while node 0 is waited for.
+    is_done
+        Function that returns whether the run has done all iterations, so that node 0 will not come.
+
+    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has
+    another secret, ConfigError if its job or this machine does not fit, FolderError if another
+    process writes to that folder as this node, RunError if the run fails, and RunStopped after a
+    signal.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
     out = Path(job.settings.out)
@@ -122,18 +132,16 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
 
 
 def _notify_unless_done(notify: Callable[[str], None], is_done: Callable[[], bool], line: str) -> None:
-    """Call `notify` with a line about waiting for node 0. Raises RunDoneError if the run is done instead."""
+    """Call `notify` with a line, or raise RunDoneError if the run is done."""
     if is_done():
         raise RunDoneError(line)
     notify(line)
 
 
 def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
-    """Return the GPUs of the workers of node number `node` of `nodes`, each worker having `ranks` processes.
-
-    The answer of node 0 is `setup`; `local` is this process's rank on its machine. Raises ConfigError if node 0 has
-    another number of nodes, or this machine has too few GPUs.
-    """
+    """Return the GPUs of a node's workers, each of which has `ranks` processes."""
+    # The answer of node 0 is `setup`; `local` is this process's rank on its machine. Raises
+    # ConfigError if node 0 has another number of nodes, or this machine has too few GPUs.
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
     common, gpus = setup.common, compute_gpu_share([workers * ranks for workers in setup.shares], node, local)
@@ -146,9 +154,9 @@ def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess,
 
 
 def _build_own_settings(job: NodeJob, setup: NodeSetup, notify: Callable[[str], None]) -> NodeSettings:
-    """Return the settings that this node gives to its workers: those of node 0, except for paths.
-    Tell users by `notify` if node 0 trains for another number of iterations. Raises ConfigError
-    if node 0 runs another job."""
+    """Return the settings for this node's workers: those of node 0, except for paths."""
+    # Tell users by `notify` if node 0 trains for another number of iterations. Raises ConfigError
+    # if node 0 runs another job.
     config, start = job.settings.config, job.settings.resume
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
         config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
@@ -180,11 +188,10 @@ def _build_own_settings(job: NodeJob, setup: NodeSetup, notify: Callable[[str], 
 
 
 def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
-    """Return the path of this node's copy of the checkpoint of an iteration.
-
-    It is the iteration's folder in the checkpoint folder of `folder`, else the iteration's folder in `folder`, else
-    `folder` itself. Raises CheckpointError if the checkpoint is of another iteration.
-    """
+    """Return the path of this node's copy of the checkpoint of an iteration."""
+    # It is the iteration's folder in the checkpoint folder of `folder`, else the iteration's folder
+    # in `folder`, else `folder` itself. Raises CheckpointError if the checkpoint is of another
+    # iteration.
     name = f"iteration-{iteration}"
     path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
     actual = open_checkpoint(path).iteration
@@ -195,13 +202,11 @@ def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
 
 def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds: float,
                             notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
-    """Connect to the coordinator as node `node`, and return the connection and the answer, which names the workers to
-    start.
-
-    Waits up to `timeout_seconds` for node 0. Asks again, after a line of text to `notify`, while the coordinator has
-    not noticed that this node's last process is gone. If node 0 disappears before it answers, waits up to
-    `coordinator_timeout_seconds` of its settings for it, within the same limit. Raises RendezvousError.
-    """
+    """Connect to the coordinator, and return its answer, too, with the workers to start."""
+    # Waits up to `timeout_seconds` for node 0. Asks again, after a line of text to `notify`, while
+    # the coordinator has not noticed that this node's last process is gone. If node 0 disappears
+    # before it answers, waits up to `coordinator_timeout_seconds` of its settings for it, within
+    # the same limit. Raises RendezvousError.
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
     notified = False
     while True:
@@ -229,8 +234,8 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
 
 
 class _NodeAgent:
-    """Agent of a node. It carries out the coordinator's messages, and reports the ends of this node's workers, until
-    the run ends or this node leaves it."""
+    """Agent of a node, which carries out the coordinator's messages until the run ends. It reports
+    the ends of this node's workers, and may leave the run before."""
 
     def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
                  gatherer: ReportGatherer | None, *, notify: Callable[[str], None], grace_seconds: float,
@@ -247,17 +252,18 @@ class _NodeAgent:
         self._grace_seconds = grace_seconds
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
-        """Time by which this node must end after it was asked to, by time.monotonic; None until then."""
+        """Time by which this node must end after it was asked to, by time.monotonic. None until
+        then."""
         self._unreported_ends: list[WorkerEnded] = []
-        """Workers that ended while there was no node 0, to be reported to the next one."""
+        """Workers that ended while there was no node 0, to be reported."""
         self.run_restarts = False
-        """True if node 0 starts the run again from its beginning, so that this node must join it again."""
+        """True if node 0 starts the run from its beginning, which this node must join."""
 
     def serve(self) -> str | None:
-        """Carry out the coordinator's messages until the run ends, and return the reason why the run failed, or None.
+        """Carry out the coordinator's messages until the run ends; return why it failed, or None.
 
-        Raises RunError if node 0 is gone and no other comes, or if node 0 starts a worker too often (`StartLimit`), and
-        ForkServerError if the fork server, and with it the workers, are gone.
+        Raises RunError if node 0 is gone and no other comes, or if node 0 starts a worker too often
+        (`StartLimit`), and ForkServerError if the fork server, and with it the workers, are gone.
         """
         waker, woken = socket.socketpair()
         with waker, woken, self._stop.call_at_first_signal(lambda: waker.send(b"!")):
@@ -274,12 +280,9 @@ class _NodeAgent:
                 raise RunError(str(error)) from None
 
     def _follow_coordinator(self, woken: socket.socket) -> str | None:
-        """Carry out the messages of one coordinator until the run ends or this node has left it, and return the run's
-        error, or None.
-
-        Data on the socket `woken` means that a signal asks this node to leave the run. Raises RendezvousError if node 0
-        is gone.
-        """
+        """Carry out one coordinator's messages until the run or this node's part ends."""
+        # Returns the run's error, or None. Data on the socket `woken` means that a signal asks this
+        # node to leave the run. Raises RendezvousError if node 0 is gone.
         link, self._last_heard = self._link, time.monotonic()
         ended, self._unreported_ends = self._unreported_ends, []
         for report in ended:
@@ -329,13 +332,10 @@ class _NodeAgent:
             raise
 
     def _wait_for_coordinator(self, gone: str, woken: socket.socket) -> RunEnded | None:
-        """Wait for another node 0 to replace the last one, which is gone (`gone` says why); the workers of this node
-        pause meanwhile.
-
-        Returns None when this node follows another coordinator, or that coordinator's `RunEnded` if it continues
-        without this node. Raises RunError if none comes in time, or if a signal asks this node to leave (data on the
-        socket `woken`).
-        """
+        """Wait for another node 0 to replace the last one, while the workers pause."""
+        # Returns None when this node follows another coordinator, or that coordinator's `RunEnded`
+        # if it continues without this node. Raises RunError if none comes in time, or if a signal
+        # asks this node to leave (data on the socket `woken`).
         seconds = self._coordinator_timeout_seconds
         if seconds:
             self._notify(f"{gone}; waits {seconds:g} s for another node 0")

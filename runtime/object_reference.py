@@ -1,4 +1,4 @@
-"""References to a user's own code, written `module:attribute` in the job file."""
+"""Load a user's own code by references, written `module:attribute` in the job file."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ def is_reference(name: str) -> bool:
 
 
 def search_working_directory() -> Path:
-    """Append the working directory to Python's module search path unless it is there, and return the directory."""
+    """Append the working directory to Python's search path unless it is there; return it."""
     here = Path.cwd()
     if str(here) not in sys.path:
         sys.path.append(str(here))
@@ -26,12 +26,13 @@ def search_working_directory() -> Path:
 
 
 def load_reference(key: str, name: str) -> Any:
-    """Import the object that `module:attribute` names, from Python's module search path or the working directory.
+    """Import the object that `module:attribute` names, from the search path.
 
-    Importing runs the user's code on the user's machine. The working directory is searched last, and only from this
-    call on, so no file in it replaces a module of this program or of a library. `key` is the job file's key, for error
-    messages. Raises ConfigError, in one line, if the object cannot be imported, if another module of the same name is
-    found first, or if the object is not callable.
+    Importing runs the user's code on the user's machine. The working directory is searched last,
+    and only from this call on, so no file in it replaces a module of this program or of a library.
+    `key` is the job file's key, for error messages. Raises ConfigError, in one line, if the object
+    cannot be imported, if another module of the same name is found first, or if the object is not
+    callable.
     """
     module, _, attribute = name.partition(":")
     here = search_working_directory()
@@ -53,11 +54,8 @@ def load_reference(key: str, name: str) -> Any:
 
 
 def _require_no_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError if the working directory has a module that Python does not find, because one of the same name
-    comes first.
-
-    The working directory is `here`, `names` are the modules that were imported, and the message begins with `wrong`.
-    """
+    """Raise ConfigError if a module of the working directory is hidden by another."""
+    # `names` are the modules that were imported, and the message begins with `wrong`.
     for top in {name.partition(".")[0] for name in names}:
         local = next((path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()), None)
         if local is None:

@@ -1,4 +1,4 @@
-"""Replay a schedule in a loop of one's own: one process a live worker, as torchrun starts them.
+"""Replay a schedule in a loop of one's own, in one process a live worker.
 
 No coordinator, job file or run folder takes part. The caller brings layers, loss, optimizer and
 data, and owns the loop. A process that dies ends the others with an error; planning for the rest
@@ -50,9 +50,9 @@ from slipstream.schedules.program import WorkerProgram, build_program
 from slipstream.schedules.schedule import Schedule, Worker
 
 BuildLayer = Callable[[int], nn.Module]
-"""Function that builds a layer of the schedule, the same on every process that calls it."""
+"""Function that builds a layer of the schedule, the same on every process."""
 Loss = Callable[[Value, Tensor], Tensor]
-"""Function of the last layer's output and the target; it returns the mean loss of a micro-batch."""
+"""Function of the last layer's output and target that returns a micro-batch's mean loss."""
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 ReadData = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """Function of iteration, pipeline and micro-batch; it returns input and target."""
@@ -90,9 +90,7 @@ class ScheduleReplay:
 
     def run(self, iteration: int) -> float:
         """Run an iteration on all workers and step; return the mean loss of its micro-batches.
-
-        Raises CommunicationError if another process is gone.
-        """
+        Raises CommunicationError if another process is gone."""
         self._iteration = iteration
         self._exchange.add_iterations()
         self._recorder.start_iteration(self._runs, traced=False)
@@ -127,24 +125,22 @@ class ScheduleReplay:
 
 def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: MakeOptimizer, data: ReadData,
            device: str | torch.device = "cpu") -> ScheduleReplay:
-    """Connect this process, one of torchrun's, to the others as a live worker of a schedule.
+    """Connect this process, one of torchrun's, as a live worker of a schedule.
 
-    The process of rank r is the r-th of `schedule.members`; there must be one for each. All processes
-    call this with the same schedule.
+    The process of rank r is the r-th of `schedule.members`; there must be one for each. All
+    processes call this with the same schedule.
 
-    Args:
-        schedule: What to replay. It must pass `check`.
-        layers: Builds a layer, given its number from 0 to `schedule.grid.layer_count` - 1: the same
-            whoever builds it. Called for the layers that this worker holds, and once for each on the
-            meta device, to find the shapes of activations.
-        loss: Mean loss of a micro-batch, from the last layer's output and the target.
-        optimizer: Makes the optimizer of the held parameters. It is stepped as soon as their
-            gradients are complete, so it may not depend on other workers' gradients.
-        data: Input and target of a micro-batch, from iteration, pipeline and number.
-        device: Device of this process. Tensors of a GPU are sent through host memory, by gloo.
+    Args: schedule: What to replay. It must pass `check`. layers: Builds a layer, given its number
+    from 0 to `schedule.grid.layer_count` - 1: the same whoever builds it. Called for the layers
+    that this worker holds, and once for each on the meta device, to find the shapes of activations.
+    loss: Mean loss of a micro-batch, from the last layer's output and the target. optimizer: Makes
+    the optimizer of the held parameters. It is stepped as soon as their gradients are complete, so
+    it may not depend on other workers' gradients. data: Input and target of a micro-batch, from
+    iteration, pipeline and number. device: Device of this process. Tensors of a GPU are sent
+    through host memory, by gloo.
 
-    Raises ValueError if the schedule breaks rules, has another number of live workers, or is not that
-    of the process of rank 0; and CommunicationError if the others cannot be reached.
+    Raises ValueError if the schedule breaks rules, has another number of live workers, or is not
+    that of the process of rank 0; and CommunicationError if the others cannot be reached.
     """
     if violations := check(schedule):
         raise ValueError(f"the schedule breaks rules: {violations[0]}; expected one that passes slipstream.check")
@@ -169,8 +165,7 @@ def replay(schedule: Schedule, *, layers: BuildLayer, loss: Loss, optimizer: Mak
 
 
 def _require_same_schedule(schedule: Schedule, store: Store, order: int, rank: int) -> None:
-    """Raise ValueError if the process of rank 0 replays another schedule: planned twice, within some
-    seconds, a job has other plans."""
+    """Raise ValueError if rank 0 replays another schedule: planned twice, plans may differ."""
     key, digest = f"replay {order}/schedule", sha256(encode(schedule)).hexdigest()
     if rank == 0:
         store.set(key, digest)
@@ -184,7 +179,7 @@ def _first_microbatch(schedule: Schedule) -> tuple[int, int]:
 
 
 def find_forms(build: BuildLayer, layers: int, example: Tensor) -> list[Form]:
-    """Return the forms of the inputs of all layers and of the last output, without computing."""
+    """Return the forms of all layers' inputs and the last output, without computing."""
     with torch.device("meta"), torch.no_grad():
         value: Value = example.to("meta")
         forms = [form_of(value)]
@@ -215,7 +210,7 @@ class _ModuleRunner:
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None,
                 batch: Batch | None = None, *, split: bool) -> Value | None:  # noqa: ARG002
-        """Run F and return the activation to send on; the last slice returns None, and keeps its loss."""
+        """Run F and return the activation to send on; None on the last slice."""
         assert microbatch not in self._held
         if not self.first:
             value = map_tensors(value, _as_leaf)
@@ -240,7 +235,7 @@ class _ModuleRunner:
         return result
 
     def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run I and return the gradient of the slice's input; the first slice leaves all to W."""
+        """Run I and return the gradient of the slice's input. The first slice leaves all to W."""
         value, output, work = self._held.pop(microbatch)
         outputs = [tensor for tensor in tensors_of(output) if has_gradient(tensor)]
         gradients = [torch.ones_like(outputs[0])] if gradient is None else list(tensors_of(gradient))
@@ -294,7 +289,7 @@ class _ModuleSlices:
             for number, (first, end) in self.layers.items()}
 
     def take_loss(self) -> float:
-        """Return this worker's share of the mean loss of the micro-batches run since the last call."""
+        """Return this worker's share of the mean loss of the micro-batches since the last call."""
         losses = [loss for runner in self.runners.values() for loss in runner.losses]
         for runner in self.runners.values():
             runner.losses = []

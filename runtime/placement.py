@@ -1,4 +1,4 @@
-"""Placement: which layers of the model each worker holds under a schedule, and which workers each node has."""
+"""Place the model's layers: which worker holds them by a schedule, and on which node."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from slipstream.schedules.program import WorkerProgram, find_reductions
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 END_LAYERS = 2
-"""Number of layers of a model in addition to its decoder layers: the embedding and the head."""
+"""Layers of a model besides its decoder layers: the embedding and the head."""
 
 
 class PlacementError(ValueError):
@@ -19,8 +19,9 @@ class PlacementError(ValueError):
 class Placement:
     """Mapping of the layers of a job's schedules to the layers of the model.
 
-    Layer `n` of the schedules consists of the model's layers from `cuts[n]` up to `cuts[n + 1]`. Both kinds of layers
-    are the same if the job names the layers of its stages; otherwise each stage is one layer of the schedules.
+    Layer `n` of the schedules consists of the model's layers from `cuts[n]` up to `cuts[n + 1]`.
+    Both kinds of layers are the same if the job names the layers of its stages; otherwise each
+    stage is one layer of the schedules.
     """
 
     def __init__(self, cuts: Sequence[int]) -> None:
@@ -65,8 +66,7 @@ class Placement:
         return self._in_columns[held]
 
     def schedule_layers(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
-        """Return the schedules' layers that consist only of the model's `layers`, as ascending ranges that do not
-        touch."""
+        """Return the schedules' layers made of only these layers, as ascending ranges."""
         key = frozenset(layers)
         if key not in self._in_schedules:
             self._in_schedules[key] = merge_ranges(
@@ -80,34 +80,33 @@ class Placement:
                     if layer in range(*self.model_range(layers)))
 
     def all_reductions(self, schedule: Schedule) -> dict[LayerRange, tuple[Worker, ...]]:
-        """Return, for each range of the model's layers whose gradients are summed together, all live workers that take
-        part. The ranges are in ascending order."""
+        """Return all live workers of each sum of gradients, by range of the model's layers. The
+        ranges are in ascending order."""
         return {self.model_range(layers): workers for layers, workers in find_reductions(schedule).items()}
 
     def reductions_of(self, program: WorkerProgram) -> dict[LayerRange, list[Worker]]:
-        """Return, for each range of the model's layers whose gradients a worker helps to sum, all workers that take
-        part. The ranges are in ascending order, and cover all layers that the worker holds."""
+        """Return all workers of each sum that a worker takes part in, by range. The ranges are in
+        ascending order, and cover all layers that the worker holds."""
         return {self.model_range(layers): list(workers) for layers, workers in program.sums}
 
     def holders_of_groups(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
-        """Return, for each group of layers that share a parameter, all live workers that hold one of these layers."""
+        """Return, for each group of layers that share a parameter, all live holders of one."""
         held = sorted(self.held_layers_by_worker(schedule).items()) if groups else []
         return [[worker for worker, layers in held if not layers.isdisjoint(group)] for group in groups]
 
     def choose_writers(self, program: WorkerProgram) -> dict[int, Worker]:
-        """Return, for each layer of a live worker, which holder saves it in checkpoints; holders take turns, layer by
-        layer."""
+        """Return which holder saves each layer of a worker in checkpoints: they take turns."""
         return {layer: workers[layer % len(workers)] for layers, workers in self.reductions_of(program).items()
                 for layer in range(*layers)}
 
 
 def place_layers(grid: Grid, layers: int) -> Placement:
-    """Return the placement of a model's layers in a grid's stages.
+    """Return the placement of a model's layers, `layers` in number, in a grid's stages.
 
-    The argument `layers` is the number of the model's layers. They are placed by the grid's layers if it names them,
-    else evenly. If a grid counts only decoder layers, as estimates do, the embedding belongs to the first of them and
-    the head to the last. Raises PlacementError unless the stages hold each of the model's layers once, in order, and
-    ConfigError if there are more stages than layers.
+    They are placed by the grid's layers if it names them, else evenly. If a grid counts only
+    decoder layers, as estimates do, the embedding belongs to the first of them and the head to the
+    last. Raises PlacementError unless the stages hold each of the model's layers once, in order,
+    and ConfigError if there are more stages than layers.
     """
     stages = grid.stages[:grid.depth]  # the stages of other chains are copies
     ranges = [stage.layers for stage in stages if stage.layers is not None]
@@ -131,10 +130,11 @@ def place_layers(grid: Grid, layers: int) -> Placement:
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Divide layers into half-open ranges, one a stage, whose lengths differ by at most one, longer in the middle.
+    """Divide layers into half-open ranges, one a stage, of almost equal length.
 
-    The first and the last layer of a model (embedding, head) usually differ from the others, so the stages that hold
-    them are the last to get an extra layer. Raises ConfigError if there are more stages than layers.
+    Their lengths differ by at most one, longer in the middle. The first and the last layer of a
+    model (embedding, head) usually differ from the others, so the stages that hold them are the
+    last to get an extra layer. Raises ConfigError if there are more stages than layers.
     """
     if not 1 <= stages <= layers:
         raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
@@ -150,9 +150,9 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
 
 
 def with_end_layers(counts: Sequence[int], layers: int) -> Sequence[int]:
-    """Return the number of the model's layers in each stage; the model has `layers` of them.
+    """Return the number of the model's `layers` in each stage, with embedding and head.
 
-    If `counts`, the layers by stage, leave out the embedding and the head, these are added to the first and the last
+    If `counts`, the layers by stage, leave these out, they are added to the first and the last
     stage.
     """
     if sum(counts) + END_LAYERS != layers:
@@ -168,6 +168,6 @@ def _placement_of_ranges(ranges: Sequence[LayerRange]) -> Placement:
 
 
 def assign_workers_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:
-    """Divide the live workers into consecutive groups, one for each node, whose sizes differ by at most one."""
+    """Divide live workers into consecutive groups, one a node, of almost equal size."""
     ends = [len(workers) * node // nodes for node in range(nodes + 1)]
     return [list(workers[start:end]) for start, end in pairwise(ends)]

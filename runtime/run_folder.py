@@ -1,4 +1,4 @@
-"""Folder of a run: its lock, which lets only one run write to it, and the rules for what a run may replace."""
+"""Lock a run's folder for one run, and decide which files a run may replace."""
 
 import contextlib
 import os
@@ -28,38 +28,34 @@ from slipstream.schedules.files import READABLE_BY_OWNER, write_atomically
 
 CHECKPOINTS = "checkpoints"
 LOCK_TIMEOUT_SECONDS = 0.2
-"""Seconds to wait for a lock. While a killed node's lock file is removed, it is held for a moment."""
+"""Seconds to wait for a lock, held for a moment while a killed node's is removed."""
 _TAKEOVER_RECORD = ".running.json"
 _LOCK_NAME = ".node-{}.lock"
 _TEMPORARY_FILES = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
                     f"{SCHEDULES}/.*.json.????????")
-"""Patterns, relative to the run's folder, of the temporary files that killed writers have left."""
+"""Patterns, within the run's folder, of temporary files that killed writers have left."""
 _STALE_FILES = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
-"""Patterns, relative to the run's folder, of files that a run writes again, even when it resumes."""
+"""Patterns, within the run's folder, of files that even a resumed run writes again."""
 _RESULT_FILES = (LOSSES, METRICS, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
 
 
 class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record that node 0 keeps in its folder during a run, so that a node 0 started after its death can continue the
-    run."""
+    """Record in node 0's folder from which another one can continue after its death."""
 
     epoch: int
-    """Number of node 0's coordinator (`runtime.protocol.setup.WorkerSetup.epoch`). That of the next one must be
-    higher."""
+    """Epoch of node 0's coordinator (`WorkerSetup.epoch`), lower than that of the next one."""
     coordinator: Rendezvous
     """Address where the run's workers look for another coordinator."""
     first_iteration: int
     read: SamplesRead = NOTHING_READ
-    """Number of samples that runs on other grids have read before (`WorkerSetup.read`)."""
+    """Samples that runs on other grids have read before (`WorkerSetup.read`)."""
     resume: str | None
-    """Folder of the checkpoint from which the run began; None if it began with iteration 0."""
+    """Folder of the checkpoint from which the run began. None if it began with iteration 0."""
     fork_server: str | None
-    """Name by which the workers on this machine are adopted (`runtime.processes.fork_server.adopt_fork_server`); None:
-    they cannot be adopted."""
+    """Name by which this machine's workers can be adopted (`adopt_fork_server`), if they can."""
     crashes: CrashTimes = ()
     identity: RunIdentity | None = None
-    """What the run trains; None in records of earlier versions. A node 0 that would train something
-    else does not take over."""
+    """What the run trains, and so must its next node 0; None in earlier records."""
 
 
 _TAKEOVER_DECODER = msgspec.json.Decoder(TakeoverRecord)
@@ -71,11 +67,11 @@ class FolderError(ValueError):
 
 @contextlib.contextmanager
 def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is created if necessary, for one node of the run within the context. The
-    system releases the lock when this process ends.
+    """Hold the lock of a run's folder for one node within the context.
 
-    All processes that share the folder's file system see the lock if that file system has flock, as NFS does. Raises
-    FolderError while another process holds it, and OSError.
+    The folder is created if necessary. The system releases the lock when this process ends. All
+    processes that share the folder's file system see the lock if that file system has flock, as NFS
+    does. Raises FolderError while another process holds it, and OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = lock_path(out, node)
@@ -88,13 +84,12 @@ def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
 
 
 def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
-    """Write the record from which a new node 0 takes over the run; only this user can read it. Raises OSError."""
+    """Write the record for a takeover, which only this user can read. Raises OSError."""
     write_atomically(out / _TAKEOVER_RECORD, msgspec.json.encode(left), READABLE_BY_OWNER)
 
 
 def read_takeover_record(out: Path) -> TakeoverRecord | None:
-    """Return the record that a node 0 left in the folder when it died or failed; None if there is none that can be
-    read."""
+    """Return the record that a dead node 0 left, if it can be read."""
     try:
         return _TAKEOVER_DECODER.decode((out / _TAKEOVER_RECORD).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -102,14 +97,12 @@ def read_takeover_record(out: Path) -> TakeoverRecord | None:
 
 
 def remove_takeover_record(out: Path) -> None:
-    """Remove the record from which a new node 0 would take over, if there is one. Called when the run ends or none of
-    its workers is alive."""
+    """Remove any record for a takeover, as no run is left to take over."""
     (out / _TAKEOVER_RECORD).unlink(missing_ok=True)
 
 
 def read_lock_holder(out: Path) -> str | None:
-    """Return the name of node 0's process that has locked the folder, as written in the lock file; None if there is no
-    lock file."""
+    """Return the name of node 0's process that has locked the folder. None without a lock file."""
     try:
         return lock_path(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -118,13 +111,14 @@ def read_lock_holder(out: Path) -> str | None:
 
 def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool,
                       again: bool = False) -> None:
-    """Raise FolderError if a run would overwrite the results of another one in this folder. Raises CheckpointError if
-    the newest checkpoint in the folder cannot be read.
+    """Raise FolderError if a run would overwrite the results of another one in this folder.
 
-    A run that resumes from the newest checkpoint in this folder (`resume`; None: it does not resume) may replace the
-    results that are there. Set `force` to True if everything may be removed. Set `again` to True if this run repeats
-    one that was started with the same folder: then the results of a run that saved neither a checkpoint nor parameters
-    may be removed. The error tells whether a run with `config` can resume. The folder must be locked.
+    A run that resumes from the newest checkpoint in this folder (`resume`; None: it does not
+    resume) may replace the results that are there. The error tells whether a run with `config` can
+    resume. `force` says that everything may be removed, `again` that this run repeats one that was
+    started with the same folder: then the results of a run that saved neither a checkpoint nor
+    parameters may be removed. The folder must be locked. Raises CheckpointError if the newest
+    checkpoint in the folder cannot be read.
     """
     if resume is not None and _is_in_folder(resume, out):
         newest = open_latest(out / CHECKPOINTS)
@@ -139,10 +133,10 @@ def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *
 
 
 def claim_folder(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
-    """Prepare the folder for this run: call `raise_unless_free`, which explains the arguments, remove old results, and
-    clean up after killed writers.
+    """Prepare the folder for this run, by removing old results and leftovers.
 
-    The folder must be locked. Raises FolderError, CheckpointError and OSError.
+    Calls `raise_unless_free` first, which explains the arguments. The folder must be locked. Raises
+    FolderError, CheckpointError and OSError.
     """
     raise_unless_free(out, resume, config, force=force, again=again)
     if resume is not None and _is_in_folder(resume, out):
@@ -155,10 +149,8 @@ def claim_folder(out: Path, resume: Checkpoint | None, config: RunConfig, *, for
 
 
 def clean_up_folder(out: Path) -> None:
-    """Remove the temporary files that killed processes of runs have left in the folder, and the locks of killed nodes.
-
-    All processes of this run must have ended, and the folder must be locked.
-    """
+    """Remove the temporary files and locks that killed processes have left in the folder. All
+    processes of this run must have ended, and the folder must be locked."""
     for path in out.glob(_LOCK_NAME.format("*")):
         remove_lock(path)
     _remove_matching(out, *_TEMPORARY_FILES)
@@ -171,22 +163,21 @@ def clear_parameters(out: Path) -> None:
 
 
 def describe_results(out: Path) -> str:
-    """Return a text that lists what a run has left in the folder: the number of iterations done, the newest checkpoint,
-    and parameters; empty if nothing."""
+    """Return a text on what a run has left in the folder; empty if nothing. It lists the iterations
+    done, the newest checkpoint, and parameters."""
     done = count_iterations_done(out)
     return ", ".join(([f"{done} iterations"] if done else []) + list_saved(out))
 
 
 def count_iterations_done(out: Path) -> int:
-    """Return the number of iterations in `losses.jsonl` in the folder; 0 if there is no such file."""
+    """Return the number of iterations in the folder's `losses.jsonl`; 0 without one."""
     with contextlib.suppress(OSError):
         return (out / LOSSES).read_bytes().count(b"\n")
     return 0
 
 
 def list_saved(out: Path) -> list[str]:
-    """Return what the folder holds, as phrases: "a checkpoint of iteration N" for the newest one, "parameters"; empty
-    if nothing."""
+    """Return what the folder holds, as phrases: its newest checkpoint, and parameters."""
     newest = open_latest(out / CHECKPOINTS)
     return ([] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]) \
         + (["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else [])
@@ -197,8 +188,7 @@ def _is_in_folder(checkpoint: Checkpoint, out: Path) -> bool:
 
 
 def _suggest_remedy(out: Path, config: RunConfig) -> str:
-    """Return the beginning of an error message's advice: to resume from the newest checkpoint in the folder, or why the
-    job of `config` cannot; empty if there is no checkpoint."""
+    """Return the advice to resume from the folder's checkpoint, or why `config` cannot."""
     newest = open_latest(out / CHECKPOINTS)
     if newest is None:
         return ""
@@ -219,7 +209,7 @@ def lock_path(out: Path, node: int) -> Path:
 
 
 def remove_lock(path: Path | str) -> None:
-    """Remove the lock file of a killed process; does nothing if a process holds the lock."""
+    """Remove the lock file of a killed process. Does nothing if a process holds the lock."""
     path = Path(path)
     with contextlib.suppress(FolderError, OSError):
         if sys.platform != "win32" and path.exists():
@@ -229,10 +219,8 @@ def remove_lock(path: Path | str) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock a lock file, and write the name of this process into it. Returns the file descriptor.
-
-    Raises FolderError if another process holds the lock for longer than `LOCK_TIMEOUT_SECONDS`.
-    """
+    """Open and lock a lock file, with this process's name in it; return the descriptor."""
+    # Raises FolderError if another process holds the lock for longer than `LOCK_TIMEOUT_SECONDS`.
     import fcntl
 
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS

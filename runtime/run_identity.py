@@ -1,8 +1,8 @@
-"""Identity of a run: all that decides which numbers it computes, with a name for each part.
+"""Name all that decides which numbers a run computes, to compare runs and processes.
 
-It is computed in one place (`models.identity.build_run_identity`), by node 0 and by each worker, and is in each
-worker's `Ready`, in node 0's takeover record and in checkpoints. Two identities are compared key by
-key, so that an error names what differs.
+The identity is computed in one place (`models.identity.build_run_identity`), by node 0 and by each
+worker, and is in each worker's `Ready`, in node 0's takeover record and in checkpoints. Two
+identities are compared key by key, so that an error names what differs.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,12 @@ import msgspec
 
 Values = dict[str, str]
 MAX_VALUE_CHARACTERS = 64
-"""Length of the longest value that is stored as it is; of a longer one, only a digest is stored."""
+"""Length of the longest value that is stored as it is. Of a longer one, a digest is."""
 DIGEST_PREFIX = "sha256 "
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Named values that must be equal in all processes of a run. Each is a short text, or the
-    digest of a long one."""
+    """Named values, or their digests, that must be equal in all processes of a run."""
 
     model: Values = {}
     """Keys of [model], and those of tables in it as `options.KEY`, in JSON."""
@@ -26,8 +25,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     code: Values = {}
     """Digest of the source of each user module, by the module's name (`models.identity`)."""
     data: Values = {}
-    """Digests of the training data, of the validation data, and of the costs by which samples are
-    dealt."""
+    """Digests of training data, validation data, and the costs by which samples are dealt."""
     grid: Values = {}
     """Micro-batches of each pipeline, and the layers of each column."""
     libraries: Values = {}
@@ -39,21 +37,15 @@ NO_IDENTITY = RunIdentity()
 
 
 def describe_difference(ours: RunIdentity, theirs: RunIdentity, here: str = "here") -> str | None:
-    """Return a clause on the first difference of `ours` from the identity of the run; None if they
-    are equal.
-
-    The word `here` says where `ours` was computed. The clause is one line of printable characters.
-    """
+    """Return a clause on the first difference of `ours` from a run's identity, if any. The word
+    `here` says where `ours` was computed. The clause is one line of printable characters."""
     return next(iter(list_differences(ours, theirs, here)), None)
 
 
 def list_differences(ours: RunIdentity, theirs: RunIdentity, here: str = "here",
                      there: str = "in the run") -> list[str]:
-    """Return a clause on each difference between two identities, as `describe_difference` does on
-    the first.
-
-    The words `here` and `there` say where `ours` and `theirs` were computed.
-    """
+    """Return a clause on each difference, as `describe_difference` does on the first. The words
+    `here` and `there` say where `ours` and `theirs` were computed."""
     clauses = []
     for part in RunIdentity.__struct_fields__:
         of_ours, of_theirs = getattr(ours, part), getattr(theirs, part)
@@ -65,8 +57,7 @@ def list_differences(ours: RunIdentity, theirs: RunIdentity, here: str = "here",
 
 
 def combine_identities(identities: Iterable[RunIdentity]) -> RunIdentity:
-    """Return one identity for the processes of a worker: where they differ, a value names those of
-    all of them."""
+    """Return one identity for a worker's processes; where they differ, a value names all."""
     first, *others = identities
     if all(other == first for other in others):
         return first
@@ -82,7 +73,7 @@ def combine_identities(identities: Iterable[RunIdentity]) -> RunIdentity:
 
 def _describe_values(part: str, key: str, our: str | None, their: str | None, here: str,
                      there: str) -> str:
-    """Return a clause on two different values of a key, one of which may be missing."""
+    """Return a clause on two different values of a key."""
     if part == "data":
         return f"the {key} are not the same {here} and {there}"
     if part == "code" and (our is None or their is None):

@@ -1,7 +1,8 @@
-"""Run record: the history of a run as its folder has it, with events, iterations, and the speed of each generation.
+"""Read the history of a run from its folder: events, iterations, and speeds.
 
-A run may have been started several times. All times here are *run seconds*, which count the time of all starts, one
-after the other, without the time between them. Importing this module needs no torch.
+A run may have been started several times. All times here are *run seconds*, which count the time of
+all starts, one after the other, without the time between them. Importing this module needs no
+torch.
 """
 
 import statistics
@@ -32,7 +33,7 @@ from slipstream.schedules.document import Header
 from slipstream.schedules.files import read_at_most
 
 MAX_FILE_BYTES = 2**28
-"""Largest size of each file that is read; a million iterations take a third of it."""
+"""Largest size of each file that is read. A million iterations take a third of it."""
 T = TypeVar("T")
 _HEADER = msgspec.json.Decoder(Header)
 
@@ -46,7 +47,7 @@ class TimedEvent:
     """Event of a run and the time at which it occurred."""
 
     at: float
-    """Time of the event, in run seconds: seconds of all starts of the run so far, without the time between them."""
+    """Time of the event, in run seconds."""
     event: AnyEvent
 
 
@@ -55,10 +56,9 @@ class CommittedIteration:
     """An iteration that was committed and not discarded later."""
 
     at: float
-    """Time of the commit, in run seconds: seconds of all starts of the run so far, without the time between them."""
+    """Time of the commit, in run seconds."""
     took: float
-    """Seconds since the commit before or, for the first of a start, since its first order, including any pause between
-    them."""
+    """Seconds since the commit before or, for a start's first, since its first order."""
     iteration: int
     loss: float | None
     period: float | None
@@ -67,10 +67,10 @@ class CommittedIteration:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRecord:
-    """One generation: the time from an order to the next one, or until the run ended or was restarted."""
+    """One generation: from an order to the next one, or the run's end."""
 
     begin: float
-    """Time of the order, in run seconds: seconds of all starts of the run so far, without the time between them."""
+    """Time of the order, in run seconds."""
     end: float
     order: OrderGiven
     committed: tuple[CommittedIteration, ...]
@@ -78,20 +78,19 @@ class GenerationRecord:
 
     @property
     def measured_period(self) -> float | None:
-        """Median seconds, over the iterations of this generation, of the longest busy window of any worker; None if
-        unknown. The first iteration, which warms up, is left out unless it is the only one."""
+        """Median seconds of the longest busy windows of this generation; None if unknown. The first
+        iteration, which warms up, is left out unless it is the only one."""
         return _median_or_none([line.period for line in self._without_first if line.period is not None])
 
     @property
     def iteration_seconds(self) -> float | None:
-        """Median seconds from one commit to the next in this generation; None if unknown. The first iteration, which
-        includes the change of members, is left out unless it is the only one."""
+        """Median seconds from one commit to the next in this generation; None if unknown. The first
+        iteration, which includes the change of members, is left out unless it is the only one."""
         return _median_or_none([line.took for line in self._without_first])
 
     @property
     def planned_share(self) -> float | None:
-        """Planned throughput in this generation as a share of the throughput planned with all workers; None if the
-        period of either plan is unknown."""
+        """Planned throughput as a share of that with all workers; None if either is unknown."""
         planned = self.order.planned_period
         return self.fault_free_period / planned if self.fault_free_period and planned else None
 
@@ -113,31 +112,29 @@ class RunRecord:
 
     @cached_property
     def starts(self) -> tuple[Started, ...]:
-        """`Started` events of the run: one for its first start, and one for each restart."""
+        """`Started` events of the run, one for each start."""
         return tuple(timed.event for timed in self.events if isinstance(timed.event, Started))
 
     @property
     def finish_event(self) -> Finished | None:
-        """Event that ended the run after its last start or restart; None if it is still running or was killed."""
+        """Event that ended the run's last start; None if it still runs or was killed."""
         last = self.events[-1].event
         return last if isinstance(last, Finished) else None
 
     @cached_property
     def full_grid_iteration_seconds(self) -> float | None:
-        """Median seconds from one commit to the next while all workers took part in their own roles; None if they never
+        """Median seconds between commits while all workers had their own roles, if they ever
         did."""
         return _median_or_none([line.took for stretch in self.stretches if stretch.order.phase == "whole"
                                 for line in stretch.committed[1:]])
 
     @cached_property
     def median_cost_error(self) -> float | None:
-        """Median over iterations of `cost_error`, the relative error of the times that samples were expected to take;
-        None if no such times are known."""
+        """Median of `cost_error` over iterations; None if no costs are known."""
         return _median_or_none([line.cost_error for line in self.committed if line.cost_error is not None])
 
     def measured_share(self, stretch: GenerationRecord) -> float | None:
-        """Return the throughput in a generation (`stretch`) as a share of that with all workers; None if either was not
-        measured."""
+        """Return a generation's throughput as a share of that with all workers, if measured."""
         whole, seconds = self.full_grid_iteration_seconds, stretch.iteration_seconds
         return whole / seconds if whole and seconds else None
 
@@ -173,13 +170,11 @@ def read_run(folder: Path) -> RunRecord:
 
 def _build_committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence[float],
                      begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
-    """Return the committed iterations with the seconds that each took: from the commit before it, or, for the first of
-    a start, from that start's first order.
-
-    All times are seconds since the first start of the run, without the time between the end of one start and the next.
-    The argument `placed` has tuples (iteration, time of its commit, index of the start in which it ran), `offsets` the
-    time of each start, and `begun` the time of the first order of each start, by index.
-    """
+    """Return the committed iterations with the seconds since the commit before each."""
+    # For the first of a start, they are since that start's first order. All times are run seconds.
+    # `placed` has tuples (iteration, time of its commit, index of the start in which it ran),
+    # `offsets` the time of each start, and `begun` the time of the first order of each start, by
+    # index.
     found, last, last_start = list[CommittedIteration](), 0.0, -1
     for one, at, start in placed:
         before = last if start == last_start else begun.get(start, offsets[start])

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are used for, not on the worker that draws them or on the time."""
+"""Draw random numbers that depend on their use, not on the worker or the time."""
 
 import hashlib
 import threading
@@ -11,10 +11,10 @@ import torch
 class GeneratorLock:
     """Lock for torch's default generators, which belong to the process and not to a thread.
 
-    A thread holds it while it seeds the generators or may seed them, and while it changes torch's default dtype, which
-    also belongs to the process. A thread may enter it again. A thread that hangs in a call and has been abandoned
-    (`runtime.replay.stuck_calls`) can lose the lock to other threads; it then leaves the context without changing
-    anything.
+    A thread holds it while it seeds the generators or may seed them, and while it changes torch's
+    default dtype, which also belongs to the process. A thread may enter it again. A thread that
+    hangs in a call and has been abandoned (`runtime.replay.stuck_calls`) can lose the lock to other
+    threads; it then leaves the context without changing anything.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class GeneratorLock:
         return self._thread == threading.get_ident()
 
     def release_from(self, thread: int) -> None:
-        """Release the lock if the thread with this identifier holds it, so that other threads can acquire it."""
+        """Release the lock if this thread holds it, so that others can acquire it."""
         with self._condition:
             if self._thread == thread:
                 self._thread, self._depth = None, 0
@@ -54,15 +54,15 @@ GENERATOR_LOCK = GeneratorLock()
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a seed in [0, 2^63) that depends on all parts and their order, and is the same on every machine."""
+    """Return a seed in [0, 2^63) by all parts, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's default generators, of the CPU and of `device` if it is a GPU, within the context; then restore
-    their states."""
+    """Seed torch's default generators within the context; then restore their states. They are those
+    of the CPU and of `device` if it is a GPU."""
     with restoring_generators(device) as seed_them:
         seed_them(seed)
         yield
@@ -70,10 +70,10 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def restoring_generators(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that seeds torch's default generators, of the CPU and of `device` if it is a GPU; finally
-    restore their states.
+    """Yield a function that seeds torch's default generators; finally restore their states.
 
-    The function may be called any number of times, because saving and restoring the states takes longer than seeding.
+    They are those of the CPU and of `device` if it is a GPU. The function may be called any number
+    of times, because saving and restoring the states takes longer than seeding.
     """
     generators = _default_generators(device)
 
@@ -92,15 +92,14 @@ def restoring_generators(device: torch.device | None = None) -> Iterator[Callabl
 
 
 def get_generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
-    """Return the states of torch's default generators, of the CPU and of `device` if it is a GPU. Must be called within
-    `restoring_generators`."""
+    """Return the states of torch's generators. Must be called within `restoring_generators`."""
     return [generator.get_state() for generator in _default_generators(device)]
 
 
 @contextmanager
 def with_generator_states(states: Sequence[torch.Tensor], device: torch.device | None = None) -> Iterator[None]:
-    """Set torch's default generators, of the CPU and of `device` if it is a GPU, to earlier `states` within the
-    context; then restore the states from before it."""
+    """Set torch's default generators to earlier `states` within the context, then back. They are
+    those of the CPU and of `device` if it is a GPU."""
     with restoring_generators(device):
         for generator, state in zip(_default_generators(device), states, strict=True):
             generator.set_state(state)
@@ -108,7 +107,7 @@ def with_generator_states(states: Sequence[torch.Tensor], device: torch.device |
 
 
 def _default_generators(device: torch.device | None) -> list[torch.Generator]:
-    """Return torch's default generators, of the CPU and of `device` if it is a GPU."""
+    """Return torch's generators of the CPU and of `device` if it is a GPU."""
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators

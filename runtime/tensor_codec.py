@@ -1,7 +1,7 @@
-"""Named tensors as bytes, on disk and between workers, in the safetensors format, which contains no executable code.
+"""Convert named tensors to bytes, on disk and between workers, as safetensors.
 
-https://huggingface.co/docs/safetensors describes the format. Other tools read the files written here, and files that
-other tools wrote can be read here.
+The format contains no executable code; https://huggingface.co/docs/safetensors describes it. Other
+tools read the files written here, and files that other tools wrote can be read here.
 """
 
 import hashlib
@@ -22,8 +22,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 
 
 class TensorError(ValueError):
-    """Error for bytes or a file from which no tensors can be read, or a file that differs from what was written. The
-    message is one line."""
+    """Error, in one line, for bytes or a file without the expected tensors."""
 
 
 class FileDigest(NamedTuple):
@@ -34,11 +33,11 @@ class FileDigest(NamedTuple):
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Encode tensors of any device, shape and layout as consecutive buffers, whose bytes together are a safetensors
-    file.
+    """Encode tensors as consecutive buffers, whose bytes together are a safetensors file.
 
-    Contiguous CPU tensors are not copied: their buffer is a view of their memory. The header is written here because
-    `safetensors.torch.save` copies twice, at about 1 GB/s, and blocks all other threads meanwhile.
+    Tensors may have any device, shape and layout. Contiguous CPU tensors are not copied: their
+    buffer is a view of their memory. The header is written here because `safetensors.torch.save`
+    copies twice, at about 1 GB/s, and blocks all other threads meanwhile.
     """
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(
         tensors.items(), key=lambda one: -one[1].element_size())}  # so each is aligned, as the package wants it
@@ -55,8 +54,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def decode_tensors(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors in safetensors bytes, on the CPU, copied once. Raises TensorError if the bytes are not in that
-    format."""
+    """Return the tensors in safetensors bytes, on the CPU, copied once. Raises TensorError."""
     try:
         return load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -64,10 +62,11 @@ def decode_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Write tensors to a file and flush it to the disk; return the length and hash of the file.
+    """Write tensors to a file and flush it to the disk. Return its length and hash.
 
-    If writing fails, the file is removed and OSError is raised. `save_file` of the safetensors package is not used: it
-    writes to a temporary file with a name of its own, which would remain if the process were killed.
+    If writing fails, the file is removed and OSError is raised. `save_file` of the safetensors
+    package is not used: it writes to a temporary file with a name of its own, which would remain if
+    the process were killed.
     """
     size, digest = 0, hashlib.sha256()
     try:
@@ -87,11 +86,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
 
 
 def read_tensors(path: Path, expected: FileDigest | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a file, on the CPU.
-
-    Raises TensorError if the file is not in the safetensors format or differs from `expected`, and OSError if it cannot
-    be read.
-    """
+    """Return the tensors of a file, on the CPU. Raises TensorError if the file is not in the
+    safetensors format or differs from `expected`, and OSError if it cannot be read."""
     if expected is not None:
         verify_file(path, expected)
     try:
@@ -101,10 +97,8 @@ def read_tensors(path: Path, expected: FileDigest | None = None) -> dict[str, Te
 
 
 def verify_file(path: Path, expected: FileDigest) -> None:
-    """Compare length and SHA-256 of a file with the expected ones.
-
-    Raises TensorError if they differ, and OSError if the file cannot be read.
-    """
+    """Compare length and SHA-256 of a file with the expected ones. Raises TensorError if they
+    differ, and OSError if the file cannot be read."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
@@ -114,5 +108,4 @@ def verify_file(path: Path, expected: FileDigest) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the message of an error in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]

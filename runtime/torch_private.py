@@ -1,8 +1,8 @@
-"""All uses of torch that its public documentation does not cover, except its process groups.
+"""Use torch where its public documentation does not reach, except for process groups.
 
-The docstring or comment of each use states its purpose, and which public call would replace it. The tests of the
-callers cover these uses, so they notice a new torch version that breaks one. Stores and process groups of torch are in
-`runtime.replay.torch_groups`.
+The docstring or comment of each use states its purpose, and which public call would replace it. The
+tests of the callers cover these uses, so they notice a new torch version that breaks one. Stores
+and process groups of torch are in `runtime.replay.torch_groups`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,8 @@ def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Ma
 
     For: graphs that have been changed on their way to it (`runtime.models.compiling`).
 
-    Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to its backend.
+    Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to
+    its backend.
     """
     from torch._inductor.compile_fx import compile_fx  # takes seconds
 
@@ -58,10 +59,11 @@ reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or d
 
 @contextmanager
 def without_gpu_context() -> Iterator[None]:
-    """Let fake tensors of a GPU be used within the context without initializing CUDA in this process.
+    """Let fake tensors of a GPU be used within the context without initializing CUDA.
 
-    For: the launcher, which computes the shapes and dtypes of a model's activations but must not take memory of a GPU,
-    nor make CUDA unusable for processes that are forked. The context is needed only for backwards on fake tensors.
+    For: the launcher, which computes the shapes and dtypes of a model's activations but must not
+    take memory of a GPU, nor make CUDA unusable for processes that are forked. The context is
+    needed only for backwards on fake tensors.
 
     Replaced by: the meta device instead of fake tensors, once autocast works there as on a GPU.
     """
@@ -75,10 +77,8 @@ def without_gpu_context() -> Iterator[None]:
 
 
 def current_function_mode() -> object:
-    """Return the active TorchFunctionMode; None if there is none.
-
-    Replaced by: no public call exists.
-    """
+    """Return the active TorchFunctionMode; None if there is none. Replaced by: no public call
+    exists."""
     mode: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return mode
 
@@ -87,7 +87,8 @@ def current_function_mode() -> object:
 def without_function_mode() -> Iterator[None]:
     """Leave the active TorchFunctionMode within the context.
 
-    For: compiled code, which splits its backward by itself, when it is called under the mode that splits backwards.
+    For: compiled code, which splits its backward by itself, when it is called under the mode that
+    splits backwards.
 
     Replaced by: leaving the mode, once torch has a public call for that.
     """
@@ -102,7 +103,8 @@ def without_function_mode() -> Iterator[None]:
 def without_process_groups() -> Iterator[None]:
     """Hide all process groups of torch.distributed within the context, and restore them afterwards.
 
-    For: a default group of our own, from which device meshes are built, in a program that has another default group.
+    For: a default group of our own, from which device meshes are built, in a program that has
+    another default group.
 
     Replaced by: `init_device_mesh` with an argument for the group.
     """
@@ -140,7 +142,7 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
 
 
 class GradientUse(Enum):
-    """What the backward that is running does with the gradient of one input of a function."""
+    """What the running backward does with one input's gradient."""
 
     NONE = "nothing; it need not be computed"
     ADDED = "adds it to `.grad` of a parameter, or passes it on"
@@ -148,11 +150,12 @@ class GradientUse(Enum):
 
 
 def find_gradient_use(node: Any) -> GradientUse:
-    """Return what the running backward does with the gradient that is passed to `node`, an entry of `next_functions`;
-    None is passed nothing.
+    """Return what the running backward does with the gradient that is passed to `node`.
 
-    To be called within the backward of a torch.autograd.Function, whose own `needs_input_grad` does not say for which
-    inputs torch.autograd.grad was called.
+    That is an entry of `next_functions`; None is passed nothing.
+
+    To be called within the backward of a torch.autograd.Function, whose own `needs_input_grad` does
+    not say for which inputs torch.autograd.grad was called.
 
     Replaced by: `needs_input_grad`, once it depends on the backward that is running.
     """
@@ -165,8 +168,9 @@ def find_gradient_use(node: Any) -> GradientUse:
 
 
 def is_transforming() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, ...) or forward-mode differentiation is active, under which
-    only some functions of one's own work.
+    """Return whether torch.func or forward-mode differentiation is active.
+
+    Under it, only some functions of one's own work.
 
     Replaced by: no public call exists.
     """
@@ -174,15 +178,15 @@ def is_transforming() -> bool:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether a tensor has hooks that must see the gradient from autograd.
-
-    Replaced by: no public call exists.
-    """
+    """Return whether a tensor has hooks that must see the gradient from autograd. Replaced by: no
+    public call exists."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def count_changes(tensor: Tensor) -> int:
-    """Return a number that is higher after each change of a tensor in place, such as a gradient that is added to it.
+    """Return a number that is higher after each change of a tensor in place.
+
+    An example is a gradient that is added to it.
 
     Views of one tensor share it; `.data` has a count of its own.
 
@@ -192,16 +196,14 @@ def count_changes(tensor: Tensor) -> int:
 
 
 def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors in one call, which on a GPU is one kernel.
-
-    Replaced by: `copy_` for each tensor.
-    """
+    """Copy tensors in one call, which on a GPU is one kernel. Replaced by: `copy_` for each
+    tensor."""
     if sources:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 class _NoModules:
-    """Stand-in for the tracker of modules of a FlopCounterMode: everything counts for the whole."""
+    """Stand-in for the tracker of modules of a FlopCounterMode: all counts for the whole."""
 
     parents = frozenset(("Global",))
 
@@ -215,7 +217,8 @@ class _NoModules:
 def without_module_tracking(counter: FlopCounterMode) -> FlopCounterMode:
     """Return a counter of floating-point operations that does not tell modules apart.
 
-    For: layers that call torch.autograd.grad in their forward, which fails where hooks track modules.
+    For: layers that call torch.autograd.grad in their forward, which fails where hooks track
+    modules.
 
     Replaced by: an argument of FlopCounterMode.
     """
@@ -236,15 +239,14 @@ class LiveStorages:
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def watch_tensor(self, tensor: Tensor) -> None:
-        """Watch a tensor's storage, unless it is already watched or belongs to one of the tensors to ignore, given to
-        the constructor."""
+        """Watch a tensor's storage, unless it is watched or of a tensor to ignore."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._seen[storage._cdata] = (reference, storage.nbytes())
 
     def live_bytes(self) -> int:
-        """Return the total size in bytes of the watched storages that are still alive."""
+        """Return the bytes of the watched storages that are still alive."""
         alive = 0
         for reference, size in self._seen.values():
             alive += 0 if reference.expired() else size  # type: ignore[no-untyped-call]
@@ -267,10 +269,8 @@ class TensorWatchMode(TorchDispatchMode):
 
 
 def remove_state_hooks(module: torch.nn.Module) -> None:
-    """Remove the state_dict hooks of a module, so that its state_dict uses the modules' own parameter and buffer names.
-
-    Torch can remove a hook only by the handle that its registration returned.
-    """
+    """Remove a module's state_dict hooks, so that names are those of its own modules. Torch can
+    remove a hook only by the handle that its registration returned."""
     for submodule in module.modules():
         submodule._state_dict_hooks.clear()
         submodule._load_state_dict_pre_hooks.clear()

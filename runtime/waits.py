@@ -1,4 +1,4 @@
-"""Waits: every place where a process of a run waits, for whom, and how long at most.
+"""Declare each wait of a run's processes: where, for whom, how long.
 
 A function that waits is declared in `WAITS`, or a test fails. A wait for other workers in training
 is also registered where it happens (`runtime.replay.stuck_calls`, `runtime.worker.context`), so

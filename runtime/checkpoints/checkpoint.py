@@ -1,12 +1,13 @@
-"""Checkpoints: one file a layer, with the layer's optimizer state, written by one of the workers that hold the layer.
+"""Write checkpoints: one file a layer, with its optimizer state, by one of its holders.
 
-A checkpoint is a folder `iteration-N` with a manifest that lists all layers and the digests of their files. Files are
-per layer so that a run on any grid can resume from it. The folder appears completely or not at all, and only if it is
-right: workers write a draft, `.saving-N-ORDER`, and each adds a note for a layer when the layer's bytes are on the
-disk. A worker that has heard that the coordinator has committed iteration N, for which copies of this state were
-compared, and that finds the notes of all layers, renames the folder. No worker waits for another, and none is in
-charge. Drafts of different orders never mix. A worker that dies while it saves leaves a draft behind, which is removed
-when the next checkpoint is complete. All workers must see the same folder.
+A checkpoint is a folder `iteration-N` with a manifest that lists all layers and the digests of
+their files. Files are per layer so that a run on any grid can resume from it. The folder appears
+completely or not at all, and only if it is right: workers write a draft, `.saving-N-ORDER`, and
+each adds a note for a layer when the layer's bytes are on the disk. A worker that has heard that
+the coordinator has committed iteration N, for which copies of this state were compared, and that
+finds the notes of all layers, renames the folder. No worker waits for another, and none is in
+charge. Drafts of different orders never mix. A worker that dies while it saves leaves a draft
+behind, which is removed when the next checkpoint is complete. All workers must see the same folder.
 """
 
 import contextlib
@@ -39,9 +40,9 @@ MANIFEST = "manifest.json"
 KEPT_CHECKPOINTS = 2
 """Number of complete checkpoints that are kept."""
 KEPT_DRAFTS = 3
-"""Number of drafts that are kept: one that is being written, and those of iterations that may not be committed yet."""
+"""Drafts that are kept: one being written, and those of iterations not yet committed."""
 READER_THREADS = 8
-"""Number of files that are verified concurrently: SHA-256 of one file occupies one core."""
+"""Files that are verified concurrently: SHA-256 of one file occupies one core."""
 _NEWER_KEYS = {"hugging_face", "options", "torchtitan"}
 """Keys of [model] that checkpoints of earlier versions lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
@@ -52,22 +53,21 @@ T = TypeVar("T")
 StreamState = dict[str, Any]
 """State of data that are read in order, as plain values of JSON."""
 LayerState = Mapping[str, Tensor]
-"""Whole state of a layer, by name: parameters, buffers and optimizer state, as `part_state.assemble_state` returns
-it."""
+"""Whole state of a layer, by name, as `part_state.assemble_state` returns it."""
 OnEnded = Callable[["CheckpointError | None"], None]
 """Callback for the end of a save: gets None after success, else the error."""
 
 
 class CheckpointError(DocumentError):
-    """Error of a checkpoint that cannot be written, read or used in this run. The message is one line."""
+    """Error, in one line, of a checkpoint that cannot be written, read or used here."""
 
 
 class DamagedError(CheckpointError):
-    """Error of a checkpoint whose files differ from what was written. The message is one line."""
+    """Error, in one line, of a checkpoint whose files differ from what was written."""
 
 
 class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """File with the state of one layer: the layer's number, the file's name, its length in bytes and its SHA-256."""
+    """File with the state of one layer: layer, name, length in bytes and SHA-256."""
 
     layer: Annotated[int, Meta(ge=0, le=2**20)]
     file: Annotated[str, Meta(pattern=r"^layer-[0-9]{4,7}-[0-9a-f]{16}\.safetensors$")]
@@ -76,22 +76,21 @@ class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of a checkpoint's manifest.json; also of the JSON note that a worker leaves for each layer that it has
-    saved."""
+    """Content of manifest.json, and of the JSON note for each saved layer."""
 
     format: str = "slipstream-checkpoint"
     version: int = 1
     iteration: Annotated[int, Meta(ge=0, le=2**62)]
-    """Number of iterations that the parameters have been trained for, which is the number of the next iteration."""
+    """Number of iterations that the parameters are trained for, and so of the next one."""
     identity: dict[str, Any]
     """Description of the job's model and state, as `identity_of` returns it."""
     layers: tuple[LayerFile, ...]
     samples: Annotated[int, Meta(ge=0, le=2**62)] | None = None
-    """Number of samples that all iterations have read; None in checkpoints of earlier versions."""
+    """Samples that all iterations have read; None in checkpoints of earlier versions."""
     run: RunIdentity | None = None
     """What the run trained; None in checkpoints of earlier versions."""
     data: StreamState | UnsetType = UNSET
-    """State of data that are read in order, before `iteration`; absent if they have none that can be saved."""
+    """State of data that are read in order, before `iteration`. Absent if none can be saved."""
 
 
 _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
@@ -114,10 +113,11 @@ class Checkpoint:
 
 
 def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
-    """Return the properties that a job must share with a checkpoint to resume from it: model and format of the state.
+    """Return the properties that a job must share with a checkpoint to resume from it.
 
-    The argument `layers` is the number of the model's layers. Properties that may change between runs, such as the
-    grid, the text and the learning rate, are not included.
+    These are of the model, whose layers are `layers` in number, and the format of the state.
+    Properties that may change between runs, such as the grid, the text and the learning rate, are
+    not included.
     """
     training, model = config.training, msgspec.to_builtins(config.model)
     if config.model.hugging_face is not None:
@@ -134,8 +134,8 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
 
 
 def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """Return a clause for an error message on the first difference between the identities of a checkpoint (`theirs`)
-    and of a job (`ours`), as `identity_of` returns them; None if they are equal."""
+    """Return a clause on the first difference of two identities (`identity_of`), if any. `theirs`
+    is that of a checkpoint, `ours` that of a job."""
     for name in sorted({*theirs, *ours}):
         their, our = theirs.get(name), ours.get(name)
         if isinstance(their, dict) and isinstance(our, dict):
@@ -149,11 +149,8 @@ def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> s
 
 
 class PendingSave:
-    """Writing of this worker's layers to the draft of a checkpoint, in a thread of its own that starts at once.
-
-
-    The draft becomes the checkpoint when it is `allow`ed, and all workers have written their layers.
-    """
+    """Writing of this worker's layers to a draft, in a thread that starts at once. The draft
+    becomes the checkpoint when it is `allow`ed, and all workers have written their layers."""
 
     def __init__(self, folder: Path, draft: Path, layers: Mapping[int, LayerState], manifest: Manifest, ended: OnEnded,
                  *, allowed: bool) -> None:
@@ -164,24 +161,25 @@ class PendingSave:
         self._ended = ended
         self._allowed, self._written, self._dropped = allowed, False, False
         self._state_lock = threading.Lock()
-        """Lock held while the draft becomes the checkpoint, and while that is allowed or ruled out."""
+        """Lock held while the draft becomes the checkpoint, or while that is decided."""
         self._thread = _start_thread(self._run, self._write, layers)
-        """Thread that was started last. Others wait for it at any time, so that it is stored only once it runs."""
+        """Thread that was started last. Others wait for it at any time, so that it is stored only
+        once it runs."""
 
     def is_done(self, seconds: float = 0.0) -> bool:
-        """Return whether this worker's write has ended, successfully or not, after waiting at most `seconds`."""
+        """Return whether this worker's write has ended, after waiting at most `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until this worker's layers are on the disk, and the checkpoint is complete if it may be and if they were
-        the last. Raises CheckpointError if they cannot be written."""
+        """Wait until this worker's layers are on the disk. The checkpoint is then complete if it
+        may be and if they were the last. Raises CheckpointError if they cannot be written."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def allow(self) -> None:
-        """Let the draft become the checkpoint: the coordinator has committed the iteration, and copies agreed."""
+        """Let the draft become the checkpoint: its iteration is committed, and copies agreed."""
         with self._state_lock:
             if self._allowed or self._dropped:
                 return
@@ -190,8 +188,8 @@ class PendingSave:
                 self._thread = _start_thread(self._run, self._complete)
 
     def drop(self) -> None:
-        """Rule out that the draft becomes the checkpoint, as the iteration is discarded or will be run again, and start
-        to remove it."""
+        """Rule out that the draft becomes the checkpoint, and start to remove it. The iteration is
+        discarded or will be run again."""
         with self._state_lock:
             self._dropped = True
         # The disk may not answer, and no order waits for it.
@@ -237,17 +235,31 @@ def _start_thread(work: Callable[..., None], *given: object) -> threading.Thread
 def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
                  samples: int | None = None, ended: OnEnded = lambda _: None, run: RunIdentity | None = None,
                  *, order: int = 0, allowed: bool = True, data: StreamState | None = None) -> PendingSave:
-    """Start to write this worker's layers of a checkpoint in the background, and return a handle to wait for the end.
+    """Start to write this worker's layers of a checkpoint; return a handle to wait for.
 
-    The draft bears the number of the `order` in which it is written. Unless `allowed`, it stays a draft until
-    `PendingSave.allow`.
+    The tensors must not change until the writing has ended. Each layer of the model must be saved
+    by at least one worker, and should be saved by only one. Errors are raised by
+    `PendingSave.wait`.
 
-    The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
-    worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
-    samples that they have read (None: not recorded), `identity` the result of `identity_of`, `run` what the run trains,
-    `data` the state of data that are read in order (None: this worker does not know it).
-    Errors are raised by `PendingSave.wait`. `ended` is called in a thread: with None when the layers are on the disk,
-    or with the error; and again when a draft that was allowed later may have become the checkpoint.
+     Parameters
+    ----------
+    iteration
+        Number of completed iterations.
+    identity
+        Result of `identity_of`.
+    samples
+        Number of samples that these iterations have read; None: not recorded.
+    ended
+        Function that is called in a thread: with None when the layers are on the disk, or with the
+        error; and again when a draft that was allowed later may have become the checkpoint.
+    run
+        What the run trains.
+    order
+        Number of the order in which the draft is written, which it bears.
+    allowed
+        False for a draft that waits for `PendingSave.allow`.
+    data
+        State of data that are read in order; None: this worker does not know it.
     """
     manifest = Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples, run=run,
                         data=UNSET if data is None else data)
@@ -257,8 +269,8 @@ def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState],
 def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
     """Open the newest complete checkpoint in `folder`; return None if there is none.
 
-    Raises CheckpointError if that checkpoint cannot be read, or belongs to a job with another `identity`
-    (`identity_of`; None: any job is accepted).
+    Raises CheckpointError if that checkpoint cannot be read, or belongs to a job with another
+    `identity` (`identity_of`; None: any job is accepted).
     """
     while checkpoints := find_complete(folder):
         newest = checkpoints[max(checkpoints)]
@@ -271,8 +283,7 @@ def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Chec
 
 
 def find_complete(folder: Path) -> dict[int, Path]:
-    """Return a dictionary from numbers of completed iterations to the folders of the complete checkpoints in
-    `folder`."""
+    """Return the folders of the complete checkpoints, by their completed iterations."""
     return {number: path for number, path in _list_matching(folder, _COMPLETE).items() if is_complete(path)}
 
 
@@ -282,10 +293,8 @@ def is_complete(path: Path) -> bool:
 
 
 def reopen_or_latest(found: Checkpoint) -> Checkpoint:
-    """Return `found`, a checkpoint opened before, or the newest in its folder if newer ones have replaced it since.
-
-    Raises CheckpointError if neither can be read.
-    """
+    """Return `found`, or the newest checkpoint in its folder if others have replaced it. Raises
+    CheckpointError if neither can be read."""
     if not is_complete(found.path) and (newest := open_latest(found.path.parent)) is not None:
         return newest
     open_checkpoint(found.path)
@@ -295,8 +304,8 @@ def reopen_or_latest(found: Checkpoint) -> Checkpoint:
 def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open the checkpoint in the folder `path` and check its manifest, but not its files.
 
-    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity` (None: any job is
-    accepted).
+    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity` (None:
+    any job is accepted).
     """
     source = path / MANIFEST
     manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
@@ -315,10 +324,10 @@ def require_job(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
 
 
 def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """Compare all files of a checkpoint with its manifest, and return the checkpoint, marked as verified.
+    """Compare all files of a checkpoint with its manifest; return it, marked as verified.
 
-    A checkpoint that is already marked is returned at once. Raises DamagedError, which names the first file that
-    differs, and CheckpointError if a file cannot be read.
+    A checkpoint that is already marked is returned at once. Raises DamagedError, which names the
+    first file that differs, and CheckpointError if a file cannot be read.
     """
     if checkpoint.is_verified:
         return checkpoint
@@ -329,10 +338,10 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
-    """Return the newest checkpoint in `folder` without damage, or None, and a dictionary from the paths of all newer
-    ones to their damage.
+    """Return the newest checkpoint without damage, or None, and the damage of newer ones.
 
-    Raises CheckpointError if a checkpoint cannot be read for a reason other than damage.
+    The latter is a dictionary by path. Raises CheckpointError if a checkpoint cannot be read for a
+    reason other than damage.
     """
     damaged = dict[Path, DamagedError]()
     while candidates := [path for _, path in sorted(find_complete(folder).items()) if path not in damaged]:
@@ -350,14 +359,14 @@ def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, D
 
 
 def _has_changed(path: Path, opened: Checkpoint | None) -> bool:
-    """Return whether the folder `path` now holds another checkpoint than the one that was opened there."""
+    """Return whether the folder now holds another checkpoint than the opened one."""
     with contextlib.suppress(CheckpointError):
         return opened is not None and open_checkpoint(path).manifest != opened.manifest
     return False
 
 
 def rename_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint so that no run uses or removes it, and return its new path. Raises OSError."""
+    """Rename a damaged checkpoint so that no run uses it; return its path. Raises OSError."""
     for number in itertools.count():
         aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number else ""))
         if not aside.exists():
@@ -366,18 +375,17 @@ def rename_damaged(path: Path) -> Path:
 
 
 def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Read some layers of a checkpoint: return each layer's tensors, on the CPU, by the layer's number.
+    """Read some layers of a checkpoint: each layer's tensors, on the CPU, by its number.
 
-    `part_state.as_whole_part` takes these tensors. Raises CheckpointError if a file is missing, damaged or unreadable.
+    `part_state.as_whole_part` takes these tensors. Raises CheckpointError if a file is missing,
+    damaged or unreadable.
     """
     return {layer: _load_layer(checkpoint, layer) for layer in layers}
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove from a folder of checkpoints what killed processes have left: unfinished checkpoints and temporary files.
-
-    To be called only while no process writes a checkpoint there.
-    """
+    """Remove unfinished checkpoints and temporary files of killed processes from a folder. To be
+    called only while no process writes a checkpoint there."""
     for _, path in _list_drafts(folder):
         shutil.rmtree(path, ignore_errors=True)
     for path in _list_matching(folder, _COMPLETE).values():
@@ -388,7 +396,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_newer(folder: Path, iteration: int) -> None:
-    """Remove the complete checkpoints in `folder` that have more than `iteration` completed iterations."""
+    """Remove the complete checkpoints in `folder` of more than `iteration` iterations."""
     for number, path in find_complete(folder).items():
         if number > iteration:
             _remove_checkpoint(path)
@@ -417,12 +425,10 @@ def _read_file(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Fi
 
 def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping[int, LayerState],
                   is_dropped: Callable[[], bool]) -> None:
-    """Write the given layers to the draft of a checkpoint, until `is_dropped`.
-
-    Next to the file of each layer, a JSON file is written, with the content of `manifest` and this layer as its only
-    one. The state of the data, which may be long, is in that of the first layer only. Does nothing if the checkpoint is
-    already complete.
-    """
+    """Write the given layers to the draft of a checkpoint, until `is_dropped`."""
+    # Next to the file of each layer, a JSON file is written, with the content of `manifest` and
+    # this layer as its only one. The state of the data, which may be long, is in that of the first
+    # layer only. Does nothing if the checkpoint is already complete.
     complete = folder / f"iteration-{manifest.iteration}"
     if is_complete(complete):
         open_checkpoint(complete, manifest.identity)
@@ -460,11 +466,8 @@ def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping
 
 
 def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint if all layers of the model are saved in its draft: write its manifest and rename the
-    folder. Otherwise do nothing.
-
-    Several workers may try concurrently.
-    """
+    """Complete a checkpoint if all layers are in its draft: write its manifest, and rename."""
+    # Several workers may try concurrently.
     complete = folder / f"iteration-{manifest.iteration}"
     try:
         files: list[LayerFile] = []
@@ -491,7 +494,7 @@ def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> Non
 
 
 def _remove_outdated(folder: Path, iteration: int) -> None:
-    """Remove drafts up to this iteration, and all complete checkpoints but the newest `KEPT_CHECKPOINTS`."""
+    """Remove drafts up to this iteration, and all but the newest complete checkpoints."""
     complete = find_complete(folder)
     old = [path for number, path in _list_drafts(folder) if number <= iteration]
     for path in (*old, *(complete[number] for number in sorted(complete)[:-KEPT_CHECKPOINTS])):
@@ -505,10 +508,9 @@ def _remove_checkpoint(path: Path) -> None:
 
 
 def _remove_unlisted_files(path: Path) -> None:
-    """Remove files that the manifest of a complete checkpoint does not list: layers saved twice, and temporary files.
-
-    A worker that is still writing such a file ignores its loss, because the checkpoint is complete.
-    """
+    """Remove files that a complete checkpoint does not list: layers saved twice, temporaries."""
+    # A worker that is still writing such a file ignores its loss, because the checkpoint is
+    # complete.
     with contextlib.suppress(CheckpointError, OSError):
         named = {layer_file.file for layer_file in open_checkpoint(path).manifest.layers}
         for file in path.iterdir():
@@ -517,7 +519,7 @@ def _remove_unlisted_files(path: Path) -> None:
 
 
 def _list_drafts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the drafts of checkpoints in `folder`, each with its iteration, in the order in which they were begun."""
+    """Return the drafts in `folder` with their iterations, in the order of their begin."""
     drafts = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
@@ -528,8 +530,7 @@ def _list_drafts(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the files and folders in `folder` whose names match a pattern, in a dictionary by the iteration in the
-    name."""
+    """Return the paths in `folder` whose names match a pattern, by the iteration in it."""
     paths = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():

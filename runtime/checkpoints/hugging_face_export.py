@@ -1,4 +1,4 @@
-"""Export of a model to a folder that `from_pretrained` of transformers loads: config.json, and one file a layer."""
+"""Export a model to a folder that transformers loads: config.json, and one file a layer."""
 
 import json
 import shutil
@@ -26,19 +26,18 @@ COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.j
                 "merges.txt", "chat_template.jinja", "generation_config.json")
 """Files that accompany the weights of a pretrained model and are copied unchanged."""
 _REPLACED_KEYS = ("torch_dtype", "use_cache", "attn_implementation", "experts_implementation")
-"""Keys of config.json that say how a model is run, or that the export sets itself."""
+"""Keys of config.json that say how a model is run, or that the export sets."""
 ReadLayer = Callable[[int], Mapping[str, Tensor]]
-"""Function that returns the parameters and buffers of a layer by their names in it, without parameters that belong to
-another layer."""
+"""Function that returns a layer's own parameters and buffers by their names in it."""
 
 
 def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, source: Path | None = None) -> None:
-    """Write a model as a folder that transformers can load, completely or not at all, and replace what the folder
-    holds.
+    """Write a model as a folder that transformers can load, completely or not at all.
 
-    The parsed config.json of the model is `document`, and `state` maps a layer's number to its tensors. `source` is the
-    folder of the pretrained model that training began with, whose tokenizer files are copied; None if there is none.
-    Raises OSError if the folder cannot be written.
+    It replaces what the folder holds. The parsed config.json of the model is `document`, and
+    `state` maps a layer's number to its tensors. `source` is the folder of the pretrained model
+    that training began with, whose tokenizer files are copied; None if there is none. Raises
+    OSError if the folder cannot be written.
     """
     config = transformers_config(document, str(folder))
     with replace_folder(folder) as draft:
@@ -63,7 +62,7 @@ def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, so
 
 
 def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a layer, `state`, with the name that it has in transformers' files of the whole model."""
+    """Yield a layer's tensors with their names in transformers' files of the whole model."""
     family, model = FAMILIES[config.model_type], build_sample(config, 0)
     base = f"{model.base_model_prefix}."
     if layer in (0, config.num_hidden_layers + 1):
@@ -77,12 +76,10 @@ def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, T
 
 
 def _split_experts(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Convert the tensors of decoder layer `index`, `state`, to the form of transformers' files, in which each expert
-    has tensors of its own.
-
-    The keys of `state` and of the result are names within the layer. The argument `prefix`, such as "model.layers.0.",
-    is what transformers puts before these names in files of a model that has no other decoder layer.
-    """
+    """Convert a decoder layer's tensors to files' form, in which experts are separate."""
+    # The keys of `state` and of the result are names within the layer. `prefix`, such as
+    # "model.layers.0.", is what transformers puts before these names in files of a model that has
+    # no other decoder layer.
     model = build_sample(small_layer_config(config, index), 0)
     layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]
     if router_of(layer) is None:

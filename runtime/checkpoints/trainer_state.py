@@ -1,7 +1,5 @@
-"""Parameters and optimizer state of torchtitan's Trainer, converted to a run's checkpoint, and back.
-
-The Trainer holds the whole model, on the CPU. One layer of it is written or read at a time.
-"""
+"""Convert the state of torchtitan's Trainer to a run's checkpoint, and back. The Trainer holds the
+whole model, on the CPU. One layer of it is written or read at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +24,12 @@ _CPU = torch.device("cpu")
 
 
 def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
-    """Save the state of a Trainer so that a run begins with it; return the checkpoint, or None before the first step.
+    """Save the state of a Trainer so that a run begins with it. Return the checkpoint.
 
-    After `trainer.step` steps, the state is written as a checkpoint to `folder`. Before the first step, only the
-    initial parameters are written, to the folder that `build_run_config` has set. Raises ConfigError if the model
-    cannot be built, and CheckpointError if the checkpoint cannot be written.
+    After `trainer.step` steps, the state is written as a checkpoint to `folder`. Before the first
+    step, only the initial parameters are written, to the folder that `build_run_config` has set,
+    and None is returned. Raises ConfigError if the model cannot be built, and CheckpointError if
+    the checkpoint cannot be written.
     """
     if trainer.step == 0:
         save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],
@@ -48,7 +47,7 @@ def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | 
 
 
 def load_into_trainer(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Load the parameters and optimizer state of a run's checkpoint into a Trainer. Raises CheckpointError."""
+    """Load a run's checkpoint into a Trainer. Raises CheckpointError."""
     for layer, members in enumerate(_layer_parameters(trainer, config)):
         tensors = load_layers(checkpoint, [layer])[layer]
         for name, parameter in members.items():
@@ -63,11 +62,9 @@ def load_into_trainer(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -
 
 
 def _layer_parameters(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
-    """Yield for each layer its parameters, tensors of the Trainer, by their names in the layer.
-
-    Biases that are buffers in the Trainer are included. A parameter that layers share is yielded once, with the layer
-    that comes first in its group.
-    """
+    """Yield the Trainer's parameters of each layer, by their names in the layer."""
+    # Biases that are buffers in the Trainer are included. A parameter that layers share is yielded
+    # once, with the layer that comes first in its group.
     model = build_model(config.model, 0, parameter_dtype(config.training), _CPU)
     sharing, [whole] = sharing_of(model), trainer.model_parts
     tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
@@ -84,5 +81,4 @@ def _optimizer_states(trainer: Any) -> dict[Tensor, dict[str, Tensor]]:
 
 
 def _stepped_parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """Return all parameters of an optimizer."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}

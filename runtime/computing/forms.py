@@ -1,8 +1,8 @@
-"""Forms (shapes and dtypes) of the values between layers, found without memory; and checks that a model keeps its
-contract.
+"""Find the forms of values between layers, and check that a model keeps its contract.
 
-docs/own-model.md states the contract. A model that breaks it is refused before any worker is started, in one line that
-names the layer, what it returned and what was expected.
+Forms (shapes and dtypes) are found without memory. docs/own-model.md states the contract. A model
+that breaks it is refused before any worker is started, in one line that names the layer, what it
+returned and what was expected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,10 +41,8 @@ from slipstream.runtime.torch_private import (
 
 
 def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
-    """Return the shapes and dtypes of the input of each layer, followed by those of the last layer's output.
-
-    Raises ConfigError if the runtime cannot run a layer or the loss.
-    """
+    """Return the forms of the input of each layer, then of the last one's output. Raises
+    ConfigError if the runtime cannot run a layer or the loss."""
     form_of_batch = batch_form(config)
     recompute = parse_recompute(config.training, model.layers)
     modules = [_build_on_meta(model, layer, config) for layer in range(model.layers)]
@@ -70,8 +68,7 @@ def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
 
 
 def _build_on_meta(model: LayeredModel, layer: int, config: RunConfig) -> nn.Module:
-    """Build a layer on the meta device. FakeTensorMode is not used, because parameters built under it refuse
-    `module.to(dtype)`."""
+    """Build a layer on the meta device; FakeTensorMode's parameters refuse `module.to(dtype)`."""
     try:
         with torch.device("meta"):
             module = model.build(layer)
@@ -85,8 +82,7 @@ def _build_on_meta(model: LayeredModel, layer: int, config: RunConfig) -> nn.Mod
 
 
 def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Raise ConfigError unless the parameters in each group that layers share exist and have the same shape and
-    dtype."""
+    """Raise ConfigError unless shared parameters exist, with the same shape and dtype."""
     for group in sharing_of(model).groups:
         try:
             first, *others = [modules[place.layer].get_parameter(place.name) for place in group]
@@ -100,11 +96,7 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
 
 
 def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Raise ConfigError if a worker has several ranks and no layer has parameters that are cut over them, or if a layer
-    names a cut parameter that does not exist.
-
-    The attribute `shards` of a layer names the parameters that are cut.
-    """
+    """Raise ConfigError if several ranks have nothing to cut, or a cut parameter is missing."""
     ranks = config.training.tensor_parallel
     if ranks == 1:
         return
@@ -119,11 +111,9 @@ def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
 
 
 def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:
-    """Run a layer under FakeTensorMode and return its output.
-
-    Raises ConfigError if the layer fails, or if its output is not a tensor or tuple with at least one floating-point
-    tensor.
-    """
+    """Run a layer under FakeTensorMode and return its output."""
+    # Raises ConfigError if the layer fails, or if its output is not a tensor or tuple with at least
+    # one floating-point tensor.
     name = f"layer {layer} ({type(module).__name__})"
     more = {"batch": batch} if has_batch_parameter(module.forward) else {}
     with unset_fake_temporarily():
@@ -149,7 +139,7 @@ def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config
 
 
 def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunConfig) -> None:
-    """Raise ConfigError unless the loss of the last layer's `output` is a tensor without dimensions."""
+    """Raise ConfigError unless the loss of the last layer's output is without dimensions."""
     try:
         loss: object = adapt_loss(model.loss)(output, batch[1], batch)
     except DATA_DEPENDENT:  # only the loss itself is needed, not the shapes within it
@@ -163,8 +153,7 @@ def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunCon
 
 
 def _model_error(config: RunConfig, what: str) -> ConfigError:
-    """Return a ConfigError whose message has the model's key and value in the job file, and then `what`, which says
-    what is wrong."""
+    """Return a ConfigError with the model's key and value, and then what is wrong."""
     model = config.model
     values = {"hugging_face": model.hugging_face, "torchtitan": model.torchtitan, "name": model.name}
     key = next(key for key, name in values.items() if name is not None)
@@ -172,7 +161,7 @@ def _model_error(config: RunConfig, what: str) -> ConfigError:
 
 
 def _describe(value: object) -> str:
-    """Describe a value in a few words: its kind, and the dtypes and shapes of its tensors."""
+    """Describe a value's kind, and the dtypes and shapes of its tensors."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, tuple | list | Mapping):

@@ -1,8 +1,8 @@
-"""Rehearsal: each kind of op is run once before anything is communicated over NCCL.
+"""Rehearse: run each kind of op once before anything is communicated over NCCL.
 
-CUDA loads a kernel when it is first launched, and may wait for the device to be idle to do so (CUDA C++ Programming
-Guide, "Lazy Loading", on concurrent execution). A receive that NCCL has begun keeps the device busy until its sender
-arrives, and the sender may be waiting for this worker in turn.
+CUDA loads a kernel when it is first launched, and may wait for the device to be idle to do so (CUDA
+C++ Programming Guide, "Lazy Loading", on concurrent execution). A receive that NCCL has begun keeps
+the device busy until its sender arrives, and the sender may be waiting for this worker in turn.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -20,20 +20,19 @@ from slipstream.runtime.state.part_optimizer import PartOptimizer
 
 
 class Rehearsal:
-    """Runs ops on discarded data before the process communicates, so that CUDA loads their kernels, and remembers which
-    kinds of layers it has run."""
+    """Runs each kind of layers once on discarded data, so that CUDA loads kernels."""
 
     def __init__(self) -> None:
         self._known = set[Hashable]()
 
     def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
             microbatch: Microbatch) -> None:
-        """Run F, I and W of a slice once, so that their kernels are loaded; do nothing if this process has done so for
-        layers of the same classes and parameter shapes.
+        """Run F, I and W of a slice once. Do nothing if its kind has been run.
 
-        Afterwards the caller must set the gradients to zero. Buffers and the sum of losses are left unchanged.
+        A kind is the classes and parameter shapes of its layers. Afterwards the caller must set the
+        gradients to zero. Buffers and the sum of losses are left unchanged.
 
-        Parameters
+         Parameters
         ----------
         takes, gives
             Forms (shapes and dtypes) of the input and the output of the slice.
@@ -57,11 +56,8 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter of each dtype of the modules, compute a checksum and undo the step, so that the
-        kernels of all three are loaded.
-
-        Does nothing if this process has done so for the same dtypes. The modules themselves are not changed.
-        """
+        """Run O on a small parameter of each dtype, and undo the step. Does nothing if this process
+        has done so for the same dtypes. The modules themselves are not changed."""
         likes = {trained.dtype: trained for module in modules for trained in module.parameters()
                  if trained.requires_grad}
         if not likes or not self._is_new(frozenset(likes)):
@@ -79,15 +75,14 @@ class Rehearsal:
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
-        """Return True on the first call with this `kind`: the classes and parameter shapes of a slice's layers, or the
-        dtypes of a step."""
+        """Return whether this kind of layers, or of dtypes of a step, is new."""
         new = kind not in self._known
         self._known.add(kind)
         return new
 
 
 def _kind_of(module: nn.Module) -> Hashable:
-    """Return what determines a layer's kernels: its class, and the shapes and dtypes of its parameters."""
+    """Return what determines a layer's kernels: class, parameters' shapes and dtypes."""
     return type(module), tuple((tuple(parameter.shape), parameter.dtype) for parameter in module.parameters())
 
 

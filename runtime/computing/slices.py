@@ -1,4 +1,4 @@
-"""Slices of a model's layers that a worker runs, and the micro-batches in flight in each of them."""
+"""Run slices of a model's layers, and keep the micro-batches in flight in each."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -38,36 +38,39 @@ class _MicrobatchState(NamedTuple):
     value: Value
     output: Value
     added: Tensor | None
-    """Loss that layers of the slice have added (`add_to_loss`); None on the last slice, whose output includes it."""
+    """Loss that layers of the slice added (`add_to_loss`); None on the last slice."""
     work: WeightWork | None
     """Queue to which I adds the work of W; None if I computes all gradients."""
     scale: float
-    """Factor of the micro-batch's loss in the loss of its iteration; 0 if the slice adds nothing to the loss."""
+    """Factor of the micro-batch's loss in its iteration's; 0 if the slice adds nothing."""
 
 
 LossScale = Callable[[Microbatch], float]
-"""Function that returns the factor of a micro-batch's loss in the loss of its iteration."""
+"""Function that returns the factor of a micro-batch's loss in its iteration's."""
 
 
 class SliceRunner:
     """Runs the ops of a range of layers whose parameters belong to a `HeldLayers`.
 
-    Micro-batches may be run in any order; their tensors are stored under the micro-batch's name. Tensors passed in
-    (activations, gradients) are stored until W and not copied, so the caller must not write to them. Returned tensors
-    are contiguous and may be sent, but must not be changed. A slice that begins with layer 0 takes tokens. A slice that
-    ends with the last layer computes the loss.
+    Micro-batches may be run in any order; their tensors are stored under the micro-batch's name.
+    Tensors passed in (activations, gradients) are stored until W and not copied, so the caller must
+    not write to them. Returned tensors are contiguous and may be sent, but must not be changed. A
+    slice that begins with layer 0 takes tokens. A slice that ends with the last layer computes the
+    loss.
 
-    Parameters
+     Parameters
     ----------
     layers
         Half-open range of the model's layers.
     modules
         Modules by layer, including those of the range.
     loss_scale
-        Factor of each micro-batch's loss, or a function that returns it for a micro-batch. In training, the factors
-        sum to 1 over an iteration, so that the sums of losses and of gradients, each times its factor, are means.
+        Factor of each micro-batch's loss, or a function that returns it for a micro-batch. In
+        training, the factors sum to 1 over an iteration, so that the sums of losses and of
+        gradients, each times its factor, are means.
     fused
-        Layers whose backward must not be divided into I and W; that of a slice with one of them is not.
+        Layers whose backward must not be divided into I and W; that of a slice with one of them is
+        not.
     """
 
     def __init__(self, layers: LayerRange, modules: Mapping[int, nn.Module], model: LayeredModel, *,
@@ -98,11 +101,12 @@ class SliceRunner:
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
                 split: bool) -> Value | None:
-        """Run F and return the activation to send on; the last slice returns None, and keeps its loss for `take_loss`.
+        """Run F and return the activation to send on. The last slice keeps its loss instead.
 
-        The `value` is the tokens on the first slice of a route, else the activation from the slice before. `target` is
-        the tokens to predict, on the last slice. `batch` is all data of the micro-batch, for layers that read it. With
-        `split` the backward is run as I and W, otherwise as B.
+        The `value` is the tokens on the first slice of a route, else the activation from the slice
+        before. `target` is the tokens to predict, on the last slice. `batch` is all data of the
+        micro-batch, for layers that read it. With `split` the backward is run as I and W, otherwise
+        as B.
         """
         assert microbatch not in self._held and microbatch not in self._deferred, f"{microbatch} is in flight"
         if not self.first:
@@ -128,22 +132,21 @@ class SliceRunner:
         return None if self.last else map_tensors(output, lambda tensor: tensor.detach().contiguous())
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run B and return the gradient of the slice's input, for the slice before; None on the first slice.
-
-        The `gradient` is that of the activation that `forward` returned; None on the last slice.
-        """
+        """Run B and return the gradient of the slice's input; None on the first slice. The
+        `gradient` is that of the activation that `forward` returned; None on the last slice."""
         result = self.backward_input(microbatch, gradient)
         self.backward_weight(microbatch)
         return result
 
     def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run I, free all tensors that W does not need, and return the gradient of the slice's input, for the slice
-        before.
+        """Run I, and return the gradient of the slice's input.
 
-        The first slice returns None and leaves the whole backward to W. `gradient` is that of the activation that
-        `forward` returned; for a tuple, the gradients of its floating-point tensors; None on the last slice. After a
-        forward without `split`, and for parameters that are not used in a matrix product, weight gradients are computed
-        here instead of in W.
+        All tensors that W does not need are freed.
+
+        The first slice returns None and leaves the whole backward to W. `gradient` is that of the
+        activation that `forward` returned; for a tuple, the gradients of its floating-point
+        tensors; None on the last slice. After a forward without `split`, and for parameters that
+        are not used in a matrix product, weight gradients are computed here instead of in W.
         """
         held = self._held.pop(microbatch)
         if self.first:
@@ -162,15 +165,15 @@ class SliceRunner:
         backward_weight(self._deferred.pop(microbatch))
 
     def take_loss(self) -> Tensor:
-        """Return the sum of the losses, each times its `loss_scale`, of the micro-batches run since the last call: a
-        float64 scalar on the device."""
+        """Return the scaled losses of the micro-batches since the last call, summed. Each is times
+        its `loss_scale`; the sum is a float64 scalar on the device."""
         losses, self._losses = self._losses, []
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._model.device)
         return torch.stack(losses).sum()
 
     def discard_microbatches(self) -> None:
-        """Drop all micro-batches in flight and the losses, because the iteration is discarded."""
+        """Drop all micro-batches in flight and the losses: the iteration is discarded."""
         self._held.clear()
         self._deferred.clear()
         self._losses.clear()
@@ -180,7 +183,7 @@ class SliceRunner:
         del self._held[microbatch]
 
     def count_in_flight(self) -> int:
-        """Return the number of micro-batches whose tensors are stored: F has been run, W or B has not."""
+        """Return the number of stored micro-batches: F has been run, W or B not."""
         return len(self._held) + len(self._deferred)
 
     def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
@@ -200,7 +203,7 @@ class SliceRunner:
             return self._loss_of(value, target, batch)
 
     def _run_recomputed(self, microbatch: Microbatch, layer: int, value: Value, batch: Batch | None) -> Value:
-        """Run a layer of which only the input is stored: its forward is run again before its backward."""
+        """Run a layer of which only the input is stored: its forward is run again."""
         form, call, seed, device = form_of(value), self._calls[layer], self._config.training.seed, self._model.device
         work = weight_work()
 
@@ -213,8 +216,7 @@ class SliceRunner:
 
 
 class WorkerSlices:
-    """Runners (`SliceRunner`) of the slices of one worker, by the slices' numbers, over the layers that the worker
-    holds."""
+    """Runners of the slices of one worker, by number, over the layers that it holds."""
 
     def __init__(self, holding: HeldLayers, layers: Mapping[int, LayerRange], model: LayeredModel, *,
                  loss_scale: float | LossScale, config: RunConfig, fused: Collection[int] = ()) -> None:
@@ -231,8 +233,10 @@ class WorkerSlices:
             runner.loss_scale = loss_scale
 
     def take_loss(self) -> float:
-        """Return this worker's share of an iteration's mean loss: the sum of the losses, each times its `loss_scale`,
-        of the micro-batches run since the last call. The share is 0 if none of this worker's layers adds to the loss.
+        """Return this worker's share of the mean loss of the micro-batches since the last call.
+
+        It is the sum of the losses, each times its `loss_scale`, and 0 if none of this worker's
+        layers adds to the loss.
         """
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
@@ -242,28 +246,25 @@ class WorkerSlices:
             runner.discard_microbatches()
 
     def discard_iteration(self) -> None:
-        """Drop all micro-batches in flight and the losses, and zero the gradients: the iteration is discarded."""
+        """Drop the micro-batches in flight and the losses, and zero the gradients."""
         self.free_microbatches()
         self.holding.zero_gradients()
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor from another slice, detached from its graph: a leaf whose gradient autograd stores, if its dtype
-    can have one."""
+    """Return a tensor from another slice as a leaf, with a gradient if possible."""
     return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    """Return the gradient that a backward has stored in a leaf tensor; zeros if it has stored none."""
+    """Return the gradient that a backward has stored in a leaf. Zeros if it has stored none."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
 
 
 def _backward_slice(held: _MicrobatchState, gradient: Value | None, loss_scale: float) -> None:
-    """Run the backward of a micro-batch from a slice's output, and from the loss that its layers added.
-
-    The `gradient` is that of the output; None on the last slice, whose output is the loss. The gradient of a loss is
-    `loss_scale`.
-    """
+    """Run the backward of a micro-batch from a slice's output and its layers' losses."""
+    # The `gradient` is that of the output; None on the last slice, whose output is the loss. The
+    # gradient of a loss is `loss_scale`.
     outputs = [tensor for tensor in tensors_of(held.output) if has_gradient(tensor)]
     gradients = [torch.full_like(outputs[0], loss_scale)] if gradient is None else list(tensors_of(gradient))
     if held.added is not None:

@@ -1,8 +1,8 @@
 """Try a user's layers before the start: whether they repeat, and run as autograd does.
 
-Shapes do not show what a layer does to numbers (`runtime.computing.forms`). One micro-batch is therefore run through
-each kind of layer, in this process, on the CPU: once as workers run it, and once as plainly as autograd does, and what
-both give is compared.
+Shapes do not show what a layer does to numbers (`runtime.computing.forms`). One micro-batch is
+therefore run through each kind of layer, in this process, on the CPU: once as workers run it, and
+once as plainly as autograd does, and what both give is compared.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -35,7 +35,7 @@ from slipstream.runtime.state.held_layers import build_on_device
 from slipstream.runtime.torch_private import count_changes
 
 MAX_FLOPS = 2e12
-"""Floating-point operations of a micro-batch up to which layers are tried: seconds of a CPU."""
+"""Operations of a micro-batch up to which layers are tried: seconds of a CPU."""
 _ARITHMETIC = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes in which products are computed, by `[training] dtype`."""
 _STATE_REMEDY = ("expected none, as each worker would have its own: use GroupNorm, LayerNorm, or BatchNorm with "
@@ -44,14 +44,14 @@ _STATE_REMEDY = ("expected none, as each worker would have its own: use GroupNor
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients of the input and of the parameters of a layer, by name; those that autograd gives none are missing."""
+    """Gradients of a layer's input and parameters, by name, where autograd gives some."""
 
     tensors: Mapping[str, Tensor]
     arithmetic: torch.dtype
     """Dtype in which products are computed."""
 
     def differ_from(self, other: "_Gradients") -> str | None:
-        """Return the first name whose gradients are not equal, up to rounding; None if there is none."""
+        """Return the first name whose gradients are not equal, up to rounding, if any."""
         tolerance = torch.finfo(self.arithmetic).eps ** 0.5
         for name in sorted({*self.tensors, *other.tensors}):
             mine, theirs = self.tensors.get(name), other.tensors.get(name)
@@ -66,14 +66,14 @@ class _Gradients:
 
 def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: float,
                notify: Callable[[str], None]) -> frozenset[int]:
-    """Run a micro-batch through a user's layers, and return those whose backward must not be divided into I and W.
+    """Run a micro-batch through a user's layers; return those that cannot be divided.
 
-    `batch` is the micro-batch. `begins` are the layers with which stages begin, `flops` the operations of a forward
-    and its backward. Models that come with the package are not tried, and neither are those whose workers have several
-    ranks. A layer that needs a GPU, and a model too large for a CPU, is not tried either, which `notify` is told.
-
-    Raises ConfigError if a forward changes the layer's state, or if a layer cannot be computed again though the job
-    asks for it.
+    Their backward must not be divided into I and W. `batch` is the micro-batch. `begins` are the
+    layers with which stages begin, `flops` the operations of a forward and its backward. Models
+    that come with the package are not tried, and neither are those whose workers have several
+    ranks. A layer that needs a GPU, and a model too large for a CPU, is not tried either, which
+    `notify` is told. Raises ConfigError if a forward changes the layer's state, or if a layer
+    cannot be computed again though the job asks for it.
     """
     name, training = config.model.name, config.training
     if config.model.hugging_face is not None or config.model.torchtitan is not None or not is_reference(name) \
@@ -104,7 +104,7 @@ def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: 
 
 
 class _Trial:
-    """Trial of a model's layers one after the other; kinds of layers that were tried are remembered."""
+    """Trial of a model's layers one after the other, which remembers their kinds."""
 
     def __init__(self, model: LayeredModel, config: RunConfig, batch: Batch, begins: Collection[int]) -> None:
         self._model, self._config, self._batch, self._begins = model, config, batch, begins
@@ -116,7 +116,7 @@ class _Trial:
         self.notes: list[str] = []
 
     def try_layer(self, layer: int, value: Value) -> Value:
-        """Try a layer on the output of the one before, unless it is of a known kind, and return its output."""
+        """Try a layer, unless it is of a known kind, and return its output."""
         module = build_on_device(self._model, layer)
         kind = (type(module), repr(module), tuple((name, tensor.shape) for name, tensor in module.state_dict().items()),
                 layer in self._recomputed.layers, layer in self._begins)
@@ -129,7 +129,7 @@ class _Trial:
         return output
 
     def _run_forward(self, layer: int, module: nn.Module, value: Value, *, known: bool) -> Value:
-        """Run a layer's forward and return its output. Raises ConfigError if it changes the layer's state."""
+        """Run a layer's forward. Raises ConfigError if it changes the layer's state."""
         training = self._config.training
         before = {} if known else {name: tensor.clone() for name, tensor in module.state_dict().items()}
         with torch.no_grad(), seeded_for_layer(training.seed, *Microbatch(0, 0, 0), layer, self._model.device), \
@@ -145,10 +145,8 @@ class _Trial:
         return output
 
     def _must_be_fused(self, layer: int, module: nn.Module, value: Value) -> bool:
-        """Return whether a layer's gradients are not autograd's own if its backward is divided.
-
-        Raises ConfigError if they are not when the layer is computed again.
-        """
+        """Return whether a divided backward gives other gradients than autograd."""
+        # Raises ConfigError if they are not when the layer is computed again.
         name = f"layer {layer} ({type(module).__name__})"
         plain = replace(self._config, training=replace(self._config.training, recompute="none"))
         expected = self._find_gradients(plain, layer, module, value, split=False)
@@ -165,7 +163,7 @@ class _Trial:
 
     def _describe_difference(self, config: RunConfig, expected: _Gradients, layer: int, module: nn.Module,
                              value: Value, *, split: bool) -> str | None:
-        """Return what is wrong with a layer's gradients, by what is expected; None if they are right."""
+        """Return what is wrong with a layer's gradients, by what is expected, if anything."""
         try:
             differing = self._find_gradients(config, layer, module, value, split=split).differ_from(expected)
         except Exception as error:  # the user's code may raise anything
@@ -174,7 +172,7 @@ class _Trial:
 
     def _find_gradients(self, config: RunConfig, layer: int, module: nn.Module, value: Value, *, split: bool
                         ) -> _Gradients:
-        """Return a layer's gradients for random gradients of its output, computed as workers do."""
+        """Return a layer's gradients for random ones of its output, computed as workers do."""
         layers, modules = (layer, layer + 1), {layer: module}
         if layer not in self._begins:  # as behind other layers, whose output it may change
             layers, modules = (layer - 1, layer + 1), {layer - 1: _Copier(), layer: module}
@@ -195,7 +193,7 @@ class _Trial:
 
 
 def _zero_gradients(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Give a layer's trained parameters zero gradients, and return these with their counts of changes."""
+    """Give a layer's trained parameters zero gradients, and return these with their changes."""
     gradients = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -205,7 +203,7 @@ def _zero_gradients(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 
 class _Copier(nn.Module):
-    """Layer that passes on copies, so that the layer after it may write to its input."""
+    """Layer that passes on copies, so that the next one may write to its input."""
 
     def forward(self, value: Any) -> Value:
         """Return a copy of the value."""
@@ -213,7 +211,6 @@ class _Copier(nn.Module):
 
 
 def _draw_gradient(output: Value) -> Value:
-    """Return random gradients for the floating-point tensors of a layer's output."""
     generator = torch.Generator().manual_seed(0)
     drawn = tuple(torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in tensors_of(output)
                   if has_gradient(tensor))
@@ -221,13 +218,12 @@ def _draw_gradient(output: Value) -> Value:
 
 
 MAX_ELEMENTS = 2**26
-"""Number of elements up to which layers are built, since layers of large models take long to fill.
-The smallest layer is always built."""
+"""Elements up to which layers are built, as large ones take long. At least one is."""
 
 
 def require_repeatable_layers(model: LayeredModel, config: RunConfig,
                               elements: Sequence[int]) -> None:
-    """Raise ConfigError if a layer of the user's own model is not the same when it is built again.
+    """Raise ConfigError if a layer of the user's model differs when it is built again.
 
     The smallest layers are built, twice each, up to `MAX_ELEMENTS` elements together; `elements`
     has the number of each layer. Models of this package and of libraries repeat.
@@ -249,7 +245,7 @@ def require_repeatable_layers(model: LayeredModel, config: RunConfig,
 
 
 def _digest_layer(model: LayeredModel, layer: int, state: int) -> str:
-    """Build a layer while the global generators are seeded with `state`, and return its digest."""
+    """Build a layer with generators seeded with `state`, and return its digest."""
     with restoring_generators() as seed_generators, torch.no_grad():
         seed_generators(state)
         module = with_local_parameters(model.build(layer))

@@ -1,7 +1,7 @@
-"""Coordinator event loop: handles messages of workers, missed heartbeats, ended processes, and planned schedules.
+"""Handle messages, missed heartbeats, ended processes, and planned schedules.
 
-It runs in one thread with asyncio. All events go into one queue, and `EventLoop.serve` handles them one after the
-other. No handler blocks.
+The loop runs in one thread with asyncio. All events go into one queue, and `EventLoop.serve`
+handles them one after the other. No handler blocks.
 """
 
 import asyncio
@@ -89,14 +89,14 @@ from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.shares import DividedSchedule, EquivalentSchedule, divide_schedule
 
 MAX_UNKNOWN_CONNECTIONS = 256
-"""Number of connections that may be open without an identified peer, in addition to one for each worker."""
+"""Connections that may be open without an identified peer, besides one for each worker."""
 
 FAILOVER_CHECK_SECONDS = 0.05
 """Interval of the checks whether all workers of a dead coordinator have been found."""
 
 
 class EventLoop:
-    """Event loop of one run, which serves until all workers have been told to leave or the run cannot continue."""
+    """Event loop of one run, which serves until the run has ended or cannot continue."""
 
     def __init__(self, run: RunSpec, commits: CommitLog, processes: ProcessManager, log: RunLog,
                  writer: WriterThread | None = None) -> None:
@@ -128,11 +128,11 @@ class EventLoop:
         at = time.monotonic()
         self.state = build_initial_state(self._rules, commits, at, run.build_rejoining_phase(at), run.journal)
         self._injected: dict[int, float] = {}
-        """Time of `time.monotonic` at which each injected failure happened, by its index in the list of injections."""
+        """Time of `time.monotonic` of each injected failure, by its index in the list."""
         self._bounds = MessageBounds(run.setup, len(resilience.injections), grid)
         self._agents = NodeAgents(run, processes, self._workers, self._bounds)
         self.out_of_time = False
-        """True if the run was told to end and has not ended within the time allowed."""
+        """True if the run was told to end and has not ended in time."""
 
     @property
     def _has_ended(self) -> bool:
@@ -146,16 +146,17 @@ class EventLoop:
 
     @property
     def data_end_reason(self) -> str | None:
-        """Line that says that the run has ended early because the data did; None if that is not the reason."""
+        """Line that says that the data ended the run early; None if they did not."""
         state = self.state
         if state.data_end is None or not self._has_ended or state.log.next_iteration < state.data_end:
             return None
         return f"{describe_data_end(state.data_end)}; {self.news.describe_progress(state.log.next_iteration)}"
 
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
-        """Serve the run until all iterations are done or it has ended because it was told to.
+        """Serve the run until all iterations are done or it was told to end.
 
-        Raises RunError if the run cannot continue, NoLiveWorkerError if no worker of a dead coordinator was found, and
+        Raises RunError if the run cannot continue, NoLiveWorkerError if no worker of a dead
+        coordinator was found, OtherRunError if one that was found is of another run, and
         CoordinatorFailedError if another coordinator could continue it.
         """
         self.processes.connect_agents(self._agents.send, self.news.report_note)
@@ -204,8 +205,9 @@ class EventLoop:
             connected.abort_all()  # after a failure, as if this process died: all look for another one
 
     def _handle_stop_signal(self) -> None:
-        """Handle a signal to end: the run stops at the next iteration boundary. After half of the grace time
-        (`grace_seconds`) it stops in the middle of an iteration, and after all of it `serve` returns."""
+        """End the run at the next iteration boundary, after a signal."""
+        # After half of `grace_seconds` it stops in the middle of an iteration, and after all of it
+        # `serve` returns.
         loop, grace = asyncio.get_running_loop(), self._run.request.options.grace_seconds
         self._notify(f"asked to end: the run ends at the next iteration, within {grace:g} s; a second signal ends it "
                      "at once")
@@ -220,7 +222,6 @@ class EventLoop:
         self._events.put_nowait(event)
 
     def _apply_event(self, event: TransitionEvent) -> None:
-        """Apply an event to the state and carry out its effects. Raises what `apply_event` and the effects raise."""
         before = self.state
         self.state, effects = apply_event(self._rules, before, event, time.monotonic())
         for effect in effects:
@@ -283,7 +284,6 @@ class EventLoop:
             self._enqueue(lambda: self._handle_message(connection, message))
 
     def _call_every(self, seconds: float, work: Callable[[], None]) -> None:
-        """Put a call of `work` into the event queue every `seconds` seconds, as long as the event loop runs."""
         def again() -> None:
             self._enqueue(work)
             self._call_every(seconds, work)
@@ -291,15 +291,13 @@ class EventLoop:
         asyncio.get_running_loop().call_later(seconds, again)
 
     def _report_awaited(self, address: str, *, others_only: bool = False) -> None:
-        """Report to users which workers the first order waits for, and the `address` at which node 0 listens for them.
-        If `others_only`, leave out the workers of this node."""
+        """Report which workers the first order waits for, and node 0's `address`."""
         own_workers = self._run.facts.shares[0] if others_only else ()
         self.news.report_awaited([worker for worker in find_awaited_workers(self.state) if worker not in own_workers],
                                  self._agents.connected_nodes, address)
 
     def _check_health(self) -> None:
-        """Give up workers that are silent or hang, restart crashed workers whose pause is over, and report problems
-        with files."""
+        """Give up silent and hanging workers, restart crashed ones, and report bad files."""
         for text in self._writer.take_reports() if self._writer is not None else ():
             self.news.report_note(text)
         self._workers.give_up_silent()
@@ -314,8 +312,7 @@ class EventLoop:
         self._apply_event(TimePassed())
 
     def _handle_stall(self, stall: StallReport, needed: Mapping[Worker, Collection[int]]) -> None:
-        """Give up members that hang, or end the order of members that wait for each other; `needed` has the layers of
-        each member."""
+        """Give up members that hang, or end an order whose members wait in a circle."""
         culprits, circle = stall.find_culprits(needed), stall.find_circle()
         for one in culprits:
             self.processes.kill_worker(one.worker)  # first, as its other processes may then end by themselves
@@ -326,14 +323,12 @@ class EventLoop:
                                          f"{circle[0].seconds:.0f} s: {circle[0].doing}"))
 
     def _check_failover(self) -> None:
-        """Check whether all workers of a dead coordinator have been found, so that this one can continue with them.
-        Raises NoLiveWorkerError if none came in time."""
+        """Check whether all workers of a dead coordinator are found. Raises NoLiveWorkerError."""
         if isinstance(self.state.phase, RejoiningPhase):
             self._apply_event(TimePassed())
 
     def _handle_message(self, connection: Connection, message: ToCoordinator) -> None:
-        """Pass a message on to the handler for its sender: a worker or a node agent. A sender of impossible values is
-        disconnected."""
+        """Pass a message on by its sender, who is disconnected for impossible values."""
         peer = connection.peer
         violation = self._bounds.find_violation(message, self.state.log.next_iteration)
         if violation is not None:
@@ -348,12 +343,9 @@ class EventLoop:
                 self._handle_worker_message(peer, combined)
 
     def _handle_worker_message(self, worker: Worker, message: ToCoordinator) -> None:
-        """Handle a message that all processes of a worker have sent: report it to users, or apply it to the state as an
-        event.
-
-        Raises CommitLogError if workers disagree, and RunError if a worker reports an error that all workers would
-        meet.
-        """
+        """Report a worker's message to users, or apply it to the state as an event."""
+        # Raises CommitLogError if workers disagree, and RunError if a worker reports an error that
+        # all workers would meet.
         match message:
             case Note():
                 self.news.report_note_once(message.text)
@@ -433,11 +425,9 @@ class EventLoop:
                            + describe_awaited(missing, self._run.facts.shares, self._agents.connected_nodes))
 
     def _handle_lost_worker(self, worker: Worker, reason: str, since: float) -> None:
-        """Apply the loss of a worker to the state.
-
-        The loss is dated to `since`, or to a later failure that was injected into the worker after the last order; it
-        is dated to now if there is neither. The argument `since` is a time of `time.monotonic`, or 0 if it is unknown.
-        """
+        """Apply the loss of a worker to the state."""
+        # It is dated to `since` (`time.monotonic`, or 0 if unknown) or to a later failure that was
+        # injected since the last order; to now without either.
         if not self._has_ended:
             injections, ordered = self._run.request.resilience.injections, self.state.recovery.ordered_at
             # Injections before the last order do not count: the worker outlived them, or was started again since.
@@ -446,8 +436,9 @@ class EventLoop:
 
 
 def _has_waiting_workers(state: RunState) -> bool:
-    """Return whether workers wait for an order, or all layers for the next one have been fetched. Garbage collection is
-    off then: it would take a third of the CPU time of handling a death among 4,096 workers."""
+    """Return whether workers wait for an order, or for a fetch to take effect."""
+    # Garbage collection is off then: it would take a third of the CPU time of handling a death
+    # among 4,096 workers.
     return not isinstance(state.phase, TrainingPhase) or state.phase.ended or state.joins.completed_fetch is not None
 
 

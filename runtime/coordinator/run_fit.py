@@ -1,4 +1,4 @@
-"""Check before a run that schedule, configuration and machine fit, and compute what follows from all three."""
+"""Check before a run that schedule, configuration and machine fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule
 
 MAX_DIFFERENCES = 8
-"""Largest number of differences from the run of a checkpoint that a line names."""
+"""Largest number of differences from a checkpoint's run that a line names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,12 @@ class RunFit:
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
-    """Return the iteration from which this run counts samples, and the number of samples read before it.
+    """Return the iteration from which samples are counted, and those read before it.
 
-    These are the iteration of the checkpoint `resume` and its number of samples. Both are 0 (`NOTHING_READ`) if
-    `resume` is None or of an earlier version, which does not store samples, or if the iterations before it have read as
-    many samples as this run would have. `microbatches` has this run's number of micro-batches of each pipeline.
+    They are the iteration of the checkpoint `resume` and its number of samples. Both are 0
+    (`NOTHING_READ`) if `resume` is None or of an earlier version, which does not store samples, or
+    if the iterations before it have read as many samples as this run would have. `microbatches` has
+    this run's number of micro-batches of each pipeline.
     """
     if resume is None or resume.manifest.samples in (
             None, resume.iteration * config.training.batch * sum(microbatches)):
@@ -72,11 +73,11 @@ def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatche
 
 
 def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) -> str | None:
-    """Return a line on what differs between this run and the one that wrote the checkpoint
-    `resume`; None if nothing does, or if the checkpoint is of an earlier version.
+    """Return a line on how this run differs from the one that wrote `resume`.
 
-    Most may differ, such as the learning rate. Raises ConfigError if the user's own data give other
-    samples on another grid that reads as many: then their names depend on the grid.
+    Returns None if nothing differs, or if the checkpoint is of an earlier version. Most may differ,
+    such as the learning rate. Raises ConfigError if the user's own data give other samples on
+    another grid that reads as many: then their names depend on the grid.
     """
     written_by = resume.manifest.run
     if written_by is None:
@@ -106,10 +107,8 @@ def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) 
 
 def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ,
               resilience: Resilience = Resilience()) -> RunFit:
-    """Check that schedule, configuration and machine fit each other, and return what follows from all three.
-
-    The argument `read` is the result of `count_samples_read`. Raises PlacementError and ConfigError.
-    """
+    """Check that schedule, configuration and machine fit; return what follows from them. `read` is
+    the result of `count_samples_read`. Raises PlacementError and ConfigError."""
     violations = check(schedule)
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")

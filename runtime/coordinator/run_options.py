@@ -1,4 +1,4 @@
-"""What a run is asked for: schedule, configuration, and how it deals with failures, where it runs, what it reports."""
+"""Say what a run is asked for: what to train, where, and how it survives failures."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,10 +25,8 @@ from slipstream.schedules.schedule import Schedule, Worker
 STALL_TIMEOUT_SECONDS = 300.0
 """Default for `Resilience.stall_timeout_seconds`. It is long, because one op takes seconds."""
 Notify = Callable[[Recovery | SpeedEvent | str], None]
-"""Function that is called with a recovery, a speed event, or a problem that the run survived.
-
-`str` of the argument is one line for users.
-"""
+"""Function that is called with a recovery, a speed event, or a problem that the run survived. `str`
+of the argument is one line for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,24 +34,22 @@ class Resilience(WorkerResilience):
     """Options for how a run deals with failures: those that workers are told, and these."""
 
     scheduler: Scheduler | None = None
-    """Function that returns the schedule for a set of failed workers, called outside of the event loop; None: the run
-    ends at the first failure."""
+    """Function that returns the schedule for failed workers, off the event loop. None: a failure
+    ends the run."""
     at_speeds: SchedulerAtSpeeds | None = None
-    """Function that returns the schedule for failures while workers are slow; None: slow workers are reported only."""
+    """Function that returns the schedule at given speeds; None: slow workers are reported only."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     """Seconds to wait for all workers before the first iteration."""
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
-    """Seconds without a committed iteration after which the run reports which worker waits for what."""
+    """Seconds without a commit after which the run reports which worker waits for what."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """Seconds that workers wait for another node 0 after this one has died; 0: they end at once."""
+    """Seconds that workers wait for another node 0 after its death. 0: they end at once."""
     resume: Checkpoint | None = None
     """Checkpoint from which the run continues; None: it starts with iteration 0."""
     rebalancer: Rebalancer | None = None
-    """Planner of schedules for which layers move, which is needed when fewer workers live than there are stages; None:
-    the run then ends."""
+    """Planner of moved layers, needed with fewer workers than stages; None: the run then ends."""
     settling: Settling | None = None
-    """Rules by which layers move to better schedules after failures; None: layers stay where they are as long as
-    possible."""
+    """Rules by which layers move to better schedules; None: they stay as long as possible."""
     injections: tuple[Injection, ...] = ()
     """Failures to inject, for rehearsals."""
     slowdowns: tuple[Slowdown, ...] = ()
@@ -63,8 +59,8 @@ class Resilience(WorkerResilience):
     returns: tuple[Return, ...] = ()
     """Workers to start again after they died."""
     faults_per_hour: int = 0
-    """Number of restarts within an hour of a worker that crashes, each after a longer pause; a node has twice as many.
-    0: dead workers are not started again, except for `returns`."""
+    """Restarts of a crashing worker in an hour, twice as many for a node. 0: dead workers are not
+    started again, except for `returns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,41 +73,40 @@ class RunOptions:
     announce: Callable[[Rendezvous], None] = lambda _: None
     """Function that is called with the address when node 0 listens there."""
     local: LocalProcess = ONLY_PROCESS
-    """Number of this launcher among the launchers on its machine, and how many there are."""
+    """Number of this launcher among those on its machine, and how many there are."""
     topology: Sequence[Collection[Worker]] = ()
-    """Workers of each machine, if the job names them; empty: each node is a group of consecutive workers."""
+    """Workers of each machine, if the job names them; empty: nodes are consecutive workers."""
     secret: Secret | None = None
-    """Secret that all nodes share (`runtime.protocol.authentication`); None: there is one node, which creates one."""
+    """Secret that all nodes share; None: the only node creates it."""
     traced: int = 3
-    """Number of last iterations of the run whose ops are recorded in `trace.json`."""
+    """Number of last iterations whose ops are recorded in `trace.json`."""
     force: bool = False
-    """If true, remove what another run has left in the folder, instead of refusing to write there."""
+    """True to remove what another run has left in the folder, if anything."""
     again: bool = False
-    """If true, run the iterations of an earlier run again if it has saved neither a checkpoint nor parameters."""
+    """True to run an earlier run again that has saved neither a checkpoint nor parameters."""
     grace_seconds: float = GRACE_SECONDS
-    """Seconds that the run may continue after SIGTERM or Ctrl-C. It ends at the next iteration, with a checkpoint."""
+    """Seconds that the run may take to end after SIGTERM or Ctrl-C, with a checkpoint."""
     notify: Notify = lambda _: None
-    """Function that is called with messages for users. This and the next two functions are called between messages of
-    workers, which wait meanwhile; therefore `slipstream train` prints in a thread."""
+    """Function that is called with messages for users. Like the next two, it is called between
+    messages of workers, which wait meanwhile; `slipstream train` prints in a thread."""
     observe: Observer = lambda _: None
     """Function that is called with each event of the run (`runtime.events`)."""
     observe_iteration: IterationObserver | None = None
-    """Function that is called with loss, gradient norm, learning rate and speed of each committed iteration
-    (`runtime.events.Metrics`). After the run went back to a checkpoint, it is called again for the iterations that are
-    repeated."""
+    """Function that is called with the `Metrics` of each committed iteration. After a return to a
+    checkpoint, it is called again for those that are repeated."""
     fault_free_seconds: float | None = None
-    """Planned period in seconds with all workers, if the first schedule is for fewer; None: it was not planned."""
+    """Planned seconds per iteration with all workers, if the first schedule is for fewer."""
     tensorboard: Path | None = None
     """Folder for TensorBoard's files; None: none are written."""
     prometheus: Path | None = None
     """File for Prometheus' textfile collector; None: none is written."""
     peak_flops: float | None = None
-    """Peak operations per second of a worker's device, used if `[training] peak_flops` is not set; None: unknown."""
+    """Peak operations per second of a device, if the job does not give them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """All that `runtime.launch.run` is asked for: what to train, by which first schedule, where, and how."""
+    """All that `runtime.launch.run` is asked for: what to train, by which schedule, and how."""
 
     schedule: Schedule
     """Schedule with which the run begins."""

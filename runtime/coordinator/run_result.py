@@ -15,14 +15,11 @@ from slipstream.schedules.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Result of a run.
-
-    The files in its folder, `out`, hold the same data, and the parameters as well
-    (`runtime.checkpoints.parameters`).
-    """
+    """Result of a run. The files in its folder, `out`, hold the same data, and the parameters as
+    well (`runtime.checkpoints.parameters`)."""
 
     first_iteration: int
-    """First iteration of this start: 0, or that of the checkpoint from which the run resumed."""
+    """First iteration of this start: 0, or that of the checkpoint it resumed from."""
     losses: tuple[float, ...]
     """Loss of each iteration from `first_iteration` on, a mean over all micro-batches."""
     parameter_digest: str
@@ -35,8 +32,7 @@ class RunResult:
     speed_events: tuple[SpeedEvent, ...]
     """Changes of workers' speeds that were detected, and what was done about each."""
     speed_periods_seconds: tuple[float | None, ...]
-    """Median over iterations, in seconds, of the longest busy window of any worker, from each speed event to the next;
-    None without iterations."""
+    """Median longest window, in seconds, from each speed event to the next, if any."""
     notes: tuple[str, ...]
     """Other problems that the run survived, such as checkpoints that could not be written."""
     checkpoints: tuple[CheckpointCost, ...]

@@ -19,21 +19,21 @@ from slipstream.schedules.schedule import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """Constants of one run for the coordinator: what was asked for, what follows from it, and what an earlier
-    coordinator has left."""
+    """Constants of one run for the coordinator. They are what was asked for, what follows from it,
+    and what an earlier coordinator has left."""
 
     request: RunRequest
     setup: WorkerSetup
-    """Message that workers get before their first order, except for what differs by worker."""
+    """Message that workers get before their first order, but for what differs by worker."""
     facts: RunFacts
     forget_orders: Callable[[int], None] = lambda _: None
-    """Function that removes the connection data of all orders before the given one; called in a thread when that order
-    has committed an iteration, after which no worker connects for an earlier one."""
+    """Function that removes the connection data of orders before the given one. Called in a thread
+    once that order has committed an iteration, after which no worker connects for an earlier
+    one."""
     layer_bytes: Sequence[int] = ()
-    """Bytes of parameters, buffers and optimizer state of each layer of the model, which are sent when the layer
-    moves."""
+    """Bytes of parameters, buffers and optimizer state of each layer, sent when it moves."""
     behind: TakeoverRecord | None = None
-    """Record left by a coordinator that died, whose workers are looked for; None if there is none."""
+    """Record left by a coordinator that died, whose workers are looked for, if any."""
     losses: Sequence[float] | None = None
     """Losses that the coordinator before this one committed; None if they are not known."""
     journal: Journal = EMPTY_JOURNAL
@@ -54,11 +54,8 @@ class RunSpec:
         return FailureDomains(self.setup.common.failure_domains)
 
     def build_rules(self, first: PreparedSchedule) -> RunRules:
-        """Return the settings and functions (`RunRules`) that the coordinator's decisions use and that stay the same
-        during the run.
-
-        The argument `first` is the schedule of this run, with the forms in which orders send it.
-        """
+        """Return the settings and functions that decisions use and that never change. `first` is
+        the schedule of this run, with the forms in which orders send it."""
         first_iteration, common, resilience = self.setup.first_iteration, self.setup.common, self.request.resilience
         return RunRules(
             first=first,
@@ -73,8 +70,8 @@ class RunSpec:
             facts=self.facts)
 
     def build_rejoining_phase(self, at: float) -> RejoiningPhase | None:
-        """Return the phase in which a dead coordinator's workers are looked for, beginning at time `at`
-        (`time.monotonic`); None if no coordinator has died."""
+        """Return the phase that looks for a dead coordinator's workers from time `at` on. `at` is a
+        time of `time.monotonic`. Returns None if no coordinator has died."""
         return None if self.behind is None else RejoiningPhase(
             losses=self.losses, first=self.setup.first_iteration, gone=frozenset(self.gone), began=at,
             expected=frozenset(self.request.schedule.members),

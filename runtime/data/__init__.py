@@ -4,11 +4,10 @@
     sample_digests   digests of samples, and the check that reads repeat
     loss_weights     the weight of each micro-batch in the loss
     torchtitan_data  torchtitan's tokenizers and data sets
-    token_data       tokens, read one pass over the file (epoch) after another, in an order computed and not stored;
+    token_data       tokens, read one epoch after another, in an order computed and not stored;
                      samples in which documents follow each other
     tokenized_text   text as tokens, and files of tokens, mapped
     dealt_samples    assigns samples to the micro-batches of a schedule by their costs
 
-Adds to the replay: the source of samples (`replay.seams.Feed`). May import: `replay`,
-`models`.
+Adds to the replay: the source of samples (`replay.seams.Feed`). May import: `replay`, `models`.
 """

@@ -1,4 +1,4 @@
-"""Data of a run, cut deterministically into micro-batches that are the same on every worker and at any time."""
+"""Cut data into micro-batches that are the same on every worker and at any time."""
 
 import hashlib
 import os
@@ -33,19 +33,19 @@ from slipstream.runtime.replay.microbatch import Microbatch as Microbatch
 from slipstream.runtime.seeds import derive_seed
 
 CHECKED_MICROBATCHES = 64
-"""Number of micro-batches that are read before a run, to check them."""
+"""Micro-batches that are read before a run, to check them."""
 RECENT_ITERATIONS = 8
-"""Number of iterations by which data go back without a saved state, as after a discarded iteration."""
+"""Iterations by which data go back without a saved state, as after a discarded one."""
 LIBRARY_BYTES = 4 * 2**20
-"""Number of bytes of the standard library's sources that are the text of a job without data."""
+"""Bytes of the standard library's sources that are the text of a job without data."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
-"""Pattern that finds a key for training data in an error message, to replace it with the key for validation data."""
+"""Pattern of a key for training data in an error, to name validation data instead."""
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True)
 class ByteText:
-    """Training data (`Data`) whose tokens are the bytes of a text; `seed` determines where samples begin."""
+    """Training data whose tokens are the bytes of a text; `seed` determines the samples."""
 
     text: Tensor
     """Bytes of the text: uint8 [bytes]."""
@@ -57,10 +57,8 @@ class ByteText:
         return hashlib.sha256(self.text.numpy().data).hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return a micro-batch of `batch` samples of `context` tokens: the tokens, and the token after each.
-
-        Both are int64 [batch, context] on the CPU.
-        """
+        """Return a micro-batch of `batch` samples of `context` tokens, and the token after each.
+        Both are int64 [batch, context] on the CPU."""
         generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
         starts = torch.randint(self.text.numel() - context, (batch, 1), generator=generator)
         window = self.text[starts + torch.arange(context + 1)].long()
@@ -68,61 +66,61 @@ class ByteText:
 
 
 class Data(Protocol):
-    """Interface of training data that return the same micro-batch for the same name, on every worker and at any
-    time."""
+    """Interface of training data that return the same micro-batch for a name, anywhere."""
 
     @property
     def digest(self) -> str:
-        """Text that differs if the data do; it must be equal on all workers that train together."""
+        """Text that differs if the data do; it must be equal on all workers."""
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
-        """Return a micro-batch of `batch` samples of `context` tokens: the input of layer 0, the target of the loss,
-        and further tensors that layers read, all on the CPU.
+        """Return a micro-batch of `batch` samples of `context` tokens, on the CPU.
 
-        All micro-batches have the same shapes. Return a named tuple to let layers read tensors by name. If the data
-        also have a method `begin_at(iteration, samples)`, it is called before anything is read in a run that resumes
-        from a checkpoint of another grid: `samples` samples were read before that iteration.
+        It has the input of layer 0, the target of the loss, and further tensors that layers read.
+        All micro-batches have the same shapes. Return a named tuple to let layers read tensors by
+        name. If the data also have a method `begin_at(iteration, samples)`, it is called before
+        anything is read in a run that resumes from a checkpoint of another grid: `samples` samples
+        were read before that iteration.
         """
 
 
 class IterationData(Protocol):
-    """Interface of training data that every worker reads in order, iteration by iteration, as from a loader."""
+    """Interface of training data that every worker reads in order, by iterations."""
 
     @property
     def digest(self) -> str:
         """Text that differs if the data do, as in `Data`."""
 
     def samples(self, iteration: int, count: int) -> Sequence[tuple[Tensor, ...]]:
-        """Return the `count` micro-batches of an iteration, pipeline by pipeline, each as `Data.batch` returns it.
+        """Return the `count` micro-batches of an iteration, pipeline by pipeline, as in `Data`.
 
-        Iterations are requested in order, some of them repeatedly; after a failure or from a checkpoint, requests start
-        at any iteration. If the data also have a method `tokens(sample)`, it returns the number of tokens that count in
-        the sample's loss. It may have methods `costs(iteration)` and `lengths(iteration)` as well (`has_costs`,
+        Iterations are requested in order, some of them repeatedly; after a failure or from a
+        checkpoint, requests start at any iteration. If the data also have a method
+        `tokens(sample)`, it returns the number of tokens that count in the sample's loss. It may
+        have methods `costs(iteration)` and `lengths(iteration)` as well (`has_costs`,
         `has_lengths`).
 
-        If the data have methods `state_dict(iteration)` and `load_state_dict(iteration, state)`, checkpoints hold their
-        state, and a worker that starts late reads from there on and not from the beginning. `state_dict` returns the
-        state before an iteration as a dict of plain values of JSON, or None if it is not known any more; it is called
-        for iterations that were just read, and for the next one.
+        If the data have methods `state_dict(iteration)` and `load_state_dict(iteration, state)`,
+        checkpoints hold their state, and a worker that starts late reads from there on and not from
+        the beginning. `state_dict` returns the state before an iteration as a dict of plain values
+        of JSON, or None if it is not known any more; it is called for iterations that were just
+        read, and for the next one.
         """
 
 
 FindState = Callable[[int], tuple[int, dict[str, Any]] | None]
-"""Function that returns the latest saved state of data before an iteration or an earlier one, with that iteration; None
-if there is none."""
+"""Function that returns the latest saved state of data up to an iteration, and that one's."""
 
 
 class _IterationAdapter:
-    """Adapter from `IterationData` to `Data`. It stores the samples of two iterations, because an iteration may be read
-    again."""
+    """Adapter from `IterationData` to `Data`. It stores the samples of two iterations, because an
+    iteration may be read again."""
 
     def __init__(self, data: Any, microbatches: Sequence[int]) -> None:
         self._data, self.digest = data, data.digest
         self._first = list(accumulate(microbatches, initial=0))
         self._kept: dict[int, Sequence[tuple[Tensor, ...]]] = {}
         self._begun = self._next = 0
-        """Iteration from which the data have been read in order, and the iteration after the one that was read
-        last."""
+        """Iteration from which data have been read in order, and the one after the last read."""
         self.find_state: FindState = lambda _: None
         """Function that finds a saved state of the data."""
         self._has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
@@ -140,20 +138,16 @@ class _IterationAdapter:
             self._kept = {}
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """Return a micro-batch as `Data.batch` does. `batch` and `context` are ignored: the data know them from their
-        configuration."""
+        """Return a micro-batch as `Data.batch` does; the data know `batch` and `context`."""
         return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
     def move_to(self, iteration: int) -> None:
-        """Read the data up to an iteration, as a stream is read by a worker that has just started: from its last saved
-        state on, or from its beginning."""
+        """Read the data up to an iteration, from the last saved state on."""
         self._read_samples(iteration)
 
     def get_state(self, iteration: int) -> dict[str, Any] | None:
-        """Return the state of the data before an iteration; None if it is not known, or not of plain values.
-
-        The data are asked only where this process has read them in order up to that iteration.
-        """
+        """Return the state of the data before an iteration. None if not known, or not plain. The
+        data are asked only where this process has read them in order up to that iteration."""
         if not self._has_state or not self._has_read(iteration):
             return None
         try:
@@ -166,12 +160,11 @@ class _IterationAdapter:
         return state if _is_plain(state) else None
 
     def _has_read(self, iteration: int) -> bool:
-        """Return whether an iteration is the next one or one of those that were just read."""
+        """Return whether an iteration is the next one or was just read."""
         return max(self._begun, self._next - RECENT_ITERATIONS) <= iteration <= self._next
 
     def _load_state_before(self, iteration: int) -> None:
-        """Load the last saved state before an iteration that is neither the next one nor recent, unless reading on is
-        shorter."""
+        """Load the last saved state before an iteration, unless reading on is shorter."""
         found = self.find_state(iteration) if self._has_state else None
         if found is not None and not found[0] <= self._next <= iteration:
             self._data.load_state_dict(*found)
@@ -183,7 +176,7 @@ class _IterationAdapter:
             return read(iteration)
 
     def _read_samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
-        """Return all samples of an iteration. Raises BadSampleError if their number is not the one requested."""
+        """Return all samples of an iteration. Raises BadSampleError for a wrong number."""
         with self._lock:
             if iteration not in self._kept:
                 if not self._has_read(iteration):
@@ -201,7 +194,7 @@ class _IterationAdapter:
 
 @contextmanager
 def ending_data(iteration: int) -> Iterator[None]:
-    """Turn a StopIteration within the context, where data are read for an iteration, into a DataEndedError."""
+    """Turn a StopIteration of data that are read within the context into a DataEndedError."""
     try:
         yield
     except StopIteration:
@@ -215,18 +208,15 @@ def read_batch(data: Data, microbatch: Microbatch, config: RunConfig) -> tuple[T
 
 
 def move_data_to(data: Data, iteration: int) -> None:
-    """Read data that are read in order up to an iteration, which may take long; do nothing for other data.
-
-    What cannot be read is reported when training reads it.
-    """
+    """Read data that are read in order up to an iteration, which may take long. Other data stay.
+    What cannot be read is reported when training reads it."""
     if isinstance(data, _IterationAdapter):
         with suppress(Exception):
             data.move_to(iteration)
 
 
 def get_data_state(data: Data, iteration: int) -> dict[str, Any] | None:
-    """Return the state of data that are read in order before an iteration; None for other data, or if it is not
-    known."""
+    """Return the state of data that are read in order. None for others, or if not known."""
     return data.get_state(iteration) if isinstance(data, _IterationAdapter) else None
 
 
@@ -245,8 +235,7 @@ def _is_plain(state: object) -> bool:
 
 
 class _CopiedData:
-    """User's own `Data` whose micro-batches are copied, since a call may overwrite what the call
-    before returned."""
+    """User's own `Data`, copied, since a call may overwrite what the one before returned."""
 
     def __init__(self, data: Data) -> None:
         self._data = data
@@ -262,10 +251,8 @@ class _CopiedData:
 
 
 def copy_sample(sample: Any) -> Any:
-    """Return a copy of a tuple of tensors, of the same class.
-
-    Anything else is returned as it is, to be refused.
-    """
+    """Return a copy of a tuple of tensors, of the same class. Anything else is returned as it is,
+    to be refused."""
     if not isinstance(sample, tuple):
         return sample
     copies = [item.clone() if isinstance(item, Tensor) else item for item in sample]
@@ -278,26 +265,26 @@ def is_users_own(training: TrainingConfig) -> bool:
 
 
 def has_costs(data: Data) -> bool:
-    """Return whether the data have a method `costs(iteration)`, which returns the times of F, I and W of each sample as
-    multiples of the mean over samples. Samples are dealt by these times.
+    """Return whether the data have a method `costs(iteration)`, by which they are dealt.
 
-    See `schedules.dealing`.
+    It returns the times of F, I and W of each sample as multiples of the mean over samples. See
+    `schedules.dealing`.
     """
     return callable(getattr(data, "costs", None))
 
 
 def has_lengths(data: Data) -> bool:
-    """Return whether the data have a method `lengths(iteration)`: the lengths in tokens of the documents of each
-    sample."""
+    """Return whether the data have `lengths(iteration)`, of each sample's documents in tokens."""
     return callable(getattr(data, "lengths", None))
 
 
 def load_data(config: RunConfig, microbatches: Sequence[int] = (1,), read: SamplesRead = NOTHING_READ) -> Data:
     """Load the data that a configuration names.
 
-    The argument `microbatches` has the number of micro-batches of each pipeline in an iteration. The count of samples
-    continues from `read`, the samples that runs on other grids have read. Raises ConfigError if the text cannot be read
-    or is shorter than a sequence, if the user's function cannot be imported, or if the data cannot continue the count.
+    `microbatches` has the number of micro-batches of each pipeline in an iteration. The count of
+    samples continues from `read`, the samples that runs on other grids have read. Raises
+    ConfigError if the text cannot be read or is shorter than a sequence, if the user's function
+    cannot be imported, or if the data cannot continue the count.
     """
     if config.training.data is not None:
         return _load_user_data(config, config.training.data, microbatches, read)
@@ -314,10 +301,8 @@ def load_data(config: RunConfig, microbatches: Sequence[int] = (1,), read: Sampl
 
 
 def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], read: SamplesRead) -> Data:
-    """Load the data that `name`, the value of `[training] data`, names: "torchtitan", or a user's own function.
-
-    Raises ConfigError unless they implement `Data` or `IterationData`. `microbatches` and `read` are as in `load_data`.
-    """
+    """Load the data that `[training] data` names: "torchtitan", or a user's own function."""
+    # Raises ConfigError unless they implement `Data` or `IterationData`.
     make: Callable[[RunConfig], Any]
     if name == "torchtitan":
         from slipstream.runtime.data.torchtitan_data import TorchtitanData
@@ -346,10 +331,8 @@ def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], r
 
 
 def load_validation_data(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
-    """Load the data for evaluations; return None if the configuration has none.
-
-    The argument `microbatches` is as in `load_data`, and ConfigError is raised as there.
-    """
+    """Load the data for evaluations; None if the configuration has none. `microbatches` is as in
+    `load_data`, and ConfigError is raised as there."""
     training = config.training
     if training.evaluate_every is None:
         return None
@@ -368,10 +351,7 @@ def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
 
 
 def _load_tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRead) -> TokenData:
-    """Load data that consist of tokens: a file of tokens, or a text and its tokenizer.
-
-    The arguments `microbatches` and `read` are as in `load_data`. Raises ConfigError.
-    """
+    """Load a file of tokens, or a text and its tokenizer. Raises ConfigError."""
     training, vocabulary = config.training, vocabulary_size(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"
@@ -388,8 +368,8 @@ def _load_tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRe
 
 
 def batch_form(config: RunConfig) -> TupleForm:
-    """Return the shapes and dtypes of a micro-batch's tensors. Raises ConfigError unless the data return a tuple of
-    tensors."""
+    """Return the shapes and dtypes of a micro-batch's tensors. Raises ConfigError unless the data
+    return a tuple of tensors."""
     training, context = config.training, config.model.context
     if training.data is None:
         tokens = TensorForm((training.batch, context), torch.int64)
@@ -407,17 +387,15 @@ def batch_form(config: RunConfig) -> TupleForm:
 
 
 def is_fully_masked(batch: tuple[Tensor, ...]) -> bool:
-    """Return whether no token of a micro-batch counts in its loss: all targets are `IGNORED_TARGET`."""
+    """Return whether all targets of a micro-batch are `IGNORED_TARGET`."""
     target = batch[1] if len(batch) > 1 else None
     return isinstance(target, Tensor) and target.dtype == torch.int64 and target.numel() > 0 \
         and bool((target == IGNORED_TARGET).all())
 
 
 def require_form(given: object, form: Form, name: Microbatch) -> None:
-    """Raise BadSampleError if `given`, the micro-batch of this name, has other shapes or dtypes than `form`.
-
-    Receives are posted for tensors of that form.
-    """
+    """Raise BadSampleError if the micro-batch of this name has another form. Receives are posted
+    for tensors of that form."""
     actual = form_of(given) if isinstance(given, tuple) and all(isinstance(item, Tensor) for item in given) else None
     if actual != form:
         raise BadSampleError(
@@ -427,17 +405,15 @@ def require_form(given: object, form: Form, name: Microbatch) -> None:
 
 
 def _describe(form: Form | None) -> str:
-    """Describe the dtypes and shapes of a tuple's form for an error message."""
     shapes = [] if not isinstance(form, TupleForm) else [
         f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}" for tensor in form.tensors]
     return f"({', '.join(shapes)})" if shapes else "a value that is not a tuple of tensors"
 
 
 def _map_text(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Map a user's text file as bytes (uint8). Raises ConfigError if it cannot be read.
-
-    The mapping is copy-on-write, since torch requires writable memory; workers of a machine share the pages.
-    """
+    """Map a user's text file as bytes (uint8). Raises ConfigError if it cannot be read."""
+    # The mapping is copy-on-write, since torch requires writable memory; workers of a machine share
+    # the pages.
     if not path.is_file():
         reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
@@ -450,7 +426,7 @@ def _map_text(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _library_text() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the first `LIBRARY_BYTES` bytes of the standard library's sources, one file after the other."""
+    """Return the first `LIBRARY_BYTES` bytes of the standard library's sources."""
     text = bytearray()
     root = Path(sysconfig.get_path("stdlib"))
     for path in _walk_sources(root) if root.is_dir() else ():  # some Python installations have no sources
@@ -461,7 +437,7 @@ def _library_text() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _walk_sources(root: Path) -> Iterator[Path]:
-    """Yield the Python sources below a folder: first its files, then its subfolders, each sorted by name."""
+    """Yield the Python sources below a folder: its files, then its subfolders, by name."""
     folders = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):

@@ -1,8 +1,9 @@
-"""Dealing: assign samples to the micro-batches of a schedule, ahead of each iteration and equally on all workers.
+"""Assign samples to the micro-batches of a schedule, equally on all workers.
 
-No communication is needed, because schedule, data and seed are equal on all workers, and `schedules.dealing` computes
-with integers. An iteration always has the same samples. The properties of a sample, such as the seed of its dropout and
-its weight in the loss, go with the sample to the worker that runs it.
+Each iteration is dealt ahead. No communication is needed, because schedule, data and seed are equal
+on all workers, and `schedules.dealing` computes with integers. An iteration always has the same
+samples. The properties of a sample, such as the seed of its dropout and its weight in the loss, go
+with the sample to the worker that runs it.
 """
 
 import hashlib
@@ -33,22 +34,20 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
 
 POLL_SECONDS = 0.02
-"""Interval, in seconds, at which a wait for the samples of an iteration checks if the generation has ended."""
+"""Seconds after which a wait for samples checks again if the generation has ended."""
 
 CostFunction = Callable[[int], object]
-"""Function that returns the costs of an iteration's samples: the time of F, I and W of each, relative to the mean.
-
-They should be `schedules.dealing.Costs`, and are checked when used.
-"""
+"""Function that returns the relative costs of an iteration's samples, checked when used."""
 
 
 def find_cost_function(data: Data, training: TrainingConfig,
                        layers_by_stage: Sequence[LayerRange]) -> CostFunction | None:
-    """Return the function that maps an iteration to the costs of its samples: times of F, I and W of each sample,
-    relative to the mean (`schedules.dealing.Costs`).
+    """Return the function that maps an iteration to the costs of its samples.
 
-    Returns None if no costs are known, or samples are not dealt. The costs come from the data, or are computed from the
-    lengths of the samples' documents. The argument `layers_by_stage` has the model's layers of each stage.
+    These are times of F, I and W of each, relative to the mean (`schedules.dealing.Costs`). Returns
+    None if no costs are known, or samples are not dealt. The costs come from the data, or are
+    computed from the lengths of the samples' documents. `layers_by_stage` has the model's layers of
+    each stage.
     """
     if training.deal_swaps and has_costs(data):
         return data.costs  # type: ignore[attr-defined, no-any-return]
@@ -73,9 +72,7 @@ def layers_of_stages(grid: Grid, placement: Placement) -> list[LayerRange]:
 
 def digest_costs(data: Data, training: TrainingConfig) -> str:
     """Return a digest of all settings and data properties that decide how samples are dealt.
-
-    Workers that train together must have equal digests.
-    """
+    Workers that train together must have equal digests."""
     digest = hashlib.sha256(msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs)))
     if training.deal_swaps and has_costs(data):
         try:
@@ -87,9 +84,8 @@ def digest_costs(data: Data, training: TrainingConfig) -> str:
 
 
 def digest_data(corpus: Data, validation: Data | None, training: TrainingConfig) -> dict[str, str]:
-    """Return digests, by name, of the data that a run reads (`corpus`, and `validation` if it
-    evaluates), and of all that decides how samples are dealt. They are part of the run's
-    identity."""
+    """Return digests, by name, of a run's data and of how they are dealt. `validation` is None if
+    it does not evaluate. They are part of the run's identity."""
     digests = {"training data": corpus.digest, "sample costs": digest_costs(corpus, training)}
     if validation is not None:
         digests["validation data"] = validation.digest
@@ -97,11 +93,11 @@ def digest_data(corpus: Data, validation: Data | None, training: TrainingConfig)
 
 
 def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
-    """Raise ConfigError if the costs of samples (relative times of F, I and W) or the token counts in the data's first
-    iteration are unusable.
+    """Raise ConfigError if the costs or token counts of the first iteration are unusable.
 
-    Costs are checked if samples are dealt by them, token counts if `training.loss_weights` is "tokens". Raises
-    ConfigError, too, if `training.length_costs` has another number of layers than the model.
+    Costs are checked if samples are dealt by them, token counts if `training.loss_weights` is
+    "tokens". Raises ConfigError, too, if `training.length_costs` has another number of layers than
+    the model.
     """
     samples = schedule.grid.total_microbatches
     if training.length_costs is not None and len(training.length_costs.forward) != placement.layer_count:
@@ -118,23 +114,19 @@ def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placem
 
 
 class _DealtIteration(NamedTuple):
-    """Samples of an iteration after dealing: `sample` has the number of the sample for each micro-batch of the
-    schedule.
-
-    The relative times of F, I and W of the samples at each slice are in `by_slice`, [samples, slices, 3].
-    """
+    """Sample of each micro-batch after dealing, and their costs, [samples, slices, 3]."""
 
     sample: list[int]
     by_slice: Costs
 
 
 class DealtSamples:
-    """Samples of a schedule's micro-batches, dealt by their costs (relative times of F, I and W). Without costs, each
-    micro-batch is its own sample, and only the grid of the schedule is needed.
+    """Samples of a schedule's micro-batches, dealt by their costs.
 
-    A thread of this object deals an iteration while the one before runs. A wait for that thread calls the function
-    `require` repeatedly, which raises an error to end the wait. The wait can take many seconds if each process must
-    first compile the code that deals.
+    Without costs, each micro-batch is its own sample, and only the grid of the schedule is needed.
+    A thread of this object deals an iteration while the one before runs. A wait for that thread
+    calls the function `require` repeatedly, which raises an error to end the wait. The wait can
+    take many seconds if each process must first compile the code that deals.
     """
 
     def __init__(self, schedule: Schedule | None, grid: Grid, data: Data, training: TrainingConfig,
@@ -153,11 +145,10 @@ class DealtSamples:
         self._dealer = None if self._pool is None or schedule is None else self._pool.submit(Dealer, schedule)
 
     def __call__(self, name: Microbatch) -> Microbatch:
-        """Return the sample that a micro-batch of the schedule gets in its iteration, after waiting until samples are
-        dealt.
+        """Return the sample that a micro-batch gets, after waiting until samples are dealt.
 
-        The sample is named by the micro-batch that would have it without dealing. Raises ConfigError if the costs
-        (relative times) of the samples are unusable, and any error of `require`.
+        It is named by the micro-batch that would have it without dealing. Raises ConfigError if the
+        costs of the samples are unusable, and any error of `require`.
         """
         if self._pool is None:
             return name
@@ -165,14 +156,12 @@ class DealtSamples:
 
     @property
     def is_dealing(self) -> bool:
-        """True if the costs of samples (relative times of F, I and W) are known, so that samples are dealt."""
+        """True if the costs of samples are known, so that samples are dealt."""
         return self._pool is not None
 
     def relative_duration(self, op: Op, iteration: int) -> float:
-        """Return the expected duration of an op with its sample, as a multiple of the op's duration in the schedule.
-
-        The result is 1 if the op is expected to take no time.
-        """
+        """Return an op's expected duration with its sample, as a multiple of the schedule's. The
+        result is 1 if the op is expected to take no time."""
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
         assert self._schedule is not None
         sample = self._sample_number(Microbatch(iteration, op.pipeline, op.microbatch))
@@ -196,8 +185,7 @@ class DealtSamples:
             self._next_dealing = iteration, self._pool.submit(self._deal_iteration, iteration)
 
     def digest_deal(self, iteration: int) -> str:
-        """Return a digest of the sample of each micro-batch in an iteration; empty if samples are
-        not dealt."""
+        """Return a digest of the dealt samples of an iteration. Empty if they are not dealt."""
         if self._pool is None:
             return ""
         samples = self._get_dealt_iteration(iteration).sample
@@ -231,26 +219,21 @@ class DealtSamples:
 
 
 def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """Return the kinds of work (of F, I and W) that an op of kind `kind` on some layers does.
-
-    A B does I and W. On layers that begin with layer 0, W does the whole backward, and I does no work.
-    """
+    """Return which of F, I and W an op does on some layers. A B does I and W. On layers that begin
+    with layer 0, W does the whole backward, and I does no work."""
     if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
         return OpKind.I, OpKind.W
     return () if kind is OpKind.I and layers[0] == 0 else (kind,)
 
 
 def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
-    """Return three coefficients of an op's time on some layers: seconds per sample, per token, and per square of the
-    length of a document.
-
-    They are sums over the layers of the coefficients in `known`.
-    """
+    """Return the coefficients of an op's time: per sample, token, and squared document length. They
+    are in seconds, and sums over the layers of the coefficients in `known`."""
     by_layer = [one for part in work_kinds(kind, layers) for one in known.coefficients_for(part)[slice(*layers)]]
     a, b, c = (sum(one[index] for one in by_layer) for index in range(3))
     return a, b, c
 
 
 def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """Return the coefficients of the times of F, I and W on some layers, three for each (see `op_coefficients`)."""
+    """Return the coefficients of F, I and W on some layers, three each (`op_coefficients`)."""
     return [op_coefficients(known, kind, layers) for kind in COSTS]

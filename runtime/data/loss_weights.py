@@ -1,7 +1,7 @@
-"""Weights of the micro-batches' mean losses in the loss of an iteration: equal, or by their numbers of tokens.
+"""Weigh micro-batches' mean losses in an iteration's: equally, or by numbers of tokens.
 
-If data ignore some tokens, a mean of micro-batches' means is not the mean over tokens. Hugging Face's Trainer and
-torchtitan also divide by the number of tokens of the whole step.
+If data ignore some tokens, a mean of micro-batches' means is not the mean over tokens. Hugging
+Face's Trainer and torchtitan also divide by the number of tokens of the whole step.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class LossWeights:
-    """Callable that returns the weight of a micro-batch's loss, by its tokens or equal for all micro-batches.
+    """Callable that returns the weight of a micro-batch's loss, by its tokens or equal.
 
-    Weights sum to 1 over an iteration of training, where `rounds` is None. Evaluations read the same `rounds`
-    iterations again and again; their weights sum to `rounds` over all of these together. The argument `microbatches`
-    has the number of micro-batches of each pipeline.
+    Weights sum to 1 over an iteration of training, where `rounds` is None. Evaluations read the
+    same `rounds` iterations again and again; their weights sum to `rounds` over all of these
+    together. `microbatches` has the number of micro-batches of each pipeline.
     """
 
     def __init__(self, data: Data, training: TrainingConfig, microbatches: Sequence[int],
@@ -34,7 +34,8 @@ class LossWeights:
     def __call__(self, microbatch: Microbatch) -> float:
         """Return the weight of a micro-batch's mean loss in the loss of its iteration.
 
-        Raises ConfigError if weights depend on tokens and `count_loss_tokens` refuses the data's token counts.
+        Raises ConfigError if weights depend on tokens and `count_loss_tokens` refuses the data's
+        token counts.
         """
         if not self._by_tokens:
             return 1 / self._first[-1]
@@ -53,10 +54,11 @@ class LossWeights:
 
 
 def count_loss_tokens(data: Data, iteration: int, samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return, for each sample of an iteration, the number of tokens over which its loss is a mean.
+    """Return, for each sample of an iteration, the number of tokens of its mean loss.
 
-    A sample of 0 tokens counts nothing. Raises DataEndedError if the data have ended, and ConfigError if they do not
-    return one number for each of `samples` samples, or if no token of the iteration counts.
+    A sample of 0 tokens counts nothing. Raises DataEndedError if the data have ended, and
+    ConfigError if they do not return one number for each of `samples` samples, or if no token of
+    the iteration counts.
     """
     count = getattr(data, "tokens", None)
     if not callable(count):

@@ -1,5 +1,4 @@
-"""Digests of samples, by which processes notice that they read different ones, and the check of the first
-samples before a run."""
+"""Digest samples, to notice that processes read different ones, and check the first."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +21,7 @@ from slipstream.runtime.replay.layer_values import Form
 from slipstream.runtime.replay.microbatch import Microbatch
 
 FIRST_SAMPLES = "samples of iteration"
-"""Beginning of the name that the digest of the first samples has in a run's identity; the iteration
-follows."""
+"""Beginning of the first samples' name in a run's identity, before the iteration."""
 
 
 def digest_sample(tensors: Sequence[Tensor]) -> str:
@@ -47,11 +45,11 @@ class FirstSamples(NamedTuple):
 
 def check_first_samples(data: Data, config: RunConfig, microbatches: Sequence[int], iteration: int,
                         form: Form) -> FirstSamples:
-    """Read the first `CHECKED_MICROBATCHES` micro-batches of an iteration, pipeline by pipeline.
+    """Read the first `CHECKED_MICROBATCHES` micro-batches of an iteration, by pipeline.
 
-    Raises BadSampleError if some of the user's or a library's data have another form than `form`, and ConfigError if
-    the user's own data give others when the iteration is read again: the first and the last of these micro-batches are
-    compared. Other kinds of data have one form, and repeat.
+    Raises BadSampleError if some of the user's or a library's data have another form than `form`,
+    and ConfigError if the user's own data give others when the iteration is read again: the first
+    and the last of these micro-batches are compared. Other kinds of data have one form, and repeat.
     """
     names = list(islice(_list_names(iteration, microbatches), CHECKED_MICROBATCHES))
     first: Batch = ()

@@ -1,14 +1,15 @@
-"""Tokens cut into samples, which are read epoch by epoch: a micro-batch is the same on every worker and at any time.
+"""Cut tokens into samples, the same on every worker and at any time.
 
-An epoch is here one pass over the tokens. A sample is `context` tokens and the one that follows; the next sample begins
-with that one. All samples that a run reads are numbered: iteration by iteration, pipeline by pipeline, micro-batch by
-micro-batch. The number determines the epoch, and the place in the epoch's order (`runtime.data.token_data`).
+They are read epoch by epoch: an epoch is here one pass over the tokens. A sample is `context`
+tokens and the one that follows; the next sample begins with that one. All samples that a run reads
+are numbered: iteration by iteration, pipeline by pipeline, micro-batch by micro-batch. The number
+determines the epoch, and the place in the epoch's order.
 
-Order of an epoch's samples: a pseudorandom permutation that is computed and not stored.
-
-It is a Feistel network (Luby and Rackoff, 1988) over the smallest square of a power of two that has room for all
-numbers. A result that is out of range is permuted again (cycle walking: Black and Rogaway, 2002). So any worker finds
-the sample at any place in constant time and memory, and no order has to be shuffled, saved or sent.
+That order is a pseudorandom permutation that is computed and not stored: a Feistel network (Luby
+and Rackoff, 1988) over the smallest square of a power of two that has room for all numbers. A
+result that is out of range is permuted again (cycle walking: Black and Rogaway, 2002). So any
+worker finds the sample at any place in constant time and memory, and no order has to be shuffled,
+saved or sent.
 """
 
 import hashlib
@@ -28,17 +29,13 @@ from slipstream.runtime.replay.microbatch import NOTHING_READ, Microbatch, Sampl
 from slipstream.runtime.seeds import derive_seed
 
 ROUNDS = 8
-"""Number of rounds of the Feistel network: four suffice for a random-looking permutation of a large set; small sets
-need more."""
+"""Rounds of the Feistel network: four suffice for a large set; small sets need more."""
 Numbers = NDArray[np.uint64]
 
 
 def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
-    """Return the number of the sample (0 to `count` - 1) at each of the positions `places` in the order of one pass
-    over the data, which `seed` determines.
-
-    Each sample is at exactly one position, from 0 to `count` - 1.
-    """
+    """Return the sample at each of the positions `places` in a pass's order. `seed` determines the
+    order of the `count` samples; each is at exactly one position."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = [np.uint64(derive_seed("order", seed, round_)) for round_ in range(ROUNDS)]
     numbers, outside = places.astype(np.uint64), np.arange(len(places))
@@ -49,11 +46,7 @@ def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
 
 
 def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
-    """Return each of `numbers`, of twice `half` bits, as permuted by a Feistel network with one round for each of
-    `keys`.
-
-    The network maps different numbers to different numbers of as many bits.
-    """
+    """Return numbers of twice `half` bits, permuted by a Feistel network of rounds `keys`."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = numbers >> bits, numbers & mask
     for key in keys:
@@ -69,20 +62,17 @@ def _mix_bits(numbers: Numbers) -> Numbers:
 
 
 DIGEST_BLOCKS, BLOCK_TOKENS = 64, 2**16
-"""Number of blocks, spread evenly over the tokens, that a digest covers, and number of tokens in a block.
-
-Files may be too large to be read as a whole.
-"""
+"""Blocks that a digest covers, spread evenly, and tokens in one: files may be too large."""
 CHECKED_TOKENS = 2**25
-"""Number of tokens checked against the vocabulary before training. Each sample is checked again when it is read."""
+"""Tokens checked against the vocabulary before training; a sample is checked again when read."""
 
 
 class BadSampleError(ConfigError):
-    """Error in samples, on which no worker can train. It ends the run, as other workers would read the same samples."""
+    """Error in samples, on which no worker can train, and which therefore ends the run."""
 
 
 class DataEndedError(BadSampleError):
-    """Error of data that have no samples for an iteration, `iteration`, nor for any later one."""
+    """Error of data that have no samples for `iteration`, nor for any later one."""
 
     def __init__(self, iteration: int) -> None:
         super().__init__(describe_data_end(iteration))
@@ -96,9 +86,10 @@ class BadTokenError(BadSampleError):
 class TokenData:
     """Micro-batches of mapped tokens; implements `runtime.data.data.Data`.
 
-    Raises ConfigError if there are too few tokens for one sample, or if a token beyond the vocabulary is found.
+    Raises ConfigError if there are too few tokens for one sample, or if a token beyond the
+    vocabulary is found.
 
-    Parameters
+     Parameters
     ----------
     source
         Key and file, for error messages.
@@ -107,7 +98,7 @@ class TokenData:
     microbatches
         Number of micro-batches of each pipeline in an iteration.
     shuffle
-        Whether each pass over the tokens has an order of its own; otherwise samples are read in the order of the file.
+        Whether each pass over the tokens has an order of its own, other than the file's.
     read
         Samples that earlier runs have read, from which the count continues.
     """
@@ -133,16 +124,17 @@ class TokenData:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the dtype and number of the tokens, and of some blocks of `BLOCK_TOKENS` consecutive tokens."""
+        """SHA-256 of the dtype and number of the tokens, and of some blocks of tokens."""
         hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
         for start in self._block_starts(DIGEST_BLOCKS * BLOCK_TOKENS):
             hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK_TOKENS]).data)
         return hashed.hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
-        """Return a micro-batch of `batch` samples of `context` tokens: the tokens, and the token after each.
+        """Return a micro-batch of `batch` samples of `context` tokens, and the token after each.
 
-        Both are int64 [batch, context] on the CPU. Raises BadTokenError for a token beyond the vocabulary.
+        Both are int64 [batch, context] on the CPU. Raises BadTokenError for a token beyond the
+        vocabulary.
         """
         first = self._read.count_before(microbatch.iteration, self._first[-1] * batch) \
             + (self._first[microbatch.pipeline] + microbatch.index) * batch
@@ -150,8 +142,7 @@ class TokenData:
         return window[:, :-1], window[:, 1:]
 
     def _read_rows(self, places: range, context: int) -> NDArray[np.int64]:
-        """Return the tokens of the samples at some positions (`places`) in the order of reading, one sample a row:
-        int64 [samples, context + 1]."""
+        """Return the samples at some positions of the order: int64 [samples, context + 1]."""
         rows = np.empty((len(places), context + 1), np.int64)
         for row, number in enumerate(self._sample_numbers(places)):
             sample = self._tokens[number * context:(number + 1) * context + 1]
@@ -160,10 +151,7 @@ class TokenData:
         return rows
 
     def _sample_numbers(self, places: range) -> list[int]:
-        """Return the number, within the file, of the sample at each position in the order of reading.
-
-        Positions are counted through all passes over the file.
-        """
+        """Return the number in the file of each position, counted through all passes."""
         numbers: list[int] = []
         while places:
             epoch, place = divmod(places.start, self.samples)
@@ -175,19 +163,15 @@ class TokenData:
         return numbers
 
     def _block_starts(self, limit: int) -> list[int]:
-        """Return the position of the first token of each block of `BLOCK_TOKENS` consecutive tokens that a check or a
-        digest reads.
-
-        All blocks are read if they have at most `limit` tokens together, else some of them, spread evenly, with the
-        first and the last.
-        """
+        """Return the first token of each block that a check or a digest reads."""
+        # All blocks are read if they have at most `limit` tokens together, else some of them,
+        # spread evenly, with the first and the last.
         count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
         starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
         return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]
 
     def _require_known(self, start: int, tokens: NDArray[Any]) -> None:
-        """Raise BadTokenError if one of the tokens, of which the first is at position `start` of the file, is not in
-        the vocabulary."""
+        """Raise BadTokenError if a token, of those from `start` on, is not in the vocabulary."""
         if not self._may_be_beyond or not len(tokens) or (tokens.max() < self._vocabulary and tokens.min() >= 0):
             return
         at = int(np.argmax((tokens >= self._vocabulary) | (tokens < 0)))
@@ -196,12 +180,11 @@ class TokenData:
 
 
 class PackedBatch(NamedTuple):
-    """Micro-batch of B samples of T tokens that contain documents: tokens, targets and positions, each int64 [B, T] on
-    the CPU."""
+    """Micro-batch of B samples of T tokens with documents: int64 [B, T] each, on the CPU."""
 
     tokens: Tensor
     targets: Tensor
-    """Token that follows each token; `IGNORED_TARGET` if it belongs to the next document."""
+    """Token that follows each token; `IGNORED_TARGET` if it is of the next document."""
     position_ids: Tensor
     """Position of each token in its document, from 0."""
 
@@ -209,10 +192,11 @@ class PackedBatch(NamedTuple):
 class DocumentData(TokenData):
     """Token data (`TokenData`) whose samples contain documents.
 
-    Samples are cut at the same places as without documents. A document that crosses the end of a sample is split there,
-    as in Megatron-LM (--reset-attention-mask) and torchtitan, and its rest counts as a document of its own.
+    Samples are cut at the same places as without documents. A document that crosses the end of a
+    sample is split there, as in Megatron-LM (--reset-attention-mask) and torchtitan, and its rest
+    counts as a document of its own.
 
-    Parameters
+     Parameters
     ----------
     document_end
         Token that ends each document.
@@ -234,11 +218,10 @@ class DocumentData(TokenData):
         return f"{super().digest} {self._end}"
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> PackedBatch:
-        """Return a micro-batch of `batch` samples of `context` tokens, with targets, and with positions within
-        documents.
+        """Return a micro-batch with targets, and with positions within documents.
 
-        No target counts if every token of the micro-batch ends a document. Raises BadTokenError for a token beyond the
-        vocabulary.
+        No target counts if every token of the micro-batch ends a document. Raises BadTokenError for
+        a token beyond the vocabulary.
         """
         tokens, targets = super().batch(microbatch, batch, context)
         ended = tokens == self._end
@@ -256,12 +239,11 @@ class DocumentData(TokenData):
         return all_lengths
 
     def tokens(self, iteration: int) -> list[int]:
-        """Return, for each micro-batch of an iteration, the number of tokens that count in its loss: all but document
-        ends."""
+        """Return the tokens that count in each micro-batch's loss: all but document ends."""
         return [int(ended.size - ended.sum()) for ended in self._document_ends(iteration)]
 
     def _document_ends(self, iteration: int) -> NDArray[np.bool_]:
-        """Return the mask of an iteration's tokens that end a document: bool [micro-batches, B, T]."""
+        """Return the mask of tokens that end a document: bool [micro-batches, B, T]."""
         count = self._first[-1] * self._batch
         first = self._read.count_before(iteration, count)
         rows = self._read_rows(range(first, first + count), self._context)

@@ -1,8 +1,9 @@
-"""Tokens to train on: text as tokens, and files of tokens, mapped into memory.
+"""Map files of tokens into memory, and tokenize text.
 
 Text is tokenized by a tokenizer of the `tokenizers` package, once on a machine, and cached for the
 user. Workers map the same file. If the cache cannot be written, each worker holds the tokens in its
-own memory. Other files are flat numbers as nanoGPT writes them, or Megatron's .bin next to its .idx.
+own memory. Other files are flat numbers as nanoGPT writes them, or Megatron's .bin next to its
+.idx.
 """
 
 import hashlib
@@ -23,17 +24,18 @@ from slipstream.schedules.files import write_atomically
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
-"""Header of an .idx after the magic: version, code of the dtype, number of sequences, number of document bounds."""
+"""Header of an .idx after the magic: version, dtype's code, numbers of sequences and bounds."""
 _CODES = {4: "int32", 8: "uint16"}
-"""Megatron's codes of the supported dtypes. Unsupported ones are uint8 1, int8 2, int16 3, int64 5."""
+"""Megatron's codes of the supported dtypes. Others are uint8 1, int8 2, int16 3, int64 5."""
 DEFAULT_DTYPE: TokenDtype = "uint16"
 
 
 def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
-    """Map the tokens of a file. Pages are read when they are used, and shared by all processes of a machine.
+    """Map the tokens of a file, whose pages all processes of a machine share.
 
-    If `dtype` is None, it is taken from the .idx of the same name in the same folder; if there is no .idx, it is
-    uint16. Raises ConfigError if the file does not exist, or if its length, its .idx and `dtype` do not agree.
+    If `dtype` is None, it is taken from the .idx of the same name in the same folder; if there is
+    no .idx, it is uint16. Raises ConfigError if the file does not exist, or if its length, its .idx
+    and `dtype` do not agree.
     """
     subject = f"training.tokens is {str(path)!r}"
     if not path.is_file():
@@ -55,10 +57,8 @@ def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
 
 
 def _read_index_dtype(index: Path, size: int) -> str | None:
-    """Return the dtype that the .idx file `index` names; None if its format is not Megatron's.
-
-    Raises ConfigError if it is damaged, or does not describe a .bin of `size` bytes.
-    """
+    """Return the dtype that an .idx file names; None if it is not Megatron's."""
+    # Raises ConfigError if it is damaged, or does not describe a .bin of `size` bytes.
     with index.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             return None
@@ -78,16 +78,16 @@ def _read_index_dtype(index: Path, size: int) -> str | None:
 
 
 PIECE_CHARACTERS = 2**20
-"""Number of characters, rounded up to whole lines, that are tokenized at a time."""
+"""Characters, rounded up to whole lines, that are tokenized at a time."""
 CACHE_VERSION = 1
-"""Version of how text is cut into pieces; part of the name of a file in the cache."""
+"""Version of how text is cut into pieces. Part of the name of a file in the cache."""
 
 
 def tokenize_file(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
     """Return the tokens of a UTF-8 text, without special tokens.
 
-    Raises ConfigError if the package `tokenizers` is not installed, if a file cannot be used, or if the tokenizer's
-    vocabulary is larger than `vocabulary`, the model's.
+    Raises ConfigError if the package `tokenizers` is not installed, if a file cannot be used, or if
+    the tokenizer's vocabulary is larger than `vocabulary`, the model's.
     """
     encoder, count = _load_tokenizer(tokenizer, vocabulary)
     cached = _cache_path(path, tokenizer)
@@ -102,8 +102,7 @@ def tokenize_file(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
 
 
 def _load_tokenizer(path: Path, vocabulary: int) -> tuple[Any, int]:
-    """Load a tokenizer, and return it with the least vocabulary size that a model needs for it. Raises ConfigError if
-    that exceeds `vocabulary`, or if the tokenizer cannot be loaded."""
+    """Load a tokenizer, and return the vocabulary that it needs, too. Raises ConfigError."""
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError("training.tokenizer needs the package tokenizers: pip install -e '.[tokenizers]'")
     from tokenizers import Tokenizer  # the import takes time and needs the package
@@ -123,10 +122,8 @@ def _load_tokenizer(path: Path, vocabulary: int) -> tuple[Any, int]:
 
 
 def _cache_path(text: Path, tokenizer: Path) -> Path:
-    """Return the path of the cached tokens of a text; it depends on the contents of the text and of the tokenizer.
-
-    Raises ConfigError if one of them cannot be read.
-    """
+    """Return the path of a text's cached tokens, by the contents of text and tokenizer."""
+    # Raises ConfigError if one of them cannot be read.
     digest = hashlib.sha256(f"{CACHE_VERSION}".encode())
     for name, path in (("training.text", text), ("training.tokenizer", tokenizer)):
         try:
@@ -139,8 +136,7 @@ def _cache_path(text: Path, tokenizer: Path) -> Path:
 
 
 def _tokenize_pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the tokens of a text, in an array for each section of about `PIECE_CHARACTERS` characters. Raises
-    ConfigError if the text is not UTF-8."""
+    """Yield the tokens of a text, section by section. Raises ConfigError if it is not UTF-8."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             while lines := file.readlines(PIECE_CHARACTERS):

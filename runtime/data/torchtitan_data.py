@@ -1,8 +1,8 @@
-"""torchtitan's tokenizers and data sets: the samples that its Trainer reads in one process, by iteration.
+"""Read the samples that torchtitan's Trainer reads in one process, by iteration.
 
-A data set is a stream. Every worker reads it in order, micro-batch after micro-batch, and stores the position in the
-stream before each of the last few iterations, so that a discarded iteration reads the same samples when it is run
-again. Checkpoints hold the position, too.
+A data set is a stream. Every worker reads it in order, micro-batch after micro-batch, and stores
+the position in the stream before each of the last few iterations, so that a discarded iteration
+reads the same samples when it is run again. Checkpoints hold the position, too.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from slipstream.runtime.replay.microbatch import NOTHING_READ, SamplesRead
 _PICKLED = "pickled"
 """Key of what the loader has pickled, in the state that checkpoints hold."""
 DATA_OPTIONS = ("assets", "dataset", "dataset_path")
-"""Keys of `[training.options]`: folder of the tokenizer, name of a torchtitan data set, and its path. `[model.options]
-arguments`, if given, replaces all of them."""
+"""Keys of `[training.options]`: folder of the tokenizer, name of a data set, and its path.
+`[model.options] arguments` replaces them."""
 
 
 class Sample(NamedTuple):
@@ -40,10 +40,8 @@ class Sample(NamedTuple):
 
 
 class TorchtitanData:
-    """Samples of a torchtitan data set (`slipstream.runtime.data.data.IterationData`).
-
-    Raises ConfigError if `[training.options]` lack a required key, or if the data set cannot be read.
-    """
+    """Samples of a torchtitan data set (`slipstream.runtime.data.data.IterationData`). Raises
+    ConfigError if `[training.options]` lack a required key, or if the data set cannot be read."""
 
     def __init__(self, config: RunConfig) -> None:
         self._arguments = tuple(config.model.options.get("arguments", ()))
@@ -69,10 +67,8 @@ class TorchtitanData:
         self._open_stream()
 
     def begin_at(self, iteration: int, samples: int) -> None:
-        """Begin iteration `iteration` after the first `samples` samples of the stream, which earlier runs have read.
-
-        Raises ConfigError unless `samples` is a multiple of the micro-batch size.
-        """
+        """Begin an iteration after the first `samples` samples, which earlier runs have read.
+        Raises ConfigError unless `samples` is a multiple of the micro-batch size."""
         if samples % self._batch:
             raise ConfigError(f"training.data is 'torchtitan', and {samples} samples were read before; expected a "
                               f"multiple of training.batch, {self._batch}")
@@ -80,8 +76,7 @@ class TorchtitanData:
         self._open_stream()
 
     def _compute_digest(self) -> str:
-        """Return a digest of the tokenizer and of the configuration that selects the data. The data themselves are not
-        read."""
+        """Return a digest of tokenizer and configuration; the data themselves are not read."""
         digest = hashlib.sha256(json.dumps(self._loader.to_dict(), default=str, sort_keys=True).encode())
         for path in sorted(Path(self._assets).glob("tokenizer*")):
             digest.update(path.read_bytes())
@@ -103,10 +98,8 @@ class TorchtitanData:
         self._states = OrderedDict[int, Any]()
 
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
-        """Return the `count` micro-batches of an iteration, after moving the stream forwards or back to that iteration.
-
-        Raises DataEndedError if the stream has fewer.
-        """
+        """Return the `count` micro-batches of an iteration, wherever the stream is. Raises
+        DataEndedError if the stream has fewer."""
         if iteration < self._next:
             self._return_to(iteration)
         while self._next < iteration:
@@ -114,10 +107,10 @@ class TorchtitanData:
         return self._read_iteration(count)
 
     def state_dict(self, iteration: int) -> dict[str, Any] | None:
-        """Return the stream's position before an iteration, as plain values; None if it is not known.
+        """Return the stream's position before an iteration, as plain values; None if not known.
 
-        The loader pickles its state. A pickle from a file or from another process is never loaded here, so the content
-        is taken out, and pickled again by `load_state_dict`.
+        The loader pickles its state. A pickle from a file or from another process is never loaded
+        here, so the content is taken out, and pickled again by `load_state_dict`.
         """
         state = self._states.get(iteration)  # kept where the data have ended within the iteration
         if state is None and iteration == self._next and not self._unread:
@@ -127,7 +120,7 @@ class TorchtitanData:
             for key, value in state.items()}
 
     def load_state_dict(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Move the stream to the position before an iteration that `state_dict` has returned, maybe elsewhere."""
+        """Move the stream to a position that `state_dict` has returned, maybe elsewhere."""
         self._move_to(iteration, {
             key: pickle.dumps(value[_PICKLED]) if isinstance(value, dict) and value.keys() == {_PICKLED} else value
             for key, value in state.items()})
@@ -137,7 +130,7 @@ class TorchtitanData:
         return int((sample.targets != IGNORED_TARGET).sum())
 
     def _read_iteration(self, count: int) -> list[Sample]:
-        """Store the position in the stream, and return the next `count` micro-batches: those of the next iteration."""
+        """Store the position in the stream, and return the next iteration's micro-batches."""
         while self._unread:
             _next_sample(self._next, self._stream)
             self._unread -= 1
@@ -149,22 +142,20 @@ class TorchtitanData:
         return samples
 
     def _return_to(self, iteration: int) -> None:
-        """Return the stream to its stored position before an iteration; without one, open it again at the first sample
-        that earlier runs have not read."""
+        """Return the stream to its position before an iteration, or open it again without one."""
         if iteration not in self._states:
             self._open_stream()
             return
         self._move_to(iteration, self._states[iteration])
 
     def _move_to(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Move the stream to its position before an iteration, which the loader has described by `state`."""
+        """Move the stream to its position before an iteration, by the loader's `state`."""
         self._data.load_state_dict(state)
         self._stream, self._next, self._unread = iter(self._data), iteration, 0
 
 
 def _next_sample(iteration: int, stream: Iterator[Any]) -> Sample:
-    """Read the next micro-batch of the stream. Raises DataEndedError, which names the iteration, if the stream has
-    ended."""
+    """Read the next micro-batch of the stream. Raises DataEndedError at its end."""
     try:
         inputs, targets = next(stream)
     except StopIteration:

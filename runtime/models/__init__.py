@@ -1,7 +1,7 @@
 """Models as lists of layers.
 
     layered_model        the interface of a model
-    uninitialized        layers built without initial values, to be filled with received or stored state
+    uninitialized        layers built without initial values, for received or stored state
     calling              the arguments of a layer's forward, and losses that a layer adds
     split_backward       the backward in two: I and W
     recomputing          layers, and parts of them, that are computed again before their backward
@@ -16,7 +16,7 @@
     hugging_face/        decoder models of transformers, by name
     torchtitan/          torchtitan's models, by name
     flops                floating-point operations of a model's training, counted
-    identity             the identity of a run, of configuration, user code, data, grid and libraries
+    identity             the identity of a run: configuration, user code, data, grid, libraries
 
 Adds to the replay: layers by name, with a backward in two. May import: `replay`, `ranks`.
 """

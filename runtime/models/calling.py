@@ -1,4 +1,4 @@
-"""Calls of layers: the arguments of a forward besides the previous layer's output, and losses that a layer adds."""
+"""Call layers: arguments of a forward besides the layer before, and losses that they add."""
 
 import copy
 import inspect
@@ -21,11 +21,8 @@ Batch = tuple[Tensor, ...]
 """Data of a micro-batch (`runtime.data.data.Data`), on the device that computes."""
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch moved to a device.
-
-    The lengths of its documents are computed on the CPU and stored, so that `document_lengths` of the copy need not
-    wait for the device.
-    """
+    """Return a micro-batch moved to a device. The lengths of its documents are computed on the CPU
+    and stored, so that `document_lengths` of the copy need not wait for the device."""
     moved = map_tensors(batch, lambda tensor: tensor.to(device))
     assert isinstance(moved, tuple)
     positions, moved_positions = positions_of(batch), positions_of(moved)
@@ -35,7 +32,7 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def positions_of(batch: Batch | None) -> Tensor | None:
-    """Return the position of each token in its document, [B or 1, T]; None if the data give none."""
+    """Return the position of each token in its document, [B or 1, T]. None if not given."""
     return getattr(batch, "position_ids", None)
 
 
@@ -43,23 +40,19 @@ _ADDED: ContextVar[list[Tensor] | None] = ContextVar("added losses", default=Non
 
 
 def has_batch_parameter(function: Callable[..., Any]) -> bool:
-    """Return whether a layer's forward, or a loss, has a parameter `batch` for the data of the micro-batch."""
+    """Return whether a forward or loss has a parameter `batch` for the micro-batch's data."""
     return "batch" in inspect.signature(function).parameters
 
 
 def needs_batch(function: Callable[..., Any]) -> bool:
-    """Return whether a forward has a parameter `batch` without the default None, so that it needs the data of the
-    micro-batch in any case.
-
-    With the default None, it needs them only if data consist of more than tokens and targets.
-    """
+    """Return whether a forward has a parameter `batch` without the default None. It then needs the
+    micro-batch's data in any case, else only if they are more than tokens and targets."""
     parameters = inspect.signature(function).parameters
     return "batch" in parameters and parameters["batch"].default is not None
 
 
 class LayerCall:
-    """Callable that runs a layer, compiled if requested, and passes it the micro-batch's data if its forward takes
-    them."""
+    """Callable that runs a layer, compiled if requested, with the micro-batch's data if taken."""
 
     def __init__(self, module: nn.Module, *, compiled: bool = False) -> None:
         self._module, self._compiled = module, compiled
@@ -67,17 +60,12 @@ class LayerCall:
             compile_layer(module)
         self.takes_batch, self.needs_batch = has_batch_parameter(module.forward), needs_batch(module.forward)
         self._copy = _copy_layer(module) if hasattr(module, "placed") else None
-        """Copy of a layer that torch has cut, called with DTensors in place of its own parameters; None for other
-        layers.
-
-        The layer itself is never changed, so a thread that is abandoned within a call does no harm.
-        """
+        """Copy of a layer that torch has cut, called with DTensors instead of its parameters. The
+        layer itself is never changed, so a thread that is abandoned within a call does no harm."""
 
     def __call__(self, value: Value, batch: Batch | None) -> Value:
         """Return the layer's output for `value`, the previous layer's output or the tokens.
-
-        `batch`, the data of the micro-batch, may be None if the layer does not take it.
-        """
+        `batch`, the data of the micro-batch, may be None if the layer does not take it."""
         more = {"batch": batch} if self.takes_batch else {}
         if self._copy is not None:
             if self._copy.training != self._module.training:
@@ -92,24 +80,24 @@ class LayerCall:
 
 
 def _copy_layer(module: nn.Module) -> nn.Module:
-    """Return a copy of a layer's modules that has the layer's own parameters and buffers, not copies of them."""
+    """Return a copy of a layer's modules that has the layer's own parameters and buffers."""
     shared = (*module.parameters(), *module.buffers(), *(getattr(module, name) for name in ("placed", "shards")))
     return copy.deepcopy(module, {id(item): item for item in shared})
 
 
 def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
-    """Return a function of output, target and batch that calls the model's `loss`, and passes the batch only if `loss`
-    has a parameter for it."""
+    """Return a function of output, target and batch that calls `loss`, with batch if taken."""
     if has_batch_parameter(loss):
         return lambda output, target, batch: loss(output, target, batch=batch)
     return lambda output, target, _: loss(output, target)
 
 
 def add_to_loss(loss: Tensor) -> None:
-    """Add a scalar to the loss of the micro-batch, as routers of experts do. To be called in a layer's forward.
+    """Add a scalar to the loss of the micro-batch, as routers of experts do.
 
-    In the mean over an iteration's micro-batches, it has the same weight as the last layer's loss, to which it is
-    added. Nothing is added in a forward that is run again, or that is not part of training.
+    To be called in a layer's forward. In the mean over an iteration's micro-batches, it has the
+    same weight as the last layer's loss, to which it is added. Nothing is added in a forward that
+    is run again, or that is not part of training.
     """
     added = _ADDED.get()
     if added is not None:

@@ -1,9 +1,9 @@
-"""Layers compiled by torch.compile, with the backward in two: `[training] compile`.
+"""Compile layers by torch.compile, with the backward in two: `[training] compile`.
 
-torch.compile makes one graph of a layer's backward, whose results all appear at the same time. So products with
-parameters are replaced by our own ops in the graph that it compiles. The backward of these ops computes the gradient of
-the input, and leaves that of the weight to W (`runtime.models.split_backward`). The rest of the layer is compiled
-as usual.
+torch.compile makes one graph of a layer's backward, whose results all appear at the same time. So
+products with parameters are replaced by our own ops in the graph that it compiles. The backward of
+these ops computes the gradient of the input, and leaves that of the weight to W
+(`runtime.models.split_backward`). The rest of the layer is compiled as usual.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ COMPILABLE_MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
 def require_compilable(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError if torch.compile does not support the model's layers, the kind of data, or this machine."""
+    """Raise ConfigError if torch.compile does not support layers, data or this machine."""
     named, model = "training.compile is true, and", config.model
     if model.torchtitan is not None:
         _require_torchtitan(config, named)
@@ -55,8 +55,7 @@ def require_compilable(config: RunConfig, device: torch.device) -> None:
 
 
 def _require_torchtitan(config: RunConfig, named: str) -> None:
-    """Raise ConfigError if the layers of a torchtitan model cannot be compiled: because they have experts, or because
-    attention needs masks. The message about masks begins with `named`."""
+    """Raise ConfigError if a torchtitan model has experts, or attention that needs masks."""
     from slipstream.runtime.models.torchtitan.specification import (
         needs_masks,
         require_no_experts,
@@ -71,7 +70,7 @@ def _require_torchtitan(config: RunConfig, named: str) -> None:
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Make further calls of a layer run compiled code. Code compiled for another layer of its kind is reused."""
+    """Make further calls of a layer run compiled code, shared by its kind."""
     module: Any = getattr(layer, "compiled_part", layer)
     if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True
@@ -79,8 +78,8 @@ def compile_layer(layer: nn.Module) -> None:
 
 
 def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs a layer's graph, compiled for inputs like the example tensors `inputs`. torch.compile
-    calls this function as its backend."""
+    """Return a function that runs a layer's graph, compiled for inputs like the example."""
+    # torch.compile calls this function as its backend.
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     parameters = {node for node, tensor in zip(places, inputs, strict=True)
                   if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
@@ -92,7 +91,7 @@ def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 
 def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
-    """Replace `node` by the op `product` if it multiplies a value that gets a gradient with one of `parameters`."""
+    """Replace `node` by the op `product` if it multiplies by a parameter."""
     target: Any = getattr(Tensor, node.target) if node.op == "call_method" and isinstance(node.target, str) else \
         torch.matmul if node.target is operator.matmul else node.target
     if node.op not in ("call_function", "call_method") or target not in PRODUCTS:
@@ -121,10 +120,12 @@ def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.No
 
 @torch.library.custom_op("slipstream::product", mutates_args=())
 def product(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the product of a value with a parameter, in the value's dtype, plus the bias.
+    """Return the product of a value with a parameter, plus the bias.
 
-    With `transposed` it is value @ weight, otherwise value @ weight^T. Calls of one graph have different numbers
-    `site`, so that the compiler does not merge equal ones.
+    It has the value's dtype.
+
+    With `transposed` it is value @ weight, otherwise value @ weight^T. Calls of one graph have
+    different numbers `site`, so that the compiler does not merge equal ones.
     """
     return multiply(value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed)
 
@@ -137,8 +138,8 @@ def _(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site
 @torch.library.custom_op("slipstream::product_input", mutates_args=())
 def product_input(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,  # noqa: ARG001
                   transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the gradient of a `product` with respect to its value, given the product's gradient and its other
-    arguments. The gradient of the weight is left to W."""
+    """Return the gradient of a `product` with respect to its value. The gradient of the weight is
+    left to W."""
     used = weight.to(value.dtype)
     return gradient @ (used.t() if transposed else used)
 

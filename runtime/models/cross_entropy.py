@@ -1,6 +1,7 @@
-"""Cross entropy of the next token, a few rows of logits at a time, so that bfloat16 logits are never copied as a whole.
+"""Compute cross entropy of the next token, a few rows of logits at a time.
 
-Shapes: N tokens of a micro-batch, V vocabulary, or the part of it that a rank of the worker has.
+So bfloat16 logits are never copied as a whole. Shapes: N tokens of a micro-batch, V vocabulary, or
+the part of it that a rank of the worker has.
 """
 
 from typing import Any
@@ -13,18 +14,20 @@ from slipstream.runtime.ranks.worker_group import WorkerGroup
 IGNORED_TARGET = -100
 """Target that does not count, as in torch's own cross entropy."""
 CHUNK_SIZE = 2**25
-"""Number of logits processed at a time: enough to keep a device busy, 128 MiB in float32."""
+"""Logits processed at a time: enough to keep a device busy, 128 MiB in float32."""
 
 
 def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK_SIZE) -> Tensor:
-    """Return the mean loss over the tokens whose target is not `IGNORED_TARGET`: a scalar, in float32 or better.
+    """Return the mean loss over the tokens whose target is not `IGNORED_TARGET`.
 
-    The loss is 0, and so are its gradients, if no token counts.
+    It is a scalar, in float32 or better; the loss is 0, and so are its gradients, if no token
+    counts.
 
-    Parameters
+     Parameters
     ----------
     logits
-        [..., vocabulary]; with a group, this rank's part of the vocabulary, which is cut in the order of the ranks.
+        [..., vocabulary]; with a group, this rank's part of the vocabulary, which is cut in the
+        order of the ranks.
     target
         [...], token numbers or `IGNORED_TARGET`.
     group
@@ -68,8 +71,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradient of the logits: the softmax, less 1 at the target, times `scale` (the gradient of the mean
-        loss), divided by the number of tokens that count. It is 0 for tokens that do not."""
+        """Return the gradient of the logits, 0 for tokens that do not count.
+
+        It is the softmax, less 1 at the target, times `scale` (the gradient of the mean loss),
+        divided by the number of tokens that count.
+        """
         logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         weight_N = counted_N * (scale / count)

@@ -1,8 +1,8 @@
-"""Layers whose parameters are torch's DTensors, as torch.distributed.tensor.parallel.parallelize_module makes them.
+"""Run layers whose parameters are torch's DTensors, as parallelize_module makes them.
 
-The runtime holds, reduces, steps, moves and saves this rank's local shards as plain parameters. While the layer is
-called, a DTensor is made of each. The gradients of the DTensors come back sharded in the same way; gradients that are
-sums over ranks are summed at that time.
+The runtime holds, reduces, steps, moves and saves this rank's local shards as plain parameters.
+While the layer is called, a DTensor is made of each. The gradients of the DTensors come back
+sharded in the same way; gradients that are sums over ranks are summed at that time.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,8 @@ Placements = Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
 def with_local_parameters(module: nn.Module) -> nn.Module:
-    """Replace a layer's DTensors, in place, by their local shards as plain tensors, and return the layer.
-
-    Raises ValueError if a DTensor is not cut into equal parts.
-    """
+    """Replace a layer's DTensors, in place, by their local shards as plain tensors. Returns the
+    layer. Raises ValueError if a DTensor is not cut into equal parts."""
     placed, shards = dict[str, tuple[Any, tuple[Any, ...]]](), dict(shards_of(module))
     for name, parameter in list(module.named_parameters()):
         tensor: Any = parameter
@@ -47,10 +45,10 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
 
 
 def build_dtensors(module: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return by name the DTensors with which a layer has to be called, made of the local shards in `parameters`, or of
-    the layer's own if None.
+    """Return, by name, the DTensors with which a layer has to be called.
 
-    The result is empty for a layer whose parameters torch has not cut.
+    They are made of the local shards in `parameters`, or of the layer's own if None. The result is
+    empty for a layer whose parameters torch has not cut.
     """
     placed: Placements = getattr(module, "placed", {})
     if not placed:

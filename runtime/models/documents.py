@@ -1,8 +1,9 @@
-"""Attention within the documents of a sample: no token attends to another document, and no time is spent on such pairs.
+"""Attend within the documents of a sample, without time for pairs of other documents.
 
-Data that pack several documents into a sample give `position_ids`, which restart in each document. A mask alone would
-leave attention as slow as without documents, so torch's fused kernels are called for each document separately. torch's
-flex_attention can do the same with block masks, but has no backward on CPUs, and none in float64.
+Data that pack several documents into a sample give `position_ids`, which restart in each document.
+A mask alone would leave attention as slow as without documents, so torch's fused kernels are called
+for each document separately. torch's flex_attention can do the same with block masks, but has no
+backward on CPUs, and none in float64.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slipstream.runtime.torch_private import FakeTensor
 
 _KNOWN_LENGTHS = WeakIdKeyDictionary()
-"""Document lengths by the tensor of positions: all layers of a slice ask for the same, and each time a GPU would have
-to be synchronized."""
+"""Document lengths by the tensor of positions. All layers of a slice ask for the same, and each
+time a GPU would have to be synchronized."""
 
 
 def document_lengths(position_ids: Tensor) -> list[list[int]]:
-    """Return the lengths of the documents in each row of positions [B, T], which rise by 1 within a document: B lists,
-    each of which sums to T.
+    """Return the lengths of the documents in each row of positions [B, T].
 
-    On the meta device and for fake tensors, whose positions are unknown, each row counts as one document of T tokens.
+    Positions rise by 1 within a document: B lists, each of which sums to T. On the meta device and
+    for fake tensors, whose positions are unknown, each row counts as one document of T tokens.
     """
     if isinstance(position_ids, FakeTensor) or position_ids.is_meta:
         return [[position_ids.shape[1]]] * position_ids.shape[0]
@@ -39,19 +40,16 @@ def document_lengths(position_ids: Tensor) -> list[list[int]]:
 
 
 def remember_lengths(position_ids: Tensor, moved: Tensor) -> None:
-    """Store the document lengths of positions for `moved`, their copy on a device, so that `document_lengths` of it
-    need not wait for that device."""
+    """Store the document lengths of positions for `moved`, their copy on a device. So
+    `document_lengths` of it need not wait for that device."""
     if moved is not position_ids:
         _KNOWN_LENGTHS[moved] = document_lengths(position_ids)
 
 
 def attend_by_document(attend: Callable[[Tensor, Tensor, Tensor], Tensor], position_ids: Tensor | None, q_BHTK: Tensor,
                        k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
-    """Apply `attend`, a causal attention of query, key and value, to each document separately, and return the joined
-    result [B, H, T, K].
-
-    Positions in documents are [B or 1, T]; with None, each row is one document.
-    """
+    """Apply a causal attention to each document separately; return the joined result. It is [B, H,
+    T, K]. Positions in documents are [B or 1, T]; with None, each row is one document."""
     if position_ids is None:
         return attend(q_BHTK, k_BNTK, v_BNTK)
     lengths = document_lengths(position_ids)
@@ -65,9 +63,6 @@ def attend_by_document(attend: Callable[[Tensor, Tensor, Tensor], Tensor], posit
 
 
 def _attend_row(attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: list[int], *of: Tensor) -> Tensor:
-    """Apply `attend` to each document of one row separately, and return the joined result.
-
-    The lengths of the row's documents are `lengths`; `of` has the row's query, key and value, [B, heads, T, K] each.
-    """
+    """Apply `attend` to each document of a row's query, key and value, [B, heads, T, K]."""
     parts = zip(*(tensor.split_with_sizes(lengths, 2) for tensor in of), strict=True)
     return torch.cat([attend(*part) for part in parts], 2)

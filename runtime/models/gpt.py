@@ -1,11 +1,12 @@
-"""A GPT as a list of layers: embedding, blocks, head; whole, or the part of it that one of a worker's ranks has.
+"""Build a GPT as a list of layers, or one rank's part of it.
 
-Between layers a rank has its part of the sequence (sequence parallelism), and within them its heads and its part of the
-MLP and of the vocabulary. The numbers, and the names of parameters, are those of whole layers: without a group,
-collectives (`runtime.ranks.tensor_parallel`) do nothing.
+They are embedding, blocks, head. Between layers a rank has its part of the sequence (sequence
+parallelism), and within them its heads and its part of the MLP and of the vocabulary. The numbers,
+and the names of parameters, are those of whole layers: without a group, collectives
+(`runtime.ranks.tensor_parallel`) do nothing.
 
-Shapes: B sequences of a micro-batch, T tokens of a sequence, C width, K width of a head, V vocabulary. Of R ranks, each
-has S = T / R tokens and N heads.
+Shapes: B sequences of a micro-batch, T tokens of a sequence, C width, K width of a head, V
+vocabulary. Of R ranks, each has S = T / R tokens and N heads.
 """
 
 import math
@@ -33,7 +34,7 @@ Ranks = WorkerGroup | None
 
 
 class Embedding(nn.Module):
-    """Embedding of tokens: the sum of a token's and its position's features. A rank has some rows of both tables."""
+    """Embedding: the sum of a token's and its position's features. A rank has some rows."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.context, config.width, dtype=dtype)
 
     def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
-        """Embed tokens [B, T] as features [B, S, C] of the S tokens that this rank has."""
+        """Embed tokens [B, T] as features [B, S, C] of this rank's tokens."""
         tokens_BTC, positions_BT = self._embed_local(tokens_BT, self.tokens), positions_of(batch)
         if positions_BT is None:
             x_BSC = sum_parts(tokens_BTC, 1, self.group)
@@ -52,8 +53,7 @@ class Embedding(nn.Module):
         return _apply_dropout(x_BSC, self.dropout, self.group, self.training)
 
     def _embed_local(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
-        """Embed the numbers [B, T] whose rows of the table this rank has, and return zeros for the others: [B, T,
-        C]."""
+        """Embed numbers [B, T] that are this rank's, others as zeros: [B, T, C]."""
         if self.group is None:
             features: Tensor = rows(number_BT)
             return features
@@ -74,10 +74,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, dtype=dtype)
 
     def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
-        """Return the attention of features [B, T, C], as features [B, S, C] of the S tokens that this rank has.
+        """Return the attention of features [B, T, C], as this rank's [B, S, C].
 
-        A token sees itself and the tokens before it in its document. `positions_BT` are positions in documents, None if
-        each sample is one document; `out_bias` is the bias of the last product, from `for_all_ranks`.
+        A token sees itself and the tokens before it in its document. `positions_BT` are positions
+        in documents, None if each sample is one document; `out_bias` is the bias of the last
+        product, from `for_all_ranks`.
         """
         qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
         q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
@@ -89,11 +90,9 @@ class Attention(nn.Module):
         return _apply_row_parallel(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
 
     def _attend_with_dropout(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
-        """Compute attention with dropout of its weights [B, N, T, T], the same dropout as in one process.
-
-        A fused kernel cannot be used: it draws random numbers by an element's position among the heads that it is
-        given.
-        """
+        """Compute attention with the same dropout of weights as in one process."""
+        # A fused kernel cannot be used: it draws random numbers by an element's position among the
+        # heads that it is given.
         scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
         ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
         weights_BNTT = scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1)
@@ -101,8 +100,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm and a residual connection. The norms, and the biases that follow the last
-    products of attention and MLP, act on this rank's part of the sequence."""
+    """Attention and MLP, each with a norm and a residual connection. The norms, and the biases that
+    follow the last products of attention and MLP, act on this rank's part of the sequence."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -114,8 +113,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.mlp * config.width, config.width, dtype=dtype)
 
     def forward(self, x_BSC: Tensor, batch: Batch | None = None) -> Tensor:
-        """Apply attention and MLP, each with its residual connection, to features [B, S, C] of the S tokens of this
-        rank."""
+        """Apply attention and MLP to features [B, S, C] of this rank's tokens."""
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
             self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
             self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
@@ -124,26 +122,23 @@ class Block(nn.Module):
 
     def _run_attention(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
                        positions_BT: Tensor | None) -> Tensor:
-        """Return what attention, after a norm with weight `norm` and bias `bias`, adds to features [B, S, C].
-
-        The three parameters are from `for_all_ranks`; `out_bias` is the bias of the last product.
-        """
+        """Return what attention, after a norm, adds to features [B, S, C]."""
+        # The three parameters are from `for_all_ranks`; `out_bias` is the bias of the last product.
         y_BSC: Tensor = self.attention(_apply_norm(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
                                        out_bias)
         return _apply_dropout(y_BSC, self.dropout, self.group, self.training)
 
     def _run_mlp(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
-        """Return what the MLP, after a norm with weight `norm` and bias `bias`, adds to features [B, S, C].
-
-        The three parameters are from `for_all_ranks`; `down_bias` is the bias of the last product.
-        """
+        """Return what the MLP, after a norm, adds to features [B, S, C]."""
+        # The three parameters are from `for_all_ranks`; `down_bias` is the bias of the last
+        # product.
         y_BTC = functional.gelu(self.up(_apply_norm(x_BSC, self.mlp_norm, norm, bias, self.group)))
         return _apply_dropout(_apply_row_parallel(y_BTC, self.down, down_bias, self.group), self.dropout, self.group,
                               self.training)
 
 
 class Head(nn.Module):
-    """Norm and projection of features to the logits of the next token; a rank has a part of the vocabulary."""
+    """Norm and projection to the logits of the next token. A rank has a part of these."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -152,8 +147,7 @@ class Head(nn.Module):
         self.logits = nn.Linear(config.width, config.vocabulary, bias=False, dtype=dtype)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Project features [B, S, C] of this rank's tokens to logits [B, T, V / ranks] of its part of the
-        vocabulary."""
+        """Project features [B, S, C] to this rank's logits [B, T, V / ranks]."""
         weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
         logits_BTV: Tensor = self.logits(_apply_norm(x_BSC, self.norm, weight, bias, self.group))
         return logits_BTV
@@ -169,8 +163,8 @@ _SHARDS: Mapping[type[nn.Module], Shards] = {
 
 @dataclass(frozen=True, slots=True)
 class GPT:
-    """GPT as a `LayeredModel`: layer 0 is the embedding, then each block (attention and MLP) is a layer, and the last
-    layer is the head."""
+    """GPT as a `LayeredModel`: layer 0 is the embedding, the last one the head. Each block between
+    them (attention and MLP) is a layer."""
 
     config: ModelConfig
     seed: int
@@ -183,11 +177,11 @@ class GPT:
 
     @property
     def layers(self) -> int:
-        """Number of layers: embedding, blocks (attention and MLP) and head."""
+        """Number of layers: embedding, blocks and head."""
         return self.config.blocks + 2
 
     def build(self, layer: int) -> nn.Module:
-        """Build layer number `layer`, or this rank's part of it. Raises IndexError if there is no such layer."""
+        """Build a layer, or this rank's part of it. Raises IndexError if it does not exist."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
@@ -200,13 +194,13 @@ class GPT:
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross entropy, at least in float32, of logits [B, T, vocabulary / ranks] and target tokens
-        [B, T]."""
+        """Return the mean cross entropy, at least in float32. It is of logits [B, T, vocabulary /
+        ranks] and target tokens [B, T]."""
         return cross_entropy(output, target, self.group)
 
     def _initialise_weights(self, module: nn.Module) -> None:
-        """Initialise weights from a normal distribution, scaled down where they add to the residual stream, and biases
-        to zero."""
+        """Draw weights from a normal distribution, scaled down at the residual stream; zero
+        biases."""
         for name, parameter in module.named_parameters():
             if parameter.dim() >= 2:
                 adds = name.endswith(("attention.out.weight", "down.weight"))
@@ -228,10 +222,8 @@ def build_gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
 
 
 def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
-    """Apply a norm to this rank's part of the sequence, and return the whole sequence [B, T, C].
-
-    The weight and the bias are those of `norm`, from `for_all_ranks`.
-    """
+    """Apply a norm to this rank's part of the sequence; return the whole."""
+    # The weight and the bias are those of `norm`, from `for_all_ranks`.
     if group is None:
         normed: Tensor = norm(x_BSC)
         return normed
@@ -239,8 +231,8 @@ def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor,
 
 
 def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
-    """Apply a row-parallel linear layer and its `bias`, which is from `for_all_ranks`; return this rank's tokens, [B,
-    S, C]."""
+    """Apply a row-parallel linear layer; return this rank's tokens, [B, S, C]."""
+    # The `bias` is from `for_all_ranks`.
     if group is None:
         result: Tensor = product(x_BTC)
         return result
@@ -248,8 +240,7 @@ def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: 
 
 
 def _apply_dropout(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
-    """Apply dropout to `x`, of which this rank has a part along dimension 1; the same elements are dropped as in one
-    process."""
+    """Apply dropout to this rank's part as it would be in one process."""
     if group is None or not dropout or not training:
         return functional.dropout(x, dropout, training)
     whole = torch.Size(size * group.size() if dim == 1 else size for dim, size in enumerate(x.shape))

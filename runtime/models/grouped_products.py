@@ -1,6 +1,7 @@
-"""Products of rows, sorted by group, with the matrices of their groups, for experts: no shape depends on the routing.
+"""Multiply rows, sorted by group, with the matrices of their groups, for experts.
 
-Unlike torch's grouped_mm, they support any dtype, and leave the gradients of the matrices to W.
+No shape depends on the routing. Unlike torch's grouped_mm, the products support any dtype, and
+leave the gradients of the matrices to W.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from slipstream.runtime.models.split_backward import weight_work
 
 @torch.library.custom_op("slipstream::grouped_product", mutates_args=())
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # noqa: ARG001
-    """Multiply rows [S, n] by matrices [E, n, m], with one matrix for each group of consecutive rows: [S, m]. Group e
-    ends before row `ends[e]`, int32 [E].
+    """Multiply rows [S, n] by their groups' matrices [E, n, m]: [S, m].
 
-    Rows behind the last group have arbitrary values. `expected`, the average number of rows of all groups together,
-    only serves to count floating-point operations.
+    Group e ends before row `ends[e]`, int32 [E]. Rows behind the last group have arbitrary values.
+    `expected`, the average number of rows of all groups together, only serves to count
+    floating-point operations.
     """
     if _has_native_kernel(value, weight.shape[2]):
         return functional.grouped_mm(value, weight, offs=ends)
@@ -39,10 +40,7 @@ def _(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # 
 
 @register_flop_formula(torch.ops.slipstream.grouped_product)
 def _product_flops(value: Sequence[int], weight: Sequence[int], _ends: Sequence[int], expected: int, **__: Any) -> int:
-    """Return the floating-point operations of `grouped_product`: two for each product of a number with a weight.
-
-    Model FLOPs utilization is computed from them (`runtime.models.flops`).
-    """
+    """Return the operations of `grouped_product`: two for each product of two numbers."""
     return 2 * expected * value[1] * weight[2]
 
 
@@ -52,19 +50,18 @@ class ExpertGroups(NamedTuple):
     ends: Tensor
     """Row at which each expert's rows end: int32 [E]."""
     outside: Tensor | None
-    """True for each row that belongs to an expert of another rank, bool [S, 1]; None if all experts are on this
-    rank."""
+    """True for each row of another rank's expert, bool [S, 1]. None if all experts are here."""
     expected: int
     """Average number of rows that belong to all experts on this rank together."""
 
     def product(self, value: Tensor, weight: Tensor) -> Tensor:
-        """Multiply rows [S, n] by their experts' matrices [E, n, m]; rows of other ranks' experts become zero."""
+        """Multiply rows [S, n] by their experts' matrices [E, n, m]; others' rows become zero."""
         result: Tensor = grouped_product(value, weight, self.ends, self.expected)
         return result if self.outside is None else result.masked_fill_(self.outside, 0)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Autograd function of `grouped_linear`, which leaves the gradients of the matrices to W."""
+    """Autograd function of `grouped_linear`, which leaves the matrices' gradients to W."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
@@ -88,16 +85,16 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
-    """Multiply rows [S, n], grouped by expert, by the transposed matrices of the experts [E, m, n], in the rows' dtype:
-    [S, m]."""
+    """Multiply rows [S, n] by their experts' transposed matrices [E, m, n]: [S, m]. The product has
+    the rows' dtype."""
     result: Tensor = _GroupedLinear.apply(value, weight, groups)  # type: ignore[no-untyped-call]
     return result
 
 
 @torch.no_grad()
 def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradients of the matrices [E, m, n] of groups of rows, from the rows [S, n] and the gradients of their
-    products [S, m]. Group e ends before row `ends[e]`."""
+    """Return the gradients [E, m, n] of the groups' matrices."""
+    # They are of the rows [S, n] and the gradients of their products [S, m].
     if _has_native_kernel(value, gradient.shape[1]):
         return functional.grouped_mm(gradient.t(), value, offs=ends).to(weight.dtype)
     result = torch.zeros_like(weight)
@@ -107,7 +104,7 @@ def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tens
 
 
 def _add_gradient(weight: Tensor, find: Any) -> None:
-    """Call `find`, which computes a gradient, and add the result to `.grad` of the weight."""
+    """Call `find`, which computes a gradient, and add the result to the weight's."""
     if weight.grad is None:
         weight.grad = find()
     else:
@@ -115,15 +112,10 @@ def _add_gradient(weight: Tensor, find: Any) -> None:
 
 
 def _has_native_kernel(value: Tensor, width: int) -> bool:
-    """Return whether torch has one kernel that multiplies each group of rows of `value` by its own matrix of `width`
-    columns.
-
-    Such a kernel needs no synchronization to learn where groups end.
-    """
+    """Return whether torch has one kernel for all groups, which need not know their ends."""
     return value.is_cuda and value.dtype == torch.bfloat16 and value.shape[1] % 8 == 0 and width % 8 == 0
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Return, for each group of consecutive rows, a pair: its first row, and the row after its last, which is in
-    `ends`."""
+    """Return the first row, and the row after the last, of each group."""
     return list(pairwise([0, *ends.tolist()]))

@@ -1,9 +1,10 @@
 """Build the identity of a run in this process: configuration, user code, data, libraries.
 
-The user's own code is known by digests of its sources, by which processes notice that they have imported different
-code. The sources are found as Python's import finds them, without importing anything: the modules that the job file
-names, and what these import in turn. Libraries are left out, since their versions say what they are. Code that is
-imported by a name which is computed at run time is not found.
+The user's own code is known by digests of its sources, by which processes notice that they have
+imported different code. The sources are found as Python's import finds them, without importing
+anything: the modules that the job file names, and what these import in turn. Libraries are left
+out, since their versions say what they are. Code that is imported by a name which is computed at
+run time is not found.
 """
 
 import ast
@@ -30,8 +31,7 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 
 
 def digest_sources(references: Iterable[str]) -> dict[str, str]:
-    """Return the digest of each user module that some references (`module:attribute`) need, by the
-    module's name."""
+    """Return the digest of each user module that `module:attribute` references need, by name."""
     digests: dict[str, str] = {}
     named = {reference.partition(":")[0] for reference in references}
     if named:
@@ -51,7 +51,7 @@ def digest_sources(references: Iterable[str]) -> dict[str, str]:
 
 
 def _find_specs(name: str) -> Iterator[ModuleSpec]:
-    """Yield the specs of a module's parent packages and of the module, as far as they are found."""
+    """Yield the specs of a module's parents and its own, as far as found."""
     parts, path = name.split("."), None
     for end in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:end]), path)
@@ -64,7 +64,7 @@ def _find_specs(name: str) -> Iterator[ModuleSpec]:
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that is on no path, such as one that is installed as editable."""
+    """Return the spec of a module that is on no path, such as an editable one."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a module without a spec
@@ -78,8 +78,7 @@ def _find_source(spec: ModuleSpec) -> Path | None:
 
 
 def _is_users(name: str, source: Path, tops: Iterable[str]) -> bool:
-    """Return whether a module is the user's own: of a package that the job file names, or outside
-    of all libraries."""
+    """Return whether a module is of the job file's packages, or outside of all libraries."""
     top = name.partition(".")[0]
     return top in tops or (top != _OWN_PACKAGE and not any(
         source.resolve().is_relative_to(folder) for folder in _list_library_folders()))
@@ -115,8 +114,7 @@ def _list_imports(spec: ModuleSpec, content: bytes) -> list[str]:
 
 
 def _resolve_parent(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute name of the module that a `from` statement in `package` imports names
-    from."""
+    """Return the absolute name of the module that a `from` statement imports names from."""
     if not node.level:
         return node.module or ""
     parts = package.split(".")
@@ -125,7 +123,7 @@ def _resolve_parent(node: ast.ImportFrom, package: str) -> str:
 
 
 _NOT_IN_NUMBERS = frozenset({"recompute", "peak_flops"})
-"""Keys of [training] that change no number: activations are the same, stored or computed again."""
+"""Keys of [training] that change no number: activations are the same, if computed again."""
 _COMPARED_BY_CONTENT = frozenset({
     "text", "tokens", "tokenizer", "validation_text", "validation_tokens"})
 """Keys of [training] that are paths. The digests of the data say what is there."""
@@ -137,8 +135,8 @@ def build_run_identity(config: RunConfig, *, data: Values, microbatches: Sequenc
                        columns: Sequence[Sequence[int]]) -> RunIdentity:
     """Return the identity of a run in this process, from its configuration, data and grid.
 
-    The argument `data` has digests by name, `microbatches` the number of micro-batches of each
-    pipeline, and `columns` the model's layers in each column.
+    `data` has digests by name, `microbatches` the number of micro-batches of each pipeline, and
+    `columns` the model's layers in each column.
     """
     model: dict[str, Any] = msgspec.to_builtins(config.model)
     training: dict[str, Any] = msgspec.to_builtins(config.training)
@@ -154,8 +152,7 @@ def build_run_identity(config: RunConfig, *, data: Values, microbatches: Sequenc
 
 
 def _encode_values(table: Mapping[str, Any], prefix: str = "") -> Values:
-    """Return the values of a table, in JSON, by key; those of a table in it have the keys
-    `TABLE.KEY`."""
+    """Return a table's values in JSON, by key, nested ones by `TABLE.KEY`."""
     values: Values = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -176,8 +173,7 @@ def _list_references(config: RunConfig) -> list[str]:
 
 
 def _read_versions(config: RunConfig) -> Values:
-    """Return the versions of the installed libraries that compute numbers in a run. Builds of one
-    version, as for CPUs and for GPUs, count as equal."""
+    """Return the versions of the libraries that compute; builds of one count as equal."""
     distributions = dict(_DISTRIBUTIONS)
     if config.model.hugging_face is not None:
         distributions["transformers"] = "transformers"

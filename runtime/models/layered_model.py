@@ -1,4 +1,4 @@
-"""Models as lists of layers: a stage is a range of them, and any worker can build any layer."""
+"""Define models as lists of layers, any of which any worker can build."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,11 +15,11 @@ from slipstream.runtime.seeds import derive_seed, seeded
 
 
 class LayeredModel(Protocol):
-    """Interface of a model. Layer 0 takes tokens, and `loss` takes the output of the last layer.
+    """Interface of a model: layer 0 takes tokens, `loss` the last layer's output.
 
-    A layer's forward takes the output of the layer before, a tensor or a tuple of tensors. If it has a parameter
-    `batch`, it also gets the data of the micro-batch (`runtime.data.data.Data`). docs/own-model.md states the
-    whole contract.
+    A layer's forward takes the output of the layer before, a tensor or a tuple of tensors. If it
+    has a parameter `batch`, it also gets the data of the micro-batch (`runtime.data.data.Data`).
+    docs/own-model.md states the whole contract.
     """
 
     @property
@@ -35,26 +35,25 @@ class LayeredModel(Protocol):
     # Groups of parameters of different layers that are one, each as "LAYER.NAME" (`runtime.models.sharing`).
 
     def build(self, layer: int) -> nn.Module:
-        """Build one layer. Its parameters depend on the seed and `layer` alone; the global random state is unchanged.
+        """Build one layer, whose parameters depend on the seed and `layer` alone.
 
-        It is built on torch's default device, so that it gets the numbers that the CPU draws, whatever device it will
-        run on; the caller moves it to `device`. Any worker may build any layer, at any time and in any order.
+        The global random state is unchanged. The layer is built on torch's default device, so that
+        it gets the numbers that the CPU draws, whatever device it will run on; the caller moves it
+        to `device`. Any worker may build any layer, at any time and in any order.
         """
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean loss of a micro-batch, a scalar, from the last layer's output and the target tokens [B, T].
-
-        It may have a third parameter `batch`, as a layer's forward may.
-        """
+        """Return the mean loss of a micro-batch, a scalar, from output and targets [B, T]. It may
+        have a third parameter `batch`, as a layer's forward may."""
 
 
 ModelFactory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
 MODELS: dict[str, ModelFactory] = {"gpt": build_gpt}
-"""Factories of models by the value of `[model] name`. A user's own factory is named `module:function` there."""
+"""Factories of models by `[model] name`; a user's own is named `module:function` there."""
 
 
 def build_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
-    """Build the model that a configuration names, with layers on `device`. Raises ConfigError if that is impossible."""
+    """Build the model that a configuration names, with layers on `device`. Raises ConfigError."""
     if config.hugging_face is not None:
         return _build_hugging_face(config, seed, dtype, device)
     if config.torchtitan is not None:
@@ -77,7 +76,7 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torc
 
 
 def _build_hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
-    """Build a model of transformers. Raises ConfigError if a package that it needs is missing."""
+    """Build a model of transformers. Raises ConfigError if a package is missing."""
     try:
         from slipstream.runtime.models.hugging_face.model import HuggingFaceModel
     except ModuleNotFoundError as error:
@@ -87,7 +86,7 @@ def _build_hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, devi
 
 
 def _check_model(name: str, model: LayeredModel) -> LayeredModel:
-    """Return a user's model if it has the attributes of `LayeredModel`; otherwise raise ConfigError."""
+    """Return a user's model, or raise ConfigError if it is no `LayeredModel`."""
     wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
         "layers": (lambda value: isinstance(value, int) and value > 0, "a number above 0"),
         "device": (lambda value: isinstance(value, torch.device), "the torch.device that it was given"),
@@ -102,29 +101,25 @@ def _check_model(name: str, model: LayeredModel) -> LayeredModel:
 
 
 def parameter_dtype(config: TrainingConfig) -> torch.dtype:
-    """Return the dtype of parameters.
-
-    It is bfloat16 if the optimizer keeps master weights, float64 for dtype float64, otherwise float32, which bf16
-    autocast casts.
-    """
+    """Return the dtype of parameters. It is bfloat16 if the optimizer keeps master weights, float64
+    for dtype float64, otherwise float32, which bf16 autocast casts."""
     if config.master_weights:
         return torch.bfloat16
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def autocast_context(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context that a forward runs in: bfloat16 autocast for dtype "bf16" without master weights, otherwise
-    none."""
+    """Return the context of a forward: autocast for "bf16" without master weights, or none."""
     is_cast = config.dtype == "bf16" and not config.master_weights
     return torch.autocast(device.type, torch.bfloat16) if is_cast else nullcontext()
 
 
 def layer_seed(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int) -> int:
-    """Return the seed of one layer's forward of one micro-batch, so that its dropout is the same on any worker."""
+    """Return the seed of a layer's forward of a micro-batch, the same on any worker."""
     return derive_seed("layer", seed, iteration, pipeline, microbatch, layer)
 
 
 def seeded_for_layer(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int,
                      device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that seeds torch's generators for one layer's forward of one micro-batch."""
+    """Return a context that seeds torch's generators for a layer's forward of a micro-batch."""
     return seeded(layer_seed(seed, iteration, pipeline, microbatch, layer), device)

@@ -1,7 +1,8 @@
-"""Activation recomputation: layers, or parts of them, whose activations are computed again before their backward.
+"""Compute the activations of layers, or of parts of them, again before their backward.
 
-Chen et al., arXiv 1604.06174; for parts alone ("selective"): Korthikanti et al., arXiv 2205.05198. A part has the same
-dropout both times, because its random numbers are drawn from the same generator states.
+Chen et al., arXiv 1604.06174; for parts alone ("selective"): Korthikanti et al., arXiv 2205.05198.
+A part has the same dropout both times, because its random numbers are drawn from the same generator
+states.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +19,12 @@ from slipstream.runtime.seeds import get_generator_states, with_generator_states
 
 Part = Literal["attention", "mlp"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts of a layer that can be recomputed, each including the norm before it if the layer computes that within the
-part."""
+"""Parts of a layer that can be recomputed, each with the norm before it."""
 Result = TypeVar("Result")
 
 
 class RecomputeChoice(NamedTuple):
-    """Layers, and parts ("attention", "mlp") of all other layers, whose activations are computed again before their
-    backward."""
+    """Layers, and parts of all other layers, whose activations are computed again."""
 
     layers: frozenset[int] = frozenset()
     parts: frozenset[str] = frozenset()
@@ -33,8 +32,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def parse_recompute(config: TrainingConfig, layers: int) -> RecomputeChoice:
-    """Return the layers and parts of layers that `[training] recompute` names. Raises ConfigError if a layer does not
-    exist."""
+    """Return the layers and parts that `[training] recompute` names. Raises ConfigError if a layer
+    does not exist."""
     named = config.recompute
     if isinstance(named, str):
         if named in PARTS:
@@ -58,11 +57,8 @@ _SEEN: ContextVar[set[str] | None] = ContextVar("parts that layers have", defaul
 
 @contextmanager
 def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[None]:
-    """Let the layers that run within the context compute their parts of these names ("attention", "mlp") again in the
-    backward.
-
-    Must be called within `runtime.seeds.restoring_generators`.
-    """
+    """Let layers that run within the context compute these parts again in the backward. Must be
+    called within `runtime.seeds.restoring_generators`."""
     before = _CHOSEN.set(_ActiveParts(parts, device) if parts else None)
     try:
         yield
@@ -72,8 +68,7 @@ def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[N
 
 @contextmanager
 def collecting_parts() -> Iterator[set[str]]:
-    """Yield a set that collects the names ("attention", "mlp") of the recomputable parts of the layers that run within
-    the context."""
+    """Yield a set that collects the recomputable parts of layers that run within the context."""
     seen: set[str] = set()
     before = _SEEN.set(seen)
     try:
@@ -83,11 +78,11 @@ def collecting_parts() -> Iterator[set[str]]:
 
 
 def recomputable(name: Part, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call `function`, the part `name` of a layer, with the other arguments, and return its result.
+    """Call `function`, the part `name` of a layer, and return its result.
 
-    The backward computes the activations within it again if `[training] recompute` names the part. To be called in a
-    layer's forward. The result of `function` must depend on its arguments, on parameters and on torch's generators
-    alone.
+    The backward computes the activations within it again if `[training] recompute` names the part.
+    To be called in a layer's forward. The result of `function` must depend on its arguments, on
+    parameters and on torch's generators alone.
     """
     if torch.compiler.is_compiling():  # no part is chosen then
         return function(*args, **kwargs)

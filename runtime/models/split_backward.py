@@ -1,13 +1,14 @@
-"""The backward in two: I computes the gradient of the input, and W computes those of the weights.
+"""Divide the backward: I computes the input's gradient, W those of the weights.
 
-While a stage's forward runs under `deferring_weights`, every matrix product with a parameter is recorded as a product
-whose backward computes the gradient of its input only, and leaves its weight gradient as work for later. I is then an
-ordinary backward, and frees the graph as one; W runs the work that I left. Nothing else is changed: a parameter used in
-any other way (norms, embeddings, inside `nn.MultiheadAttention`) gets its gradient in I, earlier than necessary but
-exactly.
+While a stage's forward runs under `deferring_weights`, every matrix product with a parameter is
+recorded as a product whose backward computes the gradient of its input only, and leaves its weight
+gradient as work for later. I is then an ordinary backward, and frees the graph as one; W runs the
+work that I left. Nothing else is changed: a parameter used in any other way (norms, embeddings,
+inside `nn.MultiheadAttention`) gets its gradient in I, earlier than necessary but exactly.
 
-The idea of the split is from Zero Bubble (Qi et al., ICLR 2024, arXiv 2401.10241). torch's own stage_backward_input and
-stage_backward_weight keep the graph alive from I to W, and refuse outputs that are views.
+The idea of the split is from Zero Bubble (Qi et al., ICLR 2024, arXiv 2401.10241). torch's own
+stage_backward_input and stage_backward_weight keep the graph alive from I to W, and refuse outputs
+that are views.
 """
 
 from collections import deque
@@ -31,21 +32,21 @@ from slipstream.runtime.torch_private import (
 )
 
 WeightWork = deque[Callable[[], None]]
-"""Queue of the calls that W has to run, in the order in which I left them."""
+"""Queue of the calls that W has to run, in order."""
 
 
 _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
 _IN_BACKWARD = set[int]()
-"""Identities of the queues whose I is running, in whichever thread of autograd's engine. A backward that a layer runs
-in its forward is none: what it adds to `.grad` must be there when it returns."""
+"""Identities of the queues whose I is running, in any thread of autograd's engine. A backward
+within a layer's forward is none, as it must add to `.grad` at once."""
 
 
 @contextmanager
 def deferring_weights(work: WeightWork) -> Iterator[None]:
-    """Defer weight gradients of the forward that runs within the context: its backward appends, to the queue `work`,
-    the calls by which W computes them.
+    """Defer weight gradients of the forward that runs within the context.
 
-    Parameters that carry hooks are not deferred, so that the hooks get the gradients that they expect.
+    Its backward appends, to the queue `work`, the calls by which W computes them. Parameters that
+    carry hooks are not deferred, so that the hooks get the gradients that they expect.
     """
     before, mode = _CURRENT.set(work), current_function_mode()
     is_active = isinstance(mode, _DeferringMode) and mode.work is work
@@ -58,31 +59,29 @@ def deferring_weights(work: WeightWork) -> Iterator[None]:
 
 @contextmanager
 def deferring_again(work: WeightWork | None) -> Iterator[None]:
-    """Defer weight gradients as in the forward whose queue was `work` (`weight_work`), for a part that is run again.
-
-    It may be run again within torch.autograd.grad, which suspends TorchFunctionModes.
-    """
+    """Defer weight gradients as under the queue `work`, for a part run again. It may be run again
+    within torch.autograd.grad, which suspends TorchFunctionModes."""
     with nullcontext() if work is None else deferring_weights(work):
         yield
 
 
 def weight_work() -> WeightWork | None:
-    """Return the queue to which a user's autograd.Function can append calls that W runs; None if its backward must
-    compute weight gradients itself.
+    """Return the queue for a user's autograd.Function to append calls that W runs.
 
-    To be called in the function's forward. The function's backward appends calls without arguments, each of which adds
-    a gradient to `.grad`.
+    To be called in the function's forward. The function's backward appends calls without arguments,
+    each of which adds a gradient to `.grad`. If None is returned, it must compute weight gradients
+    itself.
     """
     return _CURRENT.get()
 
 
 def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work: WeightWork) -> None:
-    """Run I: an ordinary backward from `outputs`, which were computed under `deferring_weights(work)`, and their
-    gradients.
+    """Run I: an ordinary backward from `outputs` and their gradients.
 
-    Activation checkpointing works, reentrant or not. Its recomputation must defer weight gradients like the forward, so
-    `deferring_weights` is active within the backward, too. torch.autograd.backward would suspend the mode of
-    `deferring_weights`, so autograd's engine is called directly.
+    The outputs were computed under `deferring_weights(work)`. Activation checkpointing works,
+    reentrant or not. Its recomputation must defer weight gradients like the forward, so
+    `deferring_weights` is active within the backward, too. torch.autograd.backward would suspend
+    the mode of `deferring_weights`, so autograd's engine is called directly.
     """
     _IN_BACKWARD.add(id(work))
     try:
@@ -93,14 +92,13 @@ def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work:
 
 
 def backward_weight(work: WeightWork) -> None:
-    """Run W: add the deferred weight gradients to the parameters' `.grad`, and free the tensors of each when it is
-    added."""
+    """Run W: add the deferred gradients to `.grad`, and free the tensors of each."""
     while work:
         work.popleft()()
 
 
 class _Product(NamedTuple):
-    """Product of a value with a parameter: value @ weight^T + bias, or value @ weight + bias if `transposed`."""
+    """Product with a parameter: value @ weight^T + bias, or value @ weight if `transposed`."""
 
     value: Tensor
     weight: Tensor
@@ -130,7 +128,7 @@ PRODUCTS: Mapping[Callable[..., Any], Callable[..., _Product]] = {
     torch.mm: _parse_mm, Tensor.mm: _parse_mm,
     torch.addmm: _parse_addmm,
 }
-"""Functions of torch whose weight gradients are deferred, each with a function that parses its arguments."""
+"""Functions of torch whose weight gradients are deferred, with parsers of their arguments."""
 
 
 _DEFERRED_OPS: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
@@ -139,8 +137,8 @@ _DEFERRED_OPS: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
 def register_deferred_op(op: Callable[..., Any], work: Callable[..., Callable[[], None]]) -> None:
     """Register an op of compiled backwards whose weight gradient is left to W.
 
-    When I calls the op, `work` is called with the op's arguments, and returns the function without arguments that W has
-    to run.
+    When I calls the op, `work` is called with the op's arguments, and returns the function without
+    arguments that W has to run.
     """
     _DEFERRED_OPS[op] = work
 
@@ -167,7 +165,7 @@ class _DeferringMode(TorchFunctionMode):
 
 
 def _is_deferrable(product: _Product) -> bool:
-    """Return whether the weight gradient of a product can be computed in W instead of I."""
+    """Return whether a product's weight gradient can be computed in W."""
     value, weight, bias, _ = product
     return (isinstance(value, Tensor) and _is_trained(weight) and weight.dim() == 2 and value.dim() >= 1
             and (bias is None or (_is_trained(bias) and bias.dim() == 1)))
@@ -180,7 +178,7 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 def _cast_operand(tensor: Tensor) -> Tensor:
-    """Return an operand of a matrix product, cast as autocast would cast it; unchanged without autocast."""
+    """Return an operand of a product as autocast would cast it."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -188,10 +186,10 @@ def _cast_operand(tensor: Tensor) -> Tensor:
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """Product whose backward leaves to W what I would add to the parameters' `.grad`, and nothing else.
+    """Product whose backward leaves to W what I would add to `.grad`, and nothing else.
 
-    A gradient that is asked for by torch.autograd.grad is returned at once, and one that nobody asks for is not
-    computed. The backward can itself be differentiated.
+    A gradient that is asked for by torch.autograd.grad is returned at once, and one that nobody
+    asks for is not computed. The backward can itself be differentiated.
     """
 
     @staticmethod
@@ -226,14 +224,14 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def multiply(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Return value @ weight^T + bias, or value @ weight + bias if `transposed`, of tensors of one dtype."""
+    """Return value @ weight^T + bias, or value @ weight + bias if `transposed`."""
     if not transposed:
         return functional.linear(value, weight, bias)
     return value @ weight if bias is None else torch.addmm(bias, value, weight)
 
 
 class ProductWork(NamedTuple):
-    """Deferred weight gradient of one product: its input, the gradient of its output, and the parameters."""
+    """Deferred weight gradient of a product: input, output's gradient, and parameters."""
 
     value: Tensor
     gradient: Tensor
@@ -267,7 +265,7 @@ class ProductWork(NamedTuple):
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to `.grad` as autograd would; it is rounded before, so the sums are equal bit for bit."""
+    """Add a gradient to `.grad` as autograd would, equal bit for bit."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -1,9 +1,9 @@
-"""Parameters that a rule of their layer steps, in place of the optimizer, from values that the layer counts.
+"""Step parameters by a rule of their layer, from values that the layer counts.
 
-Such a parameter is state like any other. Its "gradient" need not be a derivative: it can be the tokens that each expert
-was given (`leave_gradient`). The gradient is summed over all micro-batches and workers, and the parameter's steps can
-be undone, and are moved and saved with the layer. The parameter is never sharded, its gradient never scaled or counted
-in the norm of gradients.
+Such a parameter is state like any other. Its "gradient" need not be a derivative: it can be the
+tokens that each expert was given (`leave_gradient`). The gradient is summed over all micro-batches
+and workers, and the parameter's steps can be undone, and are moved and saved with the layer. The
+parameter is never sharded, its gradient never scaled or counted in the norm of gradients.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,24 +15,19 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError
 
 StepRule = Callable[[Tensor, Tensor], None]
-"""Function that changes a parameter in place from the sum of its gradients, in the parameter's own dtype.
-
-It must depend on nothing else.
-"""
+"""Function that changes a parameter in place by the sum of its gradients alone, in its dtype."""
 
 
 def step_rules(module: nn.Module) -> Mapping[str, StepRule]:
-    """Return a layer's attribute `step_rules`: by parameter, the function that steps it in place of the optimizer;
-    empty if there is none."""
+    """Return a layer's attribute `step_rules`, rules by parameter; empty if there is none."""
     rules: Mapping[str, StepRule] = getattr(module, "step_rules", {})
     return rules
 
 
 def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained: Mapping[str, bool]) -> None:
-    """Raise ConfigError unless each step rule of a layer (a function that steps a parameter in place of the optimizer)
-    belongs to a trained parameter that no other layer shares.
+    """Raise ConfigError unless a layer's step rules belong to trained parameters of its own.
 
-    The argument `trained` maps the names of the layer's trained parameters to whether other layers share them.
+    `trained` maps the names of the layer's trained parameters to whether other layers share them.
     """
     for name in rules:
         if trained.get(name) is not False:
@@ -42,10 +37,10 @@ def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained:
 
 
 def leave_gradient(value: Tensor, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return `value`, and let each backward through it (one for each micro-batch) add `gradient` to the parameter's
-    gradient.
+    """Return `value`, and let each backward through it add `gradient` to the parameter's.
 
-    The gradient is added as it is: the weight of the micro-batch's loss does not scale it.
+    There is one for each micro-batch. The gradient is added as it is: the weight of the
+    micro-batch's loss does not scale it.
     """
     passed: Tensor = _LeaveGradient.apply(value, parameter, gradient.detach())  # type: ignore[no-untyped-call]
     return passed

@@ -1,7 +1,5 @@
-"""Layers built to be filled with received or stored state: no initial values are drawn or read for them.
-
-Their parameters have arbitrary values. Buffers are computed as usual, since a state may lack some.
-"""
+"""Build layers to be filled with received or stored state, without initial values. Their parameters
+have arbitrary values. Buffers are computed as usual, since a state may lack some."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,15 +14,15 @@ _CURRENT: ContextVar[bool] = ContextVar("unfilled", default=False)
 
 
 def is_uninitialized() -> bool:
-    """Return whether layers are being built within `building_uninitialized`, so that a model may leave their parameters
-    uninitialized."""
+    """Return whether layers are being built within `building_uninitialized`. A model may then leave
+    their parameters uninitialized."""
     return _CURRENT.get()
 
 
 @contextmanager
 def building_uninitialized() -> Iterator[None]:
-    """Let layers that are built within the context have arbitrary parameters: calls that change a parameter in place
-    are skipped."""
+    """Let layers that are built within the context have arbitrary parameters. Calls that change a
+    parameter in place are skipped."""
     before = _CURRENT.set(True)
     try:
         with _SkipInPlaceMode():
@@ -34,7 +32,7 @@ def building_uninitialized() -> Iterator[None]:
 
 
 def move_uninitialized(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move an uninitialized layer to a device. The values of its parameters are not copied."""
+    """Move an uninitialized layer to a device, without the values of its parameters."""
     for parameter in module.parameters():
         if parameter.device != device:
             parameter.data = torch.empty_like(parameter, device=device)
@@ -42,7 +40,7 @@ def move_uninitialized(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _SkipInPlaceMode(TorchFunctionMode):
-    """Mode that skips in-place changes of parameters, because drawing billions of numbers takes seconds."""
+    """Mode that skips in-place changes of parameters: drawing billions of numbers takes seconds."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -1,11 +1,13 @@
-"""Messages between workers when layers move: a header in JSON, then tensors as safetensors, in pieces of some MB.
+"""Encode messages between workers when layers move: a JSON header, then safetensors.
 
-The header has its length before it and its tag behind it (`runtime.protocol.authentication`): nothing of it is used
-before the tag has been checked. Tensors have no tags, like those that are sent in training: docs/threat-model.md.
+The tensors come in pieces of some MB. The header has its length before it and its tag behind it
+(`runtime.protocol.authentication`): nothing of it is used before the tag has been checked. Tensors
+have no tags, like those that are sent in training: docs/threat-model.md.
 
-A worker that needs layers, or parts of them, sends a `LayerRequest` to a worker that holds them, which answers with a
-`LayerPart` for each. While training continues, the sender also sends a `PartStepped` for each of its steps, so that the
-receiver can make the same steps (`runtime.moving.layer_sender`, `runtime.moving.layer_receiver`).
+A worker that needs layers, or parts of them, sends a `LayerRequest` to a worker that holds them,
+which answers with a `LayerPart` for each. While training continues, the sender also sends a
+`PartStepped` for each of its steps, so that the receiver can make the same steps
+(`runtime.moving.layer_sender`, `runtime.moving.layer_receiver`).
 """
 
 import hashlib
@@ -24,10 +26,9 @@ from slipstream.schedules.schedule import Worker
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
-"""Largest size of a blob, which is one piece of safetensors in a message. No tensor is larger."""
+"""Largest size of a blob, one piece of safetensors in a message. No tensor is larger."""
 BLOB_BYTES = 2**24
-"""Size up to which small tensors are sent together in one blob. Reading copies, so larger blobs would take more
-memory."""
+"""Size up to which small tensors share a blob, as reading copies it."""
 _HEADER_LENGTH = struct.Struct("<I")
 _BLOB_LENGTH = struct.Struct("<Q")
 
@@ -51,12 +52,11 @@ class PartRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request for parts of layers: the first message of a connection, and the only one of a receiver."""
+    """Request for parts of layers: the first and only message of a receiver."""
 
     parts: Annotated[tuple[PartRange, ...], Meta(max_length=2**16)]
     order: _Number | None = None
-    """Order whose initial state is requested, while all workers wait. None: the state before the next step, and all
-    later steps."""
+    """Order whose initial state is requested, while all wait; None: all states from now on."""
     receiver: Worker | None = None
     """Worker that requests the parts; None: it is not named."""
 
@@ -69,23 +69,22 @@ class LayerPart(msgspec.Struct, frozen=True, tag=True):
 
 
 class PartStepped(msgspec.Struct, frozen=True, tag=True):
-    """Message that a part was stepped in an iteration, with the gradients of the step; for a part without optimizer
-    state, with its parameters after the step."""
+    """Message that a part was stepped in an iteration, with the gradients of the step. A part
+    without optimizer state comes with its parameters after the step."""
 
     part: PartRange
     iteration: _Number
 
 
 class OrderBegins(msgspec.Struct, frozen=True, tag=True):
-    """Message that an order begins and that the sender is at the last committed iteration, perhaps after undoing
-    one."""
+    """Message that an order begins, with the sender at the last committed iteration."""
 
     order: _Number
     iteration: _Number
 
 
 class UpToDate(msgspec.Struct, frozen=True, tag=True):
-    """Message that the sender has sent everything that it had queued for this receiver before."""
+    """Message that the sender has sent everything that it had queued before."""
 
 
 Message = LayerRequest | LayerPart | PartStepped | OrderBegins | UpToDate
@@ -109,10 +108,10 @@ for _message in (LayerRequest((PartRange(0, 0, 0, True),)), LayerPart(PartRange(
 
 def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Tensor]
                    | None = None) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a message in consecutive buffers: header, authentication tag, tensors. `tags` generates the
-    tag, which authenticates the header alone. Tensors may be on any device.
+    """Yield the bytes of a message in buffers: header, its tag of `tags`, tensors.
 
-    Buffers may be the tensors' own memory, which must not change until they have been sent.
+    Tensors may be on any device. Buffers may be their own memory, which must not change until they
+    have been sent.
     """
     batches = _group_tensors(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
@@ -124,8 +123,8 @@ def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Te
 
 
 def read_message(stream: BufferedIOBase, tags: TagSequence) -> tuple[Message, dict[str, Tensor]]:
-    """Read the next message, and return it with its tensors, by name, in host memory. Raises MessageError, and OSError
-    when the peer is gone."""
+    """Read the next message with its tensors, by name, in host memory. Raises MessageError, and
+    OSError when the peer is gone."""
     (length,) = _HEADER_LENGTH.unpack(_read_exactly(stream, _HEADER_LENGTH.size))
     header = _decode_header(_read_tagged(stream, _check_length(length, MAX_HEADER_BYTES, "a header"), tags))
     tensors: dict[str, Tensor] = {}
@@ -139,7 +138,6 @@ def read_message(stream: BufferedIOBase, tags: TagSequence) -> tuple[Message, di
 
 
 def _decode_header(data: bytes) -> _Header:
-    """Decode a header. Raises MessageError if it is invalid."""
     try:
         return _DECODER.decode(data)
     except (ValueError, RecursionError) as error:
@@ -153,7 +151,7 @@ def _check_length(length: int, most: int, what: str) -> int:
 
 
 def _read_tagged(stream: BufferedIOBase, size: int, tags: TagSequence) -> bytes:
-    """Read `size` bytes and the authentication tag (HMAC) behind them. Raises MessageError if the tag is wrong."""
+    """Read `size` bytes and the tag behind them. Raises MessageError if it is wrong."""
     data = _read_exactly(stream, size)
     tag = _read_exactly(stream, TAG_BYTES)
     try:

@@ -1,11 +1,13 @@
 """Receive layers from other workers, while all workers wait or while training continues.
 
-They come from several living workers in parallel, as parts, each with its optimizer's state. During training, that is
-the state before some step; the gradients of that step and of each later one follow, and the receiver makes the same
-steps (`runtime.moving.received_part`). Optimizers are elementwise, so both end with the same bits.
+They come from several living workers in parallel, as parts, each with its optimizer's state. During
+training, that is the state before some step; the gradients of that step and of each later one
+follow, and the receiver makes the same steps (`runtime.moving.received_part`). Optimizers are
+elementwise, so both end with the same bits.
 
-When the order begins that the layers are for, every sender sends the number of the committed iteration, and a receiver
-that was one step further undoes that step. While all workers wait, the senders send it right after the state.
+When the order begins that the layers are for, every sender sends the number of the committed
+iteration, and a receiver that was one step further undoes that step. While all workers wait, the
+senders send it right after the state.
 """
 
 import contextlib
@@ -47,20 +49,19 @@ Address = tuple[str, int]
 
 
 class LayerSource(NamedTuple):
-    """Address of a worker, and the parts of layers that it is to send to this worker."""
+    """Address of a worker, and the parts that it is to send here."""
 
     address: Address
     parts: tuple[PartRange, ...]
 
 
 class FetchRequest(NamedTuple):
-    """Parts that one process of a worker is to receive, from the processes of the same rank."""
+    """Parts that a worker's process is to receive, from the processes of the same rank."""
 
     number: int
-    """Coordinator's number of a fetch during training. 0: all workers wait for it."""
+    """Coordinator's number of a fetch during training; 0: all workers wait for it."""
     order: int
-    """Number of the order that begins with these layers, if all workers wait; else of the order that trains
-    meanwhile."""
+    """Order that begins with these layers, if all wait; else the one that trains meanwhile."""
     senders: Mapping[Worker, LayerSource]
     follow: bool
     """True if the senders train during the fetch."""
@@ -69,10 +70,8 @@ class FetchRequest(NamedTuple):
 def find_layer_sources(worker: Worker, moves: Iterable[LayerMove],
                        addresses: Iterable[tuple[Worker, Sequence[Address]]],
                        rank: int = 0) -> dict[Worker, LayerSource]:
-    """Return, for each source of moves to `worker`, its address and the parts that these moves bring to one rank.
-
-    The argument `addresses` has the addresses of all ranks of each source.
-    """
+    """Return each source of moves to `worker`: its address and parts for one rank. `addresses` has
+    the addresses of all ranks of each source."""
     by_worker, sources = dict(addresses), dict[Worker, LayerSource]()
     for move in moves:
         if move.target == worker:
@@ -83,28 +82,30 @@ def find_layer_sources(worker: Worker, moves: Iterable[LayerMove],
 
 
 class ReceiverCallbacks:
-    """Callbacks from a receiver's threads, about a fetch during training. By default, they do nothing."""
+    """Callbacks from a receiver's threads, about a fetch during training, which do nothing."""
 
     def on_part_loaded(self, iteration: int) -> None:
-        """Handle a part that has arrived, in its state before the step of `iteration`. An exception ends the fetch."""
+        """Handle a part that has arrived, in its state before a step. An exception ends the
+        fetch."""
 
     def on_up_to_date(self, fetch: FetchRequest) -> None:
-        """Handle a fetch all of whose layers have come, and that now follows the steps of its senders. Called once."""
+        """Handle, once, a fetch that has all layers, and now follows its senders' steps."""
 
     def on_fetch_failed(self, fetch: FetchRequest, reason: str, *, unreachable: bool) -> None:
-        """Handle a fetch that has failed for a `reason`; `unreachable` if a sender was never reached. Called once."""
+        """Handle, once, a fetch that has failed; `unreachable` if a sender was never reached."""
 
 
 class LayerReceiver:
-    """Receiver of the layers that one worker needs: those of the last `FetchRequest` of an order.
+    """Receiver of the layers that one worker needs: those of an order's last `FetchRequest`.
 
-    Parameters
+     Parameters
     ----------
     module
-        Function that returns the module of a layer of which parts will come. Its values do not matter.
+        Function that returns the module of a layer of which parts will come. Its values do not
+        matter.
     follow
-        Function that returns a `ReceivedPart` for a part with optimizer state. The `ReceivedPart` repeats the sender's
-        steps.
+        Function that returns a `ReceivedPart`, which repeats the sender's steps, for a part with
+        optimizer state.
     secret
         Secret of the run, which senders must know.
     worker
@@ -117,8 +118,7 @@ class LayerReceiver:
                               events=events or ReceiverCallbacks(), worker=worker)
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
-        """Fetches by order, and by whether senders train meanwhile: a fetch may come before the worker is in that
-        order."""
+        """Fetches by order, and by whether senders train; one may come before its order."""
 
     def start_fetch(self, fetch: FetchRequest) -> None:
         """Start a fetch, if it names any sender. An earlier fetch in the same order is dropped."""
@@ -130,12 +130,12 @@ class LayerReceiver:
                 self._transfers[key] = self._begin(fetch)
 
     def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """Wait until all senders have begun order number `order`, and return the parts that were fetched for it, in
-        their state at that time.
+        """Wait until all senders have begun an order, and return the parts fetched for it.
 
-        These are the parts of the fetch with number `fetch`, made during training (0: there was none), and those
-        fetched while all workers wait. All other parts of fetches that this order ends are dropped. The function
-        `require` is called meanwhile, and may raise. Raises CommunicationError if a sender is gone.
+        They are in their state at that time: the parts of the fetch with number `fetch`, made
+        during training (0: there was none), and those fetched while all workers wait. All other
+        parts of fetches that this order ends are dropped. The function `require` is called
+        meanwhile, and may raise. Raises CommunicationError if a sender is gone.
         """
         states: list[PartState] = []
         for transfer in self._pop_until(order):
@@ -150,8 +150,7 @@ class LayerReceiver:
         return states
 
     def drop_fetches(self, order: int) -> None:
-        """Drop all parts that were fetched up to order number `order`, because that order begins without this
-        worker."""
+        """Drop all parts fetched up to an order, which begins without this worker."""
         for transfer in self._pop_until(order):
             transfer.close()
 
@@ -162,11 +161,10 @@ class LayerReceiver:
         return frozenset().union(*(transfer.list_sockets() for transfer in transfers))
 
     def _pop_until(self, order: int) -> list["_Transfer"]:
-        """Remove and return the fetches that the beginning of order number `order` ends: all that were started in
-        earlier orders, and in this order the one for which all workers wait.
-
-        A fetch that was started in this order during training, for the next order, stays.
-        """
+        """Remove and return the fetches that the beginning of an order ends."""
+        # They are all that were started in earlier orders, and in this order the one for which all
+        # workers wait. A fetch that was started in this order during training, for the next order,
+        # stays.
         with self._lock:
             return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
 
@@ -196,10 +194,8 @@ class _Transfer:
                              name=f"layers from {source}").start()
 
     def wait_for_order(self, order: int, require: Callable[[], None]) -> None:
-        """Wait until all senders have begun order number `order`. Raises CommunicationError if one of them is gone.
-
-        The function `require` is called meanwhile, and may raise.
-        """
+        """Wait until all senders have begun an order. Raises CommunicationError if one is gone. The
+        function `require` is called meanwhile, and may raise."""
         with self._changed:
             while any(self._orders.get(sender) != order for sender in self.fetch.senders):
                 if self._broken is not None:

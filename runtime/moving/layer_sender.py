@@ -1,11 +1,12 @@
-"""Send layers to other workers, while all workers wait, or during training and then with all later gradients.
+"""Send layers to other workers, while all wait, or in training with all later gradients.
 
-A worker that needs layers connects, and sends a request (`runtime.moving.layer_messages`). During training, the sender
-copies a layer's state to host memory before its next optimizer step, as a checkpoint does. From then on it copies the
-gradients of each step that is not undone. A thread (`runtime.moving.layer_server`) serves all receivers while the
-worker trains. Each receiver has a queue of data to be sent. The queue is bounded: if training produces more than the
-connection carries, training waits until the queue is empty, and the receiver is then up to date. A receiver that is too
-slow is dropped.
+A worker that needs layers connects, and sends a request (`runtime.moving.layer_messages`). During
+training, the sender copies a layer's state to host memory before its next optimizer step, as a
+checkpoint does. From then on it copies the gradients of each step that is not undone. A thread
+(`runtime.moving.layer_server`) serves all receivers while the worker trains. Each receiver has a
+queue of data to be sent. The queue is bounded: if training produces more than the connection
+carries, training waits until the queue is empty, and the receiver is then up to date. A receiver
+that is too slow is dropped.
 """
 
 import socket
@@ -31,14 +32,14 @@ from slipstream.schedules.schedule import Worker
 
 POLL_SECONDS = 0.002
 ROOM_SECONDS = 30.0
-"""Time for which training waits at most, before one step, for receivers to take what is queued for them. Those that
-have not taken it are dropped: they fetch again, or get their layers while all wait, without the steps."""
+"""Time for which training waits for receivers to empty their queues. Others are dropped: they fetch
+again, or get their layers while all wait."""
 
 
 class LayerSender:
-    """Sender of one worker's layers to any number of receivers. Its methods are for the thread that trains.
+    """Sender of one worker's layers to any number of receivers, for the training thread.
 
-    Parameters
+     Parameters
     ----------
     host
         Address to listen on.
@@ -62,21 +63,16 @@ class LayerSender:
         return any(receiver.request.order is None for receiver in self._server.list_asking())
 
     def send_state_before_step(self, iteration: int, layers: LayerStore) -> None:
-        """Send the state before an iteration's step to the receivers that have requested it.
-
-        All iterations before it must be committed.
-        """
+        """Send the state before an iteration's step to the receivers that requested it. All
+        iterations before it must be committed."""
         copied = _HostCopies()
         for receiver in self._server.list_asking():
             if receiver.request.order is None and self._drop_unless_held(receiver, layers):
                 self._server.send_states(receiver, _read_parts(receiver.request, iteration, layers, copied))
 
     def queue_step(self, iteration: int, layers: LayerStore) -> None:
-        """Queue the gradients of an iteration's step, or the new parameters, for all receivers that follow this
-        worker's steps.
-
-        Receivers of parts without optimizer state get the parameters.
-        """
+        """Queue the gradients of a step for all receivers that follow this worker's steps.
+        Receivers of parts without optimizer state get the new parameters."""
         copied = _HostCopies()
         for receiver in self._server.list_following():
             if self._drop_unless_held(receiver, layers):
@@ -85,18 +81,16 @@ class LayerSender:
                         layers.get_part_gradients if part.state else layers.get_part_state, after=iteration), part))
 
     def queue_order_begins(self, order: int, committed: int) -> None:
-        """Queue a message for all receivers that follow this worker's steps: order `order` begins after iteration
-        `committed`."""
+        """Queue, for all receivers that follow, that an order begins after `committed`."""
         for receiver in self._server.list_following():
             self._server.queue_message(receiver, OrderBegins(order, committed))
 
     def send_to_waiting(self, order: int, committed: int, receivers: int, layers: LayerStore,
                         require: Callable[[], None]) -> None:
-        """Send layers for order number `order` while all workers wait; return when `receivers` receivers have got all
-        they asked for.
+        """Send layers for an order while all workers wait, until `receivers` have all they need.
 
-        The layers are sent as they are after iteration `committed`, the last committed one. `require` is called
-        meanwhile, and may raise.
+        The layers are sent as they are after iteration `committed`, the last committed one.
+        `require` is called meanwhile, and may raise.
         """
         answered: list[ReceiverConnection] = []
         while len(answered) < receivers or any(one.has_pending for one in answered):
@@ -110,14 +104,14 @@ class LayerSender:
             time.sleep(POLL_SECONDS)
 
     def find_full_receivers(self) -> list[Worker | None]:
-        """Return the receivers for which `wait_for_room` would wait; None for each that has not said which it is."""
+        """Return the receivers for which `wait_for_room` would wait; None for an unnamed one."""
         return [receiver.request.receiver for receiver in self._server.list_following() if receiver.full]
 
     def wait_for_room(self, require: Callable[[], None]) -> list[Worker | None]:
         """Wait while too much data is queued for a receiver that follows this worker's steps.
 
-        The function `require` is called meanwhile, and may raise. After `ROOM_SECONDS`, receivers that still have too
-        much queued are dropped, and returned as by `find_full_receivers`.
+        The function `require` is called meanwhile, and may raise. After `ROOM_SECONDS`, receivers
+        that still have too much queued are dropped, and returned as by `find_full_receivers`.
         """
         deadline = time.monotonic() + ROOM_SECONDS
         while full := [receiver for receiver in self._server.list_following() if receiver.full]:
@@ -130,7 +124,7 @@ class LayerSender:
         return []
 
     def list_sockets(self) -> Sockets:
-        """Return the open sockets: the one that listens, and those of connections to receivers."""
+        """Return the open sockets: the listening one, and those of connections to receivers."""
         return identify_sockets([self._listener, *self._server.list_sockets()])
 
     def close(self) -> None:
@@ -146,10 +140,8 @@ class LayerSender:
 
 def _read_parts(request: LayerRequest, iteration: int, layers: LayerStore, by: "_CallReadPart"
                 ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
-    """Return all parts that a receiver has requested, as they are before an iteration's step.
-
-    For each part, `by(read, part)` returns the result of `read(part)`, or an earlier copy of it.
-    """
+    """Return all parts that a receiver has requested, as they are before a step."""
+    # For each part, `by(read, part)` returns the result of `read(part)`, or an earlier copy of it.
     return [(LayerPart(part, iteration), by(partial(layers.get_part_state, after=iteration - 1), part))
             for part in request.parts]
 

@@ -1,8 +1,8 @@
-"""Serve layers to receivers: the thread of a layer sender, and the queue of data for each receiver.
+"""Serve layers to receivers in a thread, each from its own queue.
 
-The thread accepts connections, checks that a receiver knows the secret of the run, reads its request, and sends the
-data that the training thread puts into its queue. A connection that breaks or sends anything else is closed, with a
-line in this worker's log, and the others continue.
+The thread accepts connections, checks that a receiver knows the secret of the run, reads its
+request, and sends the data that the training thread puts into its queue. A connection that breaks
+or sends anything else is closed, with a line in this worker's log, and the others continue.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from slipstream.runtime.protocol.authentication import (
 )
 
 TIMEOUT_SECONDS = 30.0
-"""Time after which a receiver that takes nothing is dropped. One that is alive takes something in milliseconds."""
+"""Time after which a receiver is dropped that takes nothing: usually, milliseconds."""
 IDLE_SECONDS = 600.0
 """Longest time that the thread waits for events before it checks again."""
 CHUNK_BYTES = 2**20
@@ -48,7 +48,7 @@ CHUNK_BYTES = 2**20
 QUEUE_STATES = 3
 """Bound on a receiver's queue, as a multiple of the memory of the requested state."""
 MAX_UNKNOWN_RECEIVERS = 64
-"""Largest number of open connections without a request. If there are more, the oldest is closed."""
+"""Largest number of open connections without a request; then the oldest is closed."""
 
 
 class ReceiverConnection:
@@ -92,8 +92,8 @@ class ReceiverConnection:
 
 
 class LayerServer:
-    """Server that sends layers to receivers in a thread of its own. The training thread passes it the data to send; a
-    lock protects what both use."""
+    """Server that sends layers to receivers in a thread of its own. The training thread passes it
+    the data to send; a lock protects what both use."""
 
     def __init__(self, listener: socket.socket, secret: Secret, seconds_per_byte: float) -> None:
         self._listener = listener
@@ -113,7 +113,7 @@ class LayerServer:
             return [receiver for receiver in self._receivers if receiver.asking and not receiver.closed]
 
     def list_following(self) -> list[ReceiverConnection]:
-        """Return the receivers whose request has been answered, and that want the gradients of every later step."""
+        """Return the receivers that have been answered, and want each later step's gradients."""
         if not self._receivers:
             return []
         with self._lock:
@@ -121,14 +121,14 @@ class LayerServer:
                     and not receiver.closed]
 
     def list_sockets(self) -> list[socket.socket]:
-        """Return the open sockets: those of connections to receivers, and the pair that wakes the thread."""
+        """Return the open sockets: those of receivers, and the pair that wakes the thread."""
         with self._lock:
             return [self._wake_up, self._woken, *(receiver.connection for receiver in self._receivers)]
 
     def send_states(self, receiver: ReceiverConnection,
                     states: Sequence[tuple[LayerPart, Mapping[str, Tensor]]]) -> None:
-        """Queue the states that a receiver has requested. From then on the receiver counts as answered, and further
-        messages can be queued for it."""
+        """Queue the states that a receiver has requested; it counts as answered from then on.
+        Further messages can then be queued for it."""
         with self._lock:
             receiver.asking, receiver.answered = False, True
             receiver.most_bytes = QUEUE_STATES * sum(_count_bytes(state) for _, state in states)
@@ -137,8 +137,7 @@ class LayerServer:
 
     def queue_message(self, receiver: ReceiverConnection, message: Message,
                       tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Queue a message, with its tensors by name if it has any, for a receiver, behind all that were queued for it
-        before."""
+        """Queue a message with its tensors, by name, behind all that were queued before."""
         with self._lock:
             receiver.queue.append((message, tensors or {}))
             receiver.queued_bytes += _count_bytes(tensors or {})
@@ -162,7 +161,7 @@ class LayerServer:
         self._wake_thread()
 
     def serve(self) -> None:
-        """Accept connections, read requests and send data, until `close`. This is the thread's function."""
+        """Accept connections, read requests and send data until `close`, in the thread."""
         with selectors.DefaultSelector() as selector, self._listener, self._wake_up, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -182,8 +181,7 @@ class LayerServer:
             self._wake_up.send(b"\0")
 
     def _register_events(self, selector: selectors.BaseSelector) -> float:
-        """Register with `selector` the events to wait for at each connection. Return the seconds after which to call
-        this again."""
+        """Register the events to wait for; return the seconds after which to do so again."""
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
             pending, held_back = receiver.has_pending, receiver.not_before > now
@@ -241,12 +239,11 @@ class LayerServer:
             self.drop_receiver(receiver)
 
     def _refuse_receiver(self, receiver: ReceiverConnection, why: str) -> None:
-        """Close a connection because of what its peer sends, and log the reason."""
         self._refused(f"{receiver.address}, connected to the layer server,", why)
         self.drop_receiver(receiver)
 
     def _read_request(self, receiver: ReceiverConnection) -> None:
-        """Read some of the handshake or of the request. After the request, the peer may only close the connection."""
+        """Read some of the handshake or request, after which a peer may only close."""
         data = receiver.connection.recv(4096)
         if not data:
             raise ConnectionError("closed")
@@ -269,7 +266,6 @@ class LayerServer:
             receiver.request, receiver.asking = request, True
 
     def _send_chunk(self, receiver: ReceiverConnection) -> None:
-        """Send at most `CHUNK_BYTES` of the queued data to a receiver."""
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))
         sent = receiver.connection.send(receiver.piece[:CHUNK_BYTES])
@@ -282,7 +278,7 @@ class LayerServer:
             receiver.piece = memoryview(self._next_piece(receiver))
 
     def _next_piece(self, receiver: ReceiverConnection) -> bytes | memoryview:
-        """Return the next bytes to send to a receiver; empty if everything queued for it has been sent."""
+        """Return the next bytes to send to a receiver; empty if all has been sent."""
         while True:
             piece = next(receiver.pieces, None)
             if piece is not None:

@@ -34,22 +34,19 @@ class BuildLayer(Protocol):
     """Function that builds a layer of the model, with or without initial values."""
 
     def __call__(self, layer: int, *, filled: bool) -> nn.Module:
-        """Build a layer as it is before iteration 0, by `runtime.state.held_layers.build_layer`. Unless `filled`,
-        its parameters have arbitrary values, to be loaded afterwards."""
+        """Build a layer as it is before iteration 0, by `runtime.state.held_layers.build_layer`.
+        Unless `filled`, its parameters have arbitrary values, to be loaded afterwards."""
 
 
 RestoreLayers = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
-"""Function that returns the whole states of given layers before an iteration, by layer and by the tensor's name.
-
-It returns an empty mapping if the layers are then as they were built.
-"""
+"""Function that returns whole states of layers before an iteration, unless they are as built."""
 
 
 class LayerStore:
     """Layers of a worker, with the parameters after the last committed iteration.
 
-    Parts that are fetched during training, and the layers they are for, take no memory of the `device` before the
-    worker holds them, as plans reserve none for them.
+    Parts that are fetched during training, and the layers they are for, take no memory of the
+    `device` before the worker holds them, as plans reserve none for them.
     """
 
     def __init__(self, build: BuildLayer, restore: RestoreLayers, holding: HeldLayers, device: torch.device) -> None:
@@ -66,7 +63,7 @@ class LayerStore:
         """Layers of `_built` that are as they are before the first iteration."""
 
     def prebuild_layers(self, layers: Iterable[int]) -> None:
-        """Build layers that will probably be needed soon. Their state will come from other workers."""
+        """Build layers that will probably be needed soon, for state from other workers."""
         for layer in layers:
             self.get_module(layer)
 
@@ -76,10 +73,8 @@ class LayerStore:
         self._received, self._filled = [], frozenset()
 
     def restore_layers(self, layers: Collection[int], iteration: int) -> None:
-        """Read layers as they were before an iteration from a checkpoint, or build them if no iteration had run.
-
-        They become held layers at the next `keep_parts`. Raises CheckpointError.
-        """
+        """Read layers from an iteration's checkpoint, or build them if none had run. They become
+        held layers at the next `keep_parts`. Raises CheckpointError."""
         self._received = []
         states = self._restore(iteration, sorted(layers))
         for layer in set(layers) - states.keys() - self.holding.modules.keys():
@@ -93,12 +88,11 @@ class LayerStore:
                                                 iteration - 1))
 
     def add_received(self, received: Iterable[PartState]) -> None:
-        """Add parts that other workers have sent for an order. They are stored until the next `keep_parts` moves what
-        it needs of them into held layers."""
+        """Add parts that were sent for an order, until `keep_parts` takes what it needs."""
         self._received = [*(part for part in self._received if part.state), *received]
 
     def start_checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
-        """Start to compute the checksums of all held layers and parts, as they are after iteration `after`. Return a
+        """Start to compute the checksums of all held layers and parts after an iteration. Returns a
         function that waits for the checksums and returns them. Raises VersionError."""
         pending = list(self.holding.optimizer.compute_checksums(after))
 
@@ -110,23 +104,23 @@ class LayerStore:
         return read
 
     def flip_bit(self, what: str, rng: Random) -> None:
-        """Flip a random bit of stored state, as broken memory would. `what` is "parameters", "state" (of the optimizer)
-        or "copy" (of another worker's part)."""
+        """Flip a random bit of stored state, as broken memory would. `what` is "parameters",
+        "state" (of the optimizer) or "copy" (of another worker's part)."""
         self.holding.optimizer.flip_bit(what, rng)
 
     def keep_parts(self, cuts: Mapping[LayerRange, StatePartition], worker: Worker, after: int) -> None:
-        """Hold exactly the layers of these partitions, and of their optimizer state the parts that the partitions
-        assign to a worker; drop all other layers, state and received parts.
+        """Hold exactly the layers of these partitions, and a worker's parts of their state.
 
-        All held, read and received state must be that after iteration `after`, and the last optimizer step must be
-        permanent or undone (`HeldLayers.return_to`). Raises VersionError otherwise.
+        All else is dropped. All held, read and received state must be that after iteration `after`,
+        and the last optimizer step must be permanent or undone (`UndoableSteps.return_to`). Raises
+        VersionError otherwise.
         """
         self.holding.hold_layers(self._get_device_modules(cuts), cuts, worker, self._received, after, self._filled)
         self._received, self._built, self._filled = [], {}, frozenset()
 
     def list_held_state(self) -> HeldState:
-        """Return which layers, and which parts of optimizer state, this worker holds. Parts received for an order count
-        as held, and so do layers of which all parts were received."""
+        """Return which layers, and which parts of optimizer state, this worker holds. Parts
+        received for an order count as held, and so do layers of which all parts were received."""
         received = dict[int, list[Span]]()
         for part in self._received:
             if part.state:
@@ -145,8 +139,8 @@ class LayerStore:
             first <= part.start and part.stop <= end for first, end in kept)
 
     def get_part_state(self, part: PartRange, after: int) -> dict[str, Tensor]:
-        """Return the tensors of a part of a layer that is held, read or received, as it is after an iteration, to be
-        sent to another worker. The tensors are not copied. Raises VersionError."""
+        """Return the tensors of a part after an iteration, uncopied, to be sent. The part is held,
+        read or received. Raises VersionError."""
         span, received = (part.start, part.stop), self._find_received(part)
         if received is not None:
             received.require_version(after)
@@ -156,8 +150,7 @@ class LayerStore:
         return dict(state.tensors)
 
     def get_part_gradients(self, part: PartRange, after: int) -> dict[str, Tensor]:
-        """Return the gradients by which a whole part was stepped in iteration `after`. The tensors are not copied.
-        Raises VersionError."""
+        """Return the gradients, uncopied, by which a part was stepped. Raises VersionError."""
         self.holding.optimizer.version.require(after, "what this worker keeps")
         return self.holding.optimizer.part_gradients(part.layer, (part.start, part.stop))
 
@@ -166,10 +159,8 @@ class LayerStore:
                      and received.start <= part.start and part.stop <= received.stop), None)
 
     def set_parameters(self, received: Sequence[PartState], after: int) -> None:
-        """Copy received parameters into the held layers, for the parts that this worker does not step itself.
-
-        Raises VersionError unless the received ones are the state after iteration `after`.
-        """
+        """Copy received parameters into held layers, for parts that are not stepped here. Raises
+        VersionError unless the received ones are the state after iteration `after`."""
         for part in received:
             part.require_version(after)
         for layer, module in self.holding.modules.items():
@@ -179,8 +170,8 @@ class LayerStore:
                             ) -> dict[int, dict[str, Tensor]]:
         """Return whole layers as they are after an iteration, in host memory, to be saved.
 
-        Parts that this worker does not keep come from `received`. All ranks of a worker must call this together; the
-        first gets the layers, the others nothing. Raises VersionError.
+        Parts that this worker does not keep come from `received`. All ranks of a worker must call
+        this together; the first gets the layers, the others nothing. Raises VersionError.
         """
         group, layer_states, layers = worker_group(), dict[int, dict[str, Tensor]](), sorted(layers)
         device = next((parameter.device for parameter in self.holding.parameters_by_name().values()), HOST)
@@ -195,8 +186,7 @@ class LayerStore:
         return layer_states
 
     def _join_parts(self, layer: int, received: Sequence[PartState], after: int) -> dict[str, Tensor]:
-        """Return the state of a layer after iteration `after`, joined from held and received parts. Raises VersionError
-        if one is of another iteration."""
+        """Join a layer's state from held and received parts. Raises VersionError."""
         parts = [part for part in (*self.holding.optimizer.kept_states(), *self._received, *received)
                  if part.layer == layer]
         for part in parts:
@@ -204,19 +194,17 @@ class LayerStore:
         return assemble_state(self.holding.modules[layer], parts)
 
     def count_elements(self, layer: int) -> ElementCounts:
-        """Return the number of elements, at this rank, of a layer that is held or will be."""
+        """Return this rank's number of elements of a layer that is or will be held."""
         return count_elements(self.get_module(layer))
 
     def _get_device_modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
-        """Return the modules of all layers in some ranges, by layer: those that are held, and new ones, which are moved
-        to the device."""
+        """Return the modules of all layers in some ranges, on the device, by layer."""
         held = self.holding.modules
         return {layer: held[layer] if layer in held else move_uninitialized(self.get_module(layer), self._device)
                 for layers in cuts for layer in range(*layers)}
 
     def get_module(self, layer: int) -> nn.Module:
-        """Return a layer: one that is held, or a new one whose state `keep_parts` will load. Any thread may call
-        this."""
+        """Return a layer: a held one, or a new one to be loaded. Any thread may call this."""
         held = self.holding.modules
         if layer in held:
             return held[layer]
@@ -228,8 +216,8 @@ class LayerStore:
 
 @contextmanager
 def _use_copy_stream(device: torch.device) -> Iterator[None]:
-    """Run the context on a GPU stream of its own, so that copies from a device do not wait for later compute. The
-    copies are complete at the end of the context."""
+    """Run the context on a stream of its own, and wait for its copies."""
+    # So copies from a device do not wait for later compute.
     if device.type != "cuda":
         yield
         return

@@ -1,12 +1,13 @@
-"""Parts of layers that another worker owns, received while it trains.
+"""Receive parts of layers that another worker owns, while it trains.
 
-Of a part with optimizer state, the state is received once, and then the gradients of each step. It is a whole part of
-the sender, and is stepped separately, as on the sender: the ends of a vector are computed differently from its middle,
-so steps of other spans would not give the same bits. Of a part without state, the parameters are received again after
-each step.
+Of a part with optimizer state, the state is received once, and then the gradients of each step. It
+is a whole part of the sender, and is stepped separately, as on the sender: the ends of a vector are
+computed differently from its middle, so steps of other spans would not give the same bits. Of a
+part without state, the parameters are received again after each step.
 
-Received parts lie in host memory, because plans leave no room for them on a device. Each tensor is stepped by itself on
-the device that computes, as CPUs would not give the same bits; only one tensor at a time is on the device.
+Received parts lie in host memory, because plans leave no room for them on a device. Each tensor is
+stepped by itself on the device that computes, as CPUs would not give the same bits; only one tensor
+at a time is on the device.
 """
 
 from collections.abc import Mapping
@@ -26,10 +27,10 @@ HOST = torch.device("cpu")
 
 
 class SteppedPart(UndoableSteps):
-    """Received part that includes the optimizer's state, and is stepped as on the sender, with the sender's gradients.
+    """Received part with the optimizer's state, stepped as on the sender, with its gradients.
 
-    Its tensors are copies in host memory, and `device` computes the steps. The layer `module` gives only names, shapes
-    and step rules; it stays unchanged.
+    Its tensors are copies in host memory, and `device` computes the steps. The layer `module` gives
+    only names, shapes and step rules; it stays unchanged.
     """
 
     def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig, device: torch.device,
@@ -55,10 +56,11 @@ class SteppedPart(UndoableSteps):
                 self.states[piece][slot] = tensor.view(piece.shape) if flat else tensor
 
     def follow_step(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Make the sender's step of an iteration with its gradients `tensors`, by parameter; empty if the sender
-        skipped it. Parameters that it left as they were, because no worker had used them, are not among them.
+        """Make the sender's step of an iteration with its gradients `tensors`, by parameter.
 
-        Raises ValueError if the gradients do not fit, and VersionError if they are not those of the next step.
+        They are empty if the sender skipped it. Parameters that it left as they were, because no
+        worker had used them, are not among them. Raises ValueError if the gradients do not fit, and
+        VersionError if they are not those of the next step.
         """
         if not tensors:
             self.step(iteration, None)
@@ -74,8 +76,7 @@ class SteppedPart(UndoableSteps):
             piece.grad = None
 
     def _make_step(self, factor: float) -> None:
-        """Save copies for undo, and step the tensors one by one with their gradients, which the sender has scaled;
-        `factor` must be 1."""
+        """Save copies, and step tensors one by one with the sender's scaled gradients."""
         assert factor == 1.0, "what comes are the gradients that were stepped by"
         stepped = self._stepped_parameters()
         self._save_copies(stepped)
@@ -87,8 +88,7 @@ class SteppedPart(UndoableSteps):
                 self._step_on_device(piece, gradient)
 
     def _step_on_device(self, piece: nn.Parameter, gradient: Tensor) -> None:
-        """Step one tensor with its gradient on the device that computes, and copy the result back to the tensor's host
-        memory."""
+        """Step one tensor on the computing device, and copy it back to host memory."""
         parameter, slots = piece.data, self.state_tensors(piece)
         piece.data = parameter.to(self._device)
         for slot, value in slots.items():
@@ -110,10 +110,8 @@ class SteppedPart(UndoableSteps):
 
 
 class CopiedPart:
-    """Received part that is not stepped here: one without the optimizer's state, or one whose sender waits.
-
-    Until the tensors of an iteration arrive, it has those of the iteration before.
-    """
+    """Received part that is not stepped here: without optimizer state, or of a waiting sender.
+    Until the tensors of an iteration arrive, it has those of the iteration before."""
 
     def __init__(self, part: PartState) -> None:
         assert part.after is not None
@@ -122,10 +120,8 @@ class CopiedPart:
         """Tensors of the last two iterations, by the iteration after which they are the state."""
 
     def follow_step(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Store `tensors`, the sender's parameters after the step of an iteration.
-
-        Raises ValueError if they do not fit, and VersionError unless the iteration is the next one.
-        """
+        """Store `tensors`, the sender's parameters after the step of an iteration. Raises
+        ValueError if they do not fit, and VersionError unless the iteration is the next one."""
         if {key: tensor.shape for key, tensor in tensors.items()} != {
                 key: tensor.shape for key, tensor in self._part.tensors.items()}:
             raise ValueError(f"parameters of a part of layer {self._part.layer} do not fit")
@@ -134,8 +130,8 @@ class CopiedPart:
         self._last = {before: self._last[before], iteration: tensors}
 
     def return_to(self, committed: int) -> None:
-        """Return to the tensors after iteration `committed`, one of the last two stored. Raises VersionError for any
-        other."""
+        """Return to the tensors of one of the last two iterations. Raises VersionError for
+        others."""
         Version(committed if committed in self._last else max(self._last)).require(
             committed, f"a part of layer {self._part.layer}")
         self._last = {committed: self._last[committed]}

@@ -6,12 +6,12 @@
     worker_start           settings that a worker's process is started with
     process_manager        the processes of a run's workers, on all nodes
     file_descriptors       limit on open files and connections, and the number that node 0 needs
-    restart_policy         whether and when a worker is started again; limit on what node 0 may start on another node
-    process_attributes     process names as shown by ps, top and nvidia-smi; a signal when the parent dies
+    restart_policy         whether and when a worker is started again; limit on starts by node 0
+    process_attributes     names shown by ps, top and nvidia-smi; a signal when the parent dies
     stop_signals           SIGTERM and Ctrl-C
     launch_environment     environment variables set by torchrun, srun or mpirun
     torchrun_store         finds node 0 by the store of torchrun's agent
 
-May import: `protocol`. The fork server's own process is `worker.fork_server_process`, since it imports what
-workers need before it forks them.
+May import: `protocol`. The fork server's own process is `worker.fork_server_process`, since it
+imports what workers need before it forks them.
 """

@@ -14,11 +14,11 @@ from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 0.5
-"""Time that the other processes may take to end after one has failed: the error of another process may be the cause."""
+"""Time for other processes to end after a failure, of which they may be the cause."""
 
 
 class ChildError(RuntimeError):
-    """Error for a process that has failed. The message is the last line of its log, or its exit status."""
+    """Error for a failed process: the last line of its log, or its exit status."""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -33,17 +33,17 @@ _TASK = msgspec.json.Decoder(_Task)
 
 
 class ChildProcesses:
-    """Group of processes, one for each task. They start when the object is created and end when it is closed.
+    """Group of processes, one for each task, from the object's creation until it is closed.
 
     Raises ChildError if a process cannot be started.
 
-    Parameters
+     Parameters
     ----------
     target
         `module:function` that takes the task as JSON and returns the result as bytes.
     fork_server
-        Fork server that starts the processes, and outlives them. None: start a new one, which takes seconds to import
-        torch.
+        Fork server that starts the processes, and outlives them. None: start a new one, which takes
+        seconds to import torch.
     """
 
     def __init__(self, target: str, tasks: Sequence[msgspec.Struct], fork_server: ForkServer | None = None) -> None:
@@ -76,8 +76,8 @@ class ChildProcesses:
         self._stack.close()
 
     def collect_results(self, timeout: float) -> list[bytes]:
-        """Wait for all tasks, and return their results in the order of the tasks. Raises ChildError if a process fails,
-        and TimeoutError after `timeout` seconds."""
+        """Wait for all tasks, and return their results in order. Raises ChildError if a process
+        fails, and TimeoutError after `timeout` seconds."""
         try:
             deadline = time.monotonic() + timeout
             while not any(self._status.values()) and any(map(self.fork_server.is_alive, self._names)):
@@ -110,8 +110,7 @@ class ChildProcesses:
 
 
 def run_task(data: bytes) -> int:
-    """Run one task, whose JSON is `data`, in this process, and write the result to the task's file. Returns exit status
-    0."""
+    """Run the task with this JSON, write its result, and return exit status 0."""
     task = _TASK.decode(data)
     target: Callable[[bytes], Any] = load_target(task.target)
     Path(task.answer).write_bytes(target(task.content.encode()))

@@ -1,4 +1,4 @@
-"""Count the file descriptors that node 0 of a run needs, and raise this process's limit on them."""
+"""Count the file descriptors that node 0 needs, and raise this process's limit on them."""
 
 import resource
 
@@ -9,26 +9,27 @@ from slipstream.schedules.graph import pipeline_groups
 from slipstream.schedules.schedule import Schedule
 
 LAUNCHER_DESCRIPTORS = 256
-"""Number of files, pipes and libraries that a launcher opens, whatever the number of workers."""
+"""Files, pipes and libraries that a launcher opens, whatever the number of workers."""
 SPARE_CONNECTIONS = 2
-"""Factor for the connections of communicators: a generation opens new ones before those of the last are closed, and
-after failures workers meet others than at the start."""
+"""Factor for communicators' connections, as new ones open before the last are closed."""
 
 
 def count_node_0_descriptors(processes: int, nodes: int, communicators: int = 0) -> int:
     """Return the number of file descriptors that node 0 needs.
 
-    Each process of a worker connects to the coordinator and to torch's key-value store; each node's agent connects
-    once. The argument `communicators` is the result of `count_communicator_ends`: each end connects to the store.
+    Each process of a worker connects to the coordinator and to torch's key-value store; each node's
+    agent connects once. `communicators` is the result of `count_communicator_ends`: each end
+    connects to the store.
     """
     return 2 * processes + nodes + SPARE_CONNECTIONS * communicators + LAUNCHER_DESCRIPTORS
 
 
 def count_communicator_ends(schedule: Schedule, placement: Placement, ranks: int) -> int:
-    """Return the number of ends of all NCCL communicators by which workers of `ranks` ranks follow a schedule.
+    """Return the number of ends of all NCCL communicators of a schedule's workers.
 
-    There is one communicator for each two workers and direction, one for each set of workers that sum gradients, and
-    one for the ranks of each worker; ranks of equal number have their own.
+    There is one communicator for each two workers and direction, one for each set of workers that
+    sum gradients, and one for the ranks of each worker, `ranks` in number; ranks of equal number
+    have their own.
     """
     pairs = {(crossing.source, crossing.target) for group in pipeline_groups(schedule)
              for crossings in crossings_by_worker(schedule, group).values() for crossing in crossings}
@@ -38,8 +39,8 @@ def count_communicator_ends(schedule: Schedule, placement: Placement, ranks: int
 
 
 def raise_descriptor_limit(number: int) -> None:
-    """Raise this process's limit on file descriptors to the maximum that the system allows. Child processes inherit the
-    limit. Raises ConfigError if the maximum is less than `number`."""
+    """Raise this process's limit on file descriptors to the system's maximum. Child processes
+    inherit it. Raises ConfigError if the maximum is less than `number`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = max(soft, number) if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < target:

@@ -1,15 +1,17 @@
-"""Control a fork server: a process that imports torch once and then forks others on request, each in milliseconds.
+"""Control a fork server, which imports torch once and then forks others in milliseconds.
 
-Requests and reports are lines of JSON over a socket, which is the server's standard input. When the socket closes,
-because the process that started the server has ended in any way, the server kills all processes that it has forked, and
-ends. If the server was asked to hold them, it first waits a while for another process to take it over
-(`adopt_fork_server`), through a socket whose name was agreed on before.
+Requests and reports are lines of JSON over a socket, which is the server's standard input. When the
+socket closes, because the process that started the server has ended in any way, the server kills
+all processes that it has forked, and ends. If the server was asked to hold them, it first waits a
+while for another process to take it over (`adopt_fork_server`), through a socket whose name was
+agreed on before.
 
-Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it imports the user's
-main program again, in the server and in each process, so that a program without an `if __name__ == "__main__"` guard
-fails; the processes that it has forked survive when the launcher is killed; and its requests are pickles. Measured with
-12 processes on 2 busy cores: all were forked in 0.5 s here and in 0.8 to 2.7 s there, and all of them together took 254
-and 287 MiB of memory.
+Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it
+imports the user's main program again, in the server and in each process, so that a program without
+an `if __name__ == "__main__"` guard fails; the processes that it has forked survive when the
+launcher is killed; and its requests are pickles. Measured with 12 processes on 2 busy cores: all
+were forked in 0.5 s here and in 0.8 to 2.7 s there, and all of them together took 254 and 287 MiB
+of memory.
 """
 
 import contextlib
@@ -46,25 +48,23 @@ from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 
 ONE_THREAD_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""Environment that keeps the fork server single-threaded. numpy's BLAS would start threads at import, and a process
-with threads is not safe to fork."""
+"""Environment without threads of numpy's BLAS, with which a process is not safe to fork."""
 SERVER_GONE = "the process that starts the workers has died"
 ADOPT_SECONDS = 5.0
-"""Time within which a fork server that waits to be adopted must answer. It does so at once."""
+"""Time within which a fork server that waits to be adopted must answer."""
 KILL_SECONDS = 10.0
-"""Time within which a killed process must be gone: milliseconds, unless the system waits for a disk or a GPU."""
+"""Time within which a killed process must be gone, unless hardware holds it."""
 
 
 class ForkServerError(RuntimeError):
-    """Error for a fork server that has ended, with all processes that it has forked. The message is one line."""
+    """Error, in one line, for a fork server that has ended with all its processes."""
 
 
 def build_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, with the variables `more`, for another process that imports modules of this
-    program.
+    """Return the environment, with `more`, for a process that imports this program's modules.
 
-    PYTHONPATH is set so that the imports work. The run's secret is left out: workers get it over a socket, and programs
-    that workers start need not know it.
+    PYTHONPATH is set so that the imports work. The run's secret is left out: workers get it over a
+    socket, and programs that workers start need not know it.
     """
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -72,8 +72,8 @@ def build_environment(**more: str) -> dict[str, str]:
 
 
 class ForkServer:
-    """Launcher's side of a fork server, which may serve several runs. It is a context manager, so that no forked
-    process outlives the block."""
+    """Launcher's side of a fork server, which may serve several runs. It is a context manager, so
+    that no forked process outlives the block."""
 
     _process: "subprocess.Popen[bytes] | None" = None
     """Process of the server, if this process has started it."""
@@ -92,23 +92,24 @@ class ForkServer:
         self._attach_connection(ours, f"slipstream-{secrets.token_hex(16)}")
 
     def _attach_connection(self, connection: socket.socket, name: str) -> None:
-        """Use `connection` to talk to the server. `name` is the name by which the server can be adopted."""
+        """Use `connection` to talk to the server, which can be adopted by `name`."""
         self._connection, self._name = connection, name
         self._lines = LineReader(connection.fileno())
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
-        """Text for the process that adopts the server; in that process, the text that it was passed."""
+        """Text for the process that adopts the server. In that process, the text that it was
+        passed."""
         self.pids: dict[str, int] = {}
         """Process id by name, for each process whose start has been reported."""
 
     def hold_for_adoption(self, seconds: float, note: str) -> str | None:
-        """Ask the server to keep its processes for `seconds` if this process dies, until another process adopts them.
+        """Ask the server to keep its processes for `seconds` after this process's death.
 
-        The adopting process is passed the text `note`. Returns the name by which `adopt_fork_server` finds the server;
-        the name is the same at each call, also after an adoption. Returns None on systems other than Linux. Raises
-        ForkServerError.
+        A process that adopts them is passed the text `note`. Returns the name by which
+        `adopt_fork_server` finds the server, the same at each call, also after an adoption; None on
+        systems other than Linux. Raises ForkServerError.
         """
         if not sys.platform.startswith("linux"):
             return None
@@ -117,19 +118,21 @@ class ForkServer:
         return self._name
 
     def register_cleanup(self, target: str, path: Path | str) -> None:
-        """Register a file or folder to be removed by `target`, a `module:function`, if this process is killed. Errors
-        of that function are ignored. Raises ForkServerError if the server has ended."""
+        """Register a path that `target` is to remove if this process is killed.
+
+        `target` is a `module:function`, whose errors are ignored. Raises ForkServerError if the
+        server has ended.
+        """
         self._send_request(CleanUp(target, str(path)))
 
     def start_process(self, spec: ProcessSpec) -> None:
-        """Ask the server to start a process; its start is reported later. Raises ForkServerError if the server has
-        ended."""
+        """Ask the server to start a process; its start is reported later. Raises
+        ForkServerError."""
         self._alive.add(spec.name)
         self._send_request(spec)
 
     def kill_process(self, name: str) -> None:
-        """Kill a process, even one that is stopped; do nothing if it has ended. Raises ForkServerError if the server
-        has ended."""
+        """Kill a process, even a stopped one, unless it has ended. Raises ForkServerError."""
         self._send_request(KillProcess(name))
 
     def is_alive(self, name: str) -> bool:
@@ -139,8 +142,8 @@ class ForkServer:
     def kill_all(self) -> None:
         """Kill all processes that are alive, and wait until they are gone.
 
-        If that takes longer than `KILL_SECONDS` and the server is a child of this process, the server is killed, too,
-        and its processes are left to the system.
+        If that takes longer than `KILL_SECONDS` and the server is a child of this process, the
+        server is killed, too, and its processes are left to the system.
         """
         deadline = time.monotonic() + KILL_SECONDS
         try:
@@ -160,12 +163,12 @@ class ForkServer:
         return sorted(self._alive)
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
+        """Return the descriptor for a selector, which is readable when `poll` has something."""
         return self._connection.fileno()
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
-        """Return the server's reports of ended processes since the last call, after waiting at most `seconds` for one.
-        Raises ForkServerError if the server has ended."""
+        """Return the processes that have ended since the last call, after waiting for one. The wait
+        lasts `seconds` at most. Raises ForkServerError if the server has ended."""
         ended_processes: list[ProcessEnded] = []
         if self._selector.select(seconds):
             ended_processes = self._apply_reports(self._lines.read_lines())
@@ -174,8 +177,7 @@ class ForkServer:
         return ended_processes
 
     def _apply_reports(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
-        """Update the known processes from reports of the server, and return the processes that have ended according to
-        these."""
+        """Update the known processes from reports, and return those that have ended."""
         ended = []
         for line in lines:
             news = decode_report(line)
@@ -221,7 +223,7 @@ class ForkServer:
 
 
 class AdoptedForkServer(ForkServer):
-    """Fork server that was started by a process which has died since. `adopt_fork_server` creates it."""
+    """Fork server whose starter has died, created by `adopt_fork_server`."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self._attach_connection(connection, name)
@@ -240,8 +242,11 @@ class AdoptedForkServer(ForkServer):
 
 
 def adopt_fork_server(name: str) -> AdoptedForkServer | None:
-    """Take over a fork server and the processes that it holds, by the name that `ForkServer.hold_for_adoption`
-    returned. Returns None if the server is gone. Both ends accept only processes of the same user."""
+    """Take over a fork server and its processes, by its name. None if it is gone.
+
+    `ForkServer.hold_for_adoption` returned the name. Both ends accept only processes of the same
+    user.
+    """
     if not sys.platform.startswith("linux"):
         return None
     connection = socket.socket(socket.AF_UNIX)

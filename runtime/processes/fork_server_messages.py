@@ -1,4 +1,4 @@
-"""Messages between a fork server and its launcher: lines of JSON, over a socket between processes of the same user."""
+"""Messages between a fork server and its launcher: lines of JSON over a socket."""
 
 import importlib
 import os
@@ -16,14 +16,14 @@ class ProcessSpec(msgspec.Struct, frozen=True, tag=True):
     name: str
     """Name that no other living process has."""
     target: str
-    """`module:function`, called with the task's bytes. Its return value is the exit status."""
+    """`module:function`, called with the task's bytes, which returns the exit status."""
     task: str
     log: str
     """Path of the file for the process's standard output and error."""
     append: bool = False
     """True if the log's present content is kept."""
     imports: tuple[str, ...] = ()
-    """Modules of this program that take long to import. The server imports them once for all processes."""
+    """Modules of this program to import once for all processes, because it takes long."""
 
 
 class KillProcess(msgspec.Struct, frozen=True, tag=True):
@@ -37,8 +37,8 @@ class KillAll(msgspec.Struct, frozen=True, tag=True):
 
 
 class HoldProcesses(msgspec.Struct, frozen=True, tag=True):
-    """Request to keep the processes alive for `seconds` if the launcher dies. The server then waits for another
-    launcher to connect to the socket `name`, and sends it the text `note`."""
+    """Request to keep the processes alive for `seconds` if the launcher dies. The server then waits
+    for another launcher to connect to the socket `name`, and sends it the text `note`."""
 
     name: str
     seconds: float
@@ -46,10 +46,10 @@ class HoldProcesses(msgspec.Struct, frozen=True, tag=True):
 
 
 class CleanUp(msgspec.Struct, frozen=True, tag=True):
-    """Request to remove a file or folder when the server ends without `EndServer`, as after its launcher was killed."""
+    """Request to remove a path when the server ends without `EndServer`, as after a kill."""
 
     target: str
-    """`module:function`, called with the path. The function checks that no other process uses the path."""
+    """`module:function`, called with the path; it checks that no other process uses it."""
     path: str
 
 
@@ -58,7 +58,7 @@ class EndServer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServerAdopted(msgspec.Struct, frozen=True, tag=True):
-    """First message to a launcher that has taken over. A `ProcessStarted` follows for each process that is alive."""
+    """First message to a new launcher, before a `ProcessStarted` for each living process."""
 
     note: str
     alive: tuple[str, ...]
@@ -94,7 +94,8 @@ class LineReader:
         self.closed = False
 
     def read_lines(self) -> list[bytes]:
-        """Read from the socket once, and return the lines that are complete. Blocks unless the socket is ready."""
+        """Read from the socket once; return the complete lines. Blocks unless the socket is
+        ready."""
         try:
             data = os.read(self._descriptor, 65536)
         except ConnectionResetError:  # the other end has closed without reading all
@@ -105,7 +106,7 @@ class LineReader:
 
 
 def get_peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket (Linux)."""
+    """Return the user id of a Unix socket's other end (Linux)."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", credentials)[1]
     return user

@@ -1,7 +1,8 @@
-"""Read this node's number, the number of nodes and node 0's address, as torchrun, srun or mpirun have set them.
+"""Read this node's number, their count and node 0's address from the environment.
 
-Each process that is started so becomes a *node* of `runtime.launch`, with its share of the workers: one worker if there
-are as many processes as workers. The node's process outlives its workers, and can start them again.
+torchrun, srun or mpirun have set them. Each process that is started so becomes a *node* of
+`runtime.launch`, with its share of the workers: one worker if there are as many processes as
+workers. The node's process outlives its workers, and can start them again.
 """
 
 import os
@@ -18,7 +19,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalProcess:
-    """Rank of this process (a node) among the `processes` of its machine, which share the GPUs."""
+    """Rank of this process (a node) among the `processes` of its machine, which share GPUs."""
 
     rank: int = 0
     processes: int = 1
@@ -31,16 +32,17 @@ class GpuShare(NamedTuple):
     """GPUs of a machine that one process may use."""
 
     first: int
-    """Index of the first GPU of this process. GPUs before it belong to the workers of other processes."""
+    """Index of the first GPU of this process; earlier ones belong to other processes."""
     processes: int
-    """Number of processes of all workers on the machine, and so of GPUs that give each process one of its own."""
+    """Processes of all workers on the machine, and so GPUs for one each."""
 
 
 def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
-    """Return the GPUs that the workers of a node use; `shares` is the number of workers' processes on each node, and
-    `local` the node's rank on its machine.
+    """Return the GPUs that the workers of a node use.
 
-    Assumes that the processes of a machine have consecutive ranks, as torchrun, srun and mpirun start them by default.
+    `shares` is the number of workers' processes on each node, and `local` the node's rank on its
+    machine. Assumes that the processes of a machine have consecutive ranks, as torchrun, srun and
+    mpirun start them by default.
     """
     first = max(0, node - local.rank)
     return GpuShare(sum(shares[first:node]), sum(shares[first:first + local.processes]))
@@ -48,18 +50,17 @@ def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
-    """Values that torchrun, srun, mpirun or a user has set for this process. The defaults describe a single process."""
+    """Values that a launcher or user has set for this process. By default, it is the only one."""
 
     node: int = 0
     nodes: int = 1
     local: LocalProcess = ONLY_PROCESS
     master: Rendezvous | None = None
-    """Address of node 0. Node 0 listens at its port, unless torchrun's agent does (`agent`). None: a single node."""
+    """Address of node 0, where it listens unless torchrun's agent does; None: a single node."""
     agent: bool = False
     """True if torchrun's store exists, which holds the address where node 0 listens."""
     tied: bool = False
-    """True if an agent of torchrun or a daemon of mpirun has started this process. Such a parent gives no warning when
-    it is killed."""
+    """True if torchrun's agent or mpirun's daemon is the parent, whose kill gives no warning."""
     attempt: str = "0"
     """Number of torchrun's attempt to run the job."""
 
@@ -72,17 +73,19 @@ _VARIABLE_FAMILIES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Variables of torchrun (also of users who set its names by hand), of mpirun (Open MPI), and of srun.
+"""Variables of torchrun, also set by hand, of mpirun (Open MPI), and of srun.
 
-The first family that is set counts: within SLURM, mpirun starts a daemon on each machine by srun, and processes inherit
-the daemon's variables.
+The first family that is set counts: within SLURM, mpirun starts a daemon on each machine by srun,
+and processes inherit the daemon's variables.
 """
 
 
 def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo | None:
-    """Read this process's number and the number of processes from the variables of torchrun, srun, mpirun or a user.
-    Return None if they name no process, or a single one. Raises ValueError, naming the variable, if a variable is
-    missing or invalid."""
+    """Read this process's number and their count from the environment; None for a single one.
+
+    torchrun, srun, mpirun or a user sets the variables. Raises ValueError, naming the variable, if
+    one is missing or invalid.
+    """
     for rank, size, local_rank, local_size in _VARIABLE_FAMILIES:
         if rank not in environment or size not in environment:
             continue
@@ -105,11 +108,12 @@ def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo 
 
 
 def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
-    """Return the launch values of a node for one worker, which was started as `ranks` consecutive processes, one for
-    each rank of the worker; `here` has the values of this process.
+    """Return the launch values of a worker's node, of whose processes this is one.
 
-    The first of these processes is the node, and starts all ranks of the worker. Returns None for the others, which
-    have nothing to do. Raises ValueError unless all ranks of each worker are on one machine.
+    Each worker was started as `ranks` consecutive processes; `here` has the values of this one. The
+    first of these processes is the node, and starts all ranks of the worker. Returns None for the
+    others, which have nothing to do. Raises ValueError unless all ranks of each worker are on one
+    machine.
     """
     if here.nodes % ranks or here.local.processes % ranks:
         raise ValueError(f"{here.nodes} processes were started, {here.local.processes} of them on this machine; "
@@ -120,14 +124,14 @@ def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
 
 
 def choose_listen_address(here: LaunchInfo) -> Rendezvous | None:
-    """Return the address at which node 0 listens: the one set for this process, but with a free port if torchrun's
-    agent uses that port. Returns None if there is a single node, which listens on loopback."""
+    """Return the address at which node 0 listens; None for a single node, on loopback. It is the
+    one set for this process, but with a free port if torchrun's agent uses that port."""
     return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
 
 
 def _read_local_size(environment: Mapping[str, str], name: str) -> int:
-    """Return the number of processes on this machine, as the environment variable `name` says; 1 if it is not set.
-    SLURM's variable has one value for all machines: `4(x2),3` for 4, 4 and 3 processes. Raises ValueError."""
+    """Return the processes on this machine, by variable `name`; 1 if unset. Raises ValueError."""
+    # SLURM's variable has one value for all machines: `4(x2),3` for 4, 4 and 3 processes.
     if not name.startswith("SLURM"):
         return _read_number(environment, name, 1, _MAX_PROCESSES, 1)
     text = environment.get(name, "1")

@@ -9,15 +9,16 @@ from pathlib import Path
 PROGRAM = "slipstream"
 PR_SET_NAME = 15
 _ARGUMENTS_START, _ARGUMENTS_END = 45, 46
-"""Fields of /proc/self/stat with the start and end of the arguments in memory, counted after the program's name."""
+"""Fields of /proc/self/stat, after the name, with the arguments' start and end in memory."""
 
 
 def name_process(role: str, details: str = "") -> None:
-    """Name this process by its role, as `slipstream worker 1.1`. Does nothing on systems other than Linux.
+    """Name this process by its role, as `slipstream worker 1.1` (Linux only).
 
-    The name replaces the command line, and is cut to its length. The short name, which `top` shows, is the role without
-    spaces: programs that split /proc/PID/stat at spaces would not find the parent of such a process. SLURM's
-    proctrack/linuxproc is one: it would neither signal nor kill the process.
+    The name replaces the command line, and is cut to its length. The short name, which `top` shows,
+    is the role with hyphens: programs that split /proc/PID/stat at spaces would not find the parent
+    of such a process. SLURM's proctrack/linuxproc is one: it would neither signal nor kill the
+    process.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -34,6 +35,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def request_parent_death_signal(number: signal.Signals) -> None:
-    """Ask the system to send this process a signal when its parent dies. Does nothing on systems other than Linux."""
+    """Have the system send this process a signal when its parent dies (Linux only)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -17,30 +17,29 @@ from slipstream.runtime.protocol.to_node_agent import KillWorker, StartWorker, T
 from slipstream.schedules.schedule import Worker
 
 SendToAgent = Callable[[int, ToNodeAgent], None]
-"""Function that sends a message to the agent of a node. It does nothing if the agent is not connected."""
+"""Function that sends a message to a node's agent, if that is connected."""
 
 
 class Return(msgspec.Struct, frozen=True):
-    """Restart of a dead worker's process in a given iteration or, if the worker is still alive then, as soon as it is
-    dead."""
+    """Restart of a worker in an iteration or, if it lives then, after its death."""
 
     worker: Worker
     iteration: int
 
 
 class NodeFailure(msgspec.Struct, frozen=True):
-    """Failure of a node, injected to test a run: its workers' processes are killed at once when an iteration begins."""
+    """Injected failure of a node: its workers are killed at once when an iteration begins."""
 
     workers: tuple[Worker, ...]
     iteration: int
 
 
 class NodeProcesses:
-    """Worker processes of this node. They use the machine's `cards` GPUs in turn, beginning with number `first_card`
-    and continuing with number 0 after the last.
+    """Worker processes of this node.
 
-    If a worker has several processes, they live and die together. When one ends, the others are killed, and the worker
-    has ended when all of them have.
+    They use the machine's `cards` GPUs in turn, beginning with number `first_card` and continuing
+    with number 0 after the last. If a worker has several processes, they live and die together.
+    When one ends, the others are killed, and the worker has ended when all of them have.
     """
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
@@ -53,16 +52,15 @@ class NodeProcesses:
         self._settings = settings
         self._ranks = range(settings.config.training.tensor_parallel)
         self._ending: dict[Worker, WorkerEnded] = {}
-        """Report of the first process to end, for each worker of which a process has ended and another is still
-        alive."""
+        """First end of a process of each worker of which another is still alive."""
 
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
-        """Start this node's workers, keep them running within the context, and kill all that are left at its end,
-        except after CoordinatorFailedError: another coordinator continues with them. Raises RunError.
+        """Start this node's workers, and kill all that are left at the end.
 
-        Set `restarted` if the run has continued without these workers, which are told so. With `found`, the workers of
-        a continuing run are alive already, and none is started.
+        They stay after CoordinatorFailedError: another coordinator continues with them. Raises
+        RunError. `restarted` workers are told that the run has continued without them. With
+        `found`, the workers of a continuing run are alive already, and none is started.
         """
         try:
             for worker in () if found else tuple(self._places):
@@ -79,8 +77,8 @@ class NodeProcesses:
         self._fork_server.kill_all()
 
     def execute_command(self, command: StartWorker | KillWorker) -> None:
-        """Start the processes of a worker unless it is alive, or kill them, as the command says. Raises
-        ForkServerError."""
+        """Start or kill the processes of a worker, as the command says. Raises ForkServerError. A
+        worker that is alive is not started."""
         worker = command.worker
         if isinstance(command, KillWorker):
             self._kill_worker(worker)
@@ -95,7 +93,7 @@ class NodeProcesses:
         return [worker for worker in self._places if self._is_alive(worker)]
 
     def assign_gpu(self, worker: Worker, rank: int = 0) -> int | None:
-        """Return the index of the GPU for a worker's process; None if there are no GPUs."""
+        """Return the index of the GPU for a worker's process. None if there are no GPUs."""
         place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
 
@@ -107,12 +105,13 @@ class NodeProcesses:
         return any(self._fork_server.is_alive(format_process_name(worker, rank)) for rank in self._ranks)
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
+        """Return the descriptor for a selector: it is readable when `poll` has something to
+        report."""
         return self._fork_server.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return, once each and without waiting, the workers of this node that have ended, with the status of their
-        first process to end. Kills the rest of a worker of which a process has ended. Raises ForkServerError."""
+        """Return, once each and without waiting, the workers of this node that have ended. Their
+        status is that of their first process to end; the rest is killed. Raises ForkServerError."""
         for process in self._fork_server.poll(0):
             worker = parse_process_name(process.name)
             self._ending.setdefault(worker, WorkerEnded(worker, process.status))
@@ -125,7 +124,7 @@ class NodeProcesses:
 class ProcessManager:
     """Worker processes of all nodes, started, killed and restarted by node 0.
 
-    Parameters
+     Parameters
     ----------
     nodes
         Node of each worker. Workers that do not take part from the start are on node 0.
@@ -136,7 +135,7 @@ class ProcessManager:
     failures
         Failures of nodes to inject: their workers are killed when an iteration begins.
     faults_per_hour
-        Largest number of times in an hour that a crashed worker is started again. 0: start only those of `returns`.
+        Restarts in an hour of a crashed worker. 0: only those of `returns`.
     crashes
         Crashes under a previous node 0, which count, too.
     keep
@@ -164,25 +163,25 @@ class ProcessManager:
         self._note: Callable[[str], None] = lambda _: None
 
     def run_workers(self, *, found: bool) -> AbstractContextManager[None]:
-        """Return a context manager within which the workers of node 0 run. With `found`, they are alive already, and
-        none is started."""
+        """Return a context in which node 0's workers run; if `found`, they are alive already."""
         return self._local.run_workers(found=found)
 
     def connect_agents(self, send: SendToAgent, note: Callable[[str], None]) -> None:
-        """Set `send`, which sends a command to another node's agent, and `note`, which is called with a line about each
-        crash."""
+        """Set `send` for commands to other nodes' agents, and `note` for lines about crashes."""
         self._send, self._note = send, note
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
+        """Return the descriptor for a selector: it is readable when `poll` has something to
+        report."""
         return self._local.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return, once each and without waiting, the workers of node 0 that have ended. Raises ForkServerError."""
+        """Return, once each and without waiting, ended workers of node 0. Raises
+        ForkServerError."""
         return self._local.poll()
 
     def get_node_workers(self, node: int) -> Sequence[Worker]:
-        """Return the workers that run on a node from the start; empty for an unknown node."""
+        """Return the workers that run on a node from the start. Empty for an unknown node."""
         return self._workers_of.get(node, ())
 
     def record_node_started(self, node: int) -> None:
@@ -190,8 +189,11 @@ class ProcessManager:
         self._dead.difference_update(self.get_node_workers(node))
 
     def record_node_adopted(self, node: int, alive: Collection[Worker]) -> None:
-        """Record that a node which followed a previous coordinator has joined, and that only its workers `alive` live.
-        The others count as crashed: the previous coordinator may have been about to start them again."""
+        """Record that a node of a previous coordinator has joined, with its workers `alive`.
+
+        The others count as crashed: the previous coordinator may have been about to start them
+        again.
+        """
         workers = set(self.get_node_workers(node))
         missing = workers - set(alive)
         self._dead = (self._dead - workers) | missing
@@ -199,7 +201,7 @@ class ProcessManager:
             self._record_crash(worker)
 
     def start_missing_workers(self) -> None:
-        """Start the workers of node 0 that are dead, after node 0 itself has been restarted. Raises ForkServerError."""
+        """Start node 0's dead workers, after its own restart. Raises ForkServerError."""
         for worker in sorted(set(self.get_node_workers(0)) & self._dead):
             self._start_worker(worker)
 
@@ -208,7 +210,8 @@ class ProcessManager:
         self._execute_command(KillWorker(worker))
 
     def handle_worker_end(self, ended: WorkerEnded) -> None:
-        """Record that a worker has ended, and start it again if that is due. Raises ForkServerError."""
+        """Record that a worker has ended, and start it again if that is due. Raises
+        ForkServerError."""
         worker = ended.worker
         self._dead.add(worker)
         self._start_returning_workers()
@@ -227,7 +230,7 @@ class ProcessManager:
             self._note(verdict.reason)
 
     def restart_due_workers(self) -> None:
-        """Start again the crashed workers whose pause after the crash is over. To be called at intervals. Raises
+        """Start the crashed workers whose pause is over, if called regularly. Raises
         ForkServerError."""
         now = time.monotonic()
         for worker in sorted(worker for worker, at in self._again.items() if at <= now):
@@ -236,7 +239,7 @@ class ProcessManager:
                 self._start_worker(worker)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Kill the workers that are to fail in `iteration`, which begins, for the first time or again. Raises
+        """Kill the workers that are to fail in `iteration`, which begins. Raises
         ForkServerError."""
         due = [failure for failure in self._failures if failure.iteration <= iteration]
         self._failures = [failure for failure in self._failures if failure.iteration > iteration]
@@ -246,8 +249,8 @@ class ProcessManager:
                     self.kill_worker(worker)
 
     def commit_iteration(self, iteration: int) -> None:
-        """Handle the commit of `iteration`: kill workers that are to fail in the next one, and start those that are to
-        return. Raises ForkServerError."""
+        """Kill workers that fail in the next iteration, and start those that return in it. To be
+        called when `iteration` is committed. Raises ForkServerError."""
         self.begin_iteration(iteration + 1)
         self._iteration = max(self._iteration, iteration + 1)
         self._start_returning_workers()
@@ -271,7 +274,7 @@ class ProcessManager:
 
 
 def find_complete_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """Return the workers of which all `ranks` processes live in `adopted`, the fork server of a dead launcher. The
+    """Return the workers of which all `ranks` processes live in a dead launcher's server. The
     processes of other workers are killed. Raises ForkServerError."""
     ranks_alive: dict[Worker, list[str]] = {}
     for name in adopted.list_alive():

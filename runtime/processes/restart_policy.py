@@ -1,9 +1,9 @@
 """Decide whether and when a worker is started again, and limit starts.
 
-Most faults are transient: a flipped bit, a network link that was down, memory that other programs had taken. A worker
-with broken code or a broken device would crash forever, and each return costs the other workers a moment. So each pause
-before a restart is twice the one before. A worker with too many faults in an hour stays out, and so do all workers of a
-node with too many.
+Most faults are transient: a flipped bit, a network link that was down, memory that other programs
+had taken. A worker with broken code or a broken device would crash forever, and each return costs
+the other workers a moment. So each pause before a restart is twice the one before. A worker with
+too many faults in an hour stays out, and so do all workers of a node with too many.
 """
 
 import time
@@ -16,13 +16,13 @@ from typing import NamedTuple
 from slipstream.schedules.schedule import Worker
 
 FAULTS_PER_HOUR = 6
-"""Number of faults that a worker may have in an hour, unless the user sets another."""
+"""Faults that a worker may have in an hour, unless the user sets another number."""
 HOUR_SECONDS = 3600.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
 SAME_FAULT_SECONDS = 10.0
-"""Interval within which crashes of several workers of a node count as a single fault, that of the node."""
+"""Interval within which crashes of several workers of a node count as one fault."""
 NODE_FAULT_FACTOR = 2
-"""Ratio of the number of faults that a node may have to the number that a worker may have."""
+"""Faults that a node may have, as a multiple of those of a worker."""
 
 
 class RestartDecision(NamedTuple):
@@ -34,15 +34,16 @@ class RestartDecision(NamedTuple):
 
 
 CrashTimes = tuple[tuple[Worker, tuple[float, ...]], ...]
-"""Times at which each worker has crashed in the last hour, in seconds since 1970, for a node 0 that is restarted."""
+"""Times of each worker's crashes in the last hour, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultHistory:
     """Times of all workers' faults (crashes) in the last hour, by `time.monotonic`.
 
-    After a fault, the worker is started again when a pause has passed, unless it has had more than `limit` faults in
-    the last hour, or its node too many. If `limit` is 0, no worker is started again.
+    After a fault, the worker is started again when a pause has passed, unless it has had more than
+    `limit` faults in the last hour, or its node too many. If `limit` is 0, no worker is started
+    again.
     """
 
     limit: int
@@ -56,15 +57,17 @@ class FaultHistory:
 
     @property
     def crash_times(self) -> CrashTimes:
-        """Times of all crashes, in seconds since 1970, to be recorded for a later node 0."""
+        """Times of all crashes, in seconds since 1970, for a later node 0."""
         epoch_offset = time.time() - time.monotonic()
         return tuple((worker, tuple(round(at + epoch_offset, 3) for at in times)) for worker, times in self.of.items())
 
     def with_fault(self, worker: Worker, mates: Collection[Worker], now: float) -> tuple["FaultHistory",
                                                                                          RestartDecision]:
-        """Return the history with one more fault of `worker` at time `now` (of `time.monotonic`), and the decision when
-        to start the worker again. All workers of its node are in `mates`: if a node has too many faults, its workers
-        stay out."""
+        """Return the history with a fault at time `now`, and when to start again.
+
+        `now` is of `time.monotonic`. All workers of its node are in `mates`: if a node has too many
+        faults, its workers stay out.
+        """
         since = now - HOUR_SECONDS
         own_faults = (*(at for at in self.of.get(worker, ()) if at > since), now)
         after = FaultHistory(self.limit, {**self.of, worker: own_faults})
@@ -84,26 +87,23 @@ class FaultHistory:
 
 
 MAX_STARTS = 60
-"""Largest number of starts of one worker in `WINDOW_SECONDS`. A single start takes most of a second."""
+"""Largest number of starts of one worker in `WINDOW_SECONDS`; one takes most of a second."""
 WINDOW_SECONDS = 60.0
 
 
 class StartLimitError(RuntimeError):
-    """Error for a request of node 0 to start a worker too often, or one that is not of this node. The message is one
-    line."""
+    """Error, in one line, for a request to start a foreign worker, or too often."""
 
 
 class StartLimit:
-    """Limit on the starts of each worker of this node: `MAX_STARTS` in `WINDOW_SECONDS`. A worker that is alive is not
-    started a second time."""
+    """Limit on the starts of each worker of this node: `MAX_STARTS` in `WINDOW_SECONDS`."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._workers = frozenset(workers)
         self._starts: defaultdict[Worker, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_STARTS))
 
     def count_start(self, worker: Worker) -> None:
-        """Count a start of `worker`. Raises StartLimitError if it exceeds the limit, or the worker is not one of this
-        node."""
+        """Count a start. Raises StartLimitError if it is one too many, or not of this node."""
         if worker not in self._workers:
             raise StartLimitError(f"node 0 wants to start worker {worker}, which is not a worker of this node")
         starts, now = self._starts[worker], time.monotonic()

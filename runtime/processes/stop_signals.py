@@ -1,7 +1,5 @@
-"""Handle SIGTERM, SIGUSR1 and SIGUSR2, which schedulers send before they take a machine, and Ctrl-C.
-
-The first signal asks for an orderly end; the next one ends the run at once.
-"""
+"""Handle the signals that schedulers send before they take a machine, and Ctrl-C. The first signal
+asks for an orderly end; the next one ends the run at once."""
 
 import signal
 import threading
@@ -10,23 +8,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a job asks SLURM to send before its time is over or it is preempted (`sbatch --signal`). SLURM sends
-them to all processes or to some. Workers can ignore them: their launchers end the run."""
+"""Signals that SLURM sends on request before it ends a job (`sbatch --signal`). It sends them to
+all processes or some. Workers can ignore them: launchers end the run."""
 SCHEDULER_SIGNALS = (signal.SIGTERM, *WARNING_SIGNALS)
 SIGNALS = (signal.SIGINT, *SCHEDULER_SIGNALS)
 REPEAT_SECONDS: dict[int, float] = {signal.SIGINT: 0.5}
 DEFAULT_REPEAT_SECONDS = 5.0
 """Interval within which a second signal counts as a repetition of the first.
 
-Schedulers send SIGTERM to all processes, and torchrun passes it on to its own; a terminal and torchrun do so with
-Ctrl-C; Linux reports a parent's death once for each of the parent's threads.
+Schedulers send SIGTERM to all processes, and torchrun passes it on to its own; a terminal and
+torchrun do so with Ctrl-C; Linux reports a parent's death once for each of the parent's threads.
 """
 GRACE_SECONDS = 20.0
-"""Time that a run may take for an orderly end: by default, torchrun, SLURM and Kubernetes kill after 30 s."""
+"""Time for an orderly end: torchrun, SLURM and Kubernetes kill after 30 s by default."""
 
 
 class RunStopped(KeyboardInterrupt):
-    """Error for a run, or one node's part in it, that a signal has stopped. The message is one line."""
+    """Error, in one line, for a run or a node's part that a signal has stopped."""
 
     def __init__(self, number: signal.Signals, text: str) -> None:
         super().__init__(text)
@@ -35,11 +33,12 @@ class RunStopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handler of SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGUSR2 during a run, all of which have the same effect.
+    """Handler of SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGUSR2, all of the same effect.
 
-    Within `call_at_first_signal`, the first signal calls a function that asks for an orderly end, and the next one
-    raises RunStopped. Elsewhere, the first signal raises it. Signals within 0.5 s (Ctrl-C) or 5 s (the others) after
-    one that was handled count as its repetition, and are ignored.
+    Within `call_at_first_signal`, the first signal calls a function that asks for an orderly end,
+    and the next one raises RunStopped. Elsewhere, the first signal raises it. Signals within 0.5 s
+    (Ctrl-C) or 5 s (the others) after one that was handled count as its repetition, and are
+    ignored.
     """
 
     def __init__(self) -> None:
@@ -50,8 +49,8 @@ class StopSignals:
 
     @contextmanager
     def call_at_first_signal(self, ask: Callable[[], object]) -> Iterator[None]:
-        """Call `ask` at the first signal within the context, instead of raising RunStopped. The call happens in the
-        main thread, at any moment."""
+        """Call `ask` at the first signal within the context, instead of raising RunStopped. The
+        call happens in the main thread, at any moment."""
         self._ask = ask
         try:
             yield
@@ -59,7 +58,7 @@ class StopSignals:
             self._ask = None
 
     def handle_signal(self, number: int, _: object) -> None:
-        """Handle a signal of this `number`, as the class describes. This is the function for `signal.signal`."""
+        """Handle a signal, as the class describes; a function for `signal.signal`."""
         now = time.monotonic()
         if self._handled is not None and now - self._handled < REPEAT_SECONDS.get(number, DEFAULT_REPEAT_SECONDS):
             return
@@ -72,10 +71,8 @@ class StopSignals:
 
 @contextmanager
 def handle_stop_signals() -> Iterator[StopSignals]:
-    """Handle SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 until the end of the block by the `StopSignals` that is yielded.
-
-    In a thread other than the main one, no signal is handled.
-    """
+    """Handle stop signals until the end of the block by the `StopSignals` that is yielded. In a
+    thread other than the main one, no signal is handled."""
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop

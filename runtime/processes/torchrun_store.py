@@ -1,4 +1,4 @@
-"""The key-value store that torchrun's processes share, and how node 0 is found by it."""
+"""Find node 0 by the key-value store that torchrun's processes share."""
 
 import os
 import time
@@ -19,10 +19,8 @@ PROGRESS_SECONDS = 30.0
 
 
 def open_common_store(rank: int) -> TCPStore:
-    """Open the store at MASTER_ADDR: that of torchrun's agent, or one of the process of rank 0.
-
-    The latter may be that of torch.distributed, if this process has initialised it.
-    """
+    """Open the store at MASTER_ADDR, of torchrun's agent or of rank 0. The latter may be that of
+    torch.distributed, if this process has initialised it."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"),
                     int(os.environ.get("MASTER_PORT", "29500")), is_master=rank == 0 and not agent,
@@ -30,8 +28,7 @@ def open_common_store(rank: int) -> TCPStore:
 
 
 def announce_node_0(here: LaunchInfo, opened: Rendezvous) -> None:
-    """Put `opened`, the address at which node 0 listens, into torchrun's store, if there is one. Raises
-    RendezvousError."""
+    """Put node 0's address into torchrun's store, if there is one. Raises RendezvousError."""
     if here.agent:
         assert here.master is not None
         try:
@@ -42,8 +39,8 @@ def announce_node_0(here: LaunchInfo, opened: Rendezvous) -> None:
 
 def find_node_0(here: LaunchInfo, timeout_seconds: float,
                 waiting: Callable[[str], None] = lambda _: None) -> Rendezvous:
-    """Return the address where node 0 listens, waiting until it is known. Raises RendezvousError. `waiting` is called
-    with a line of text repeatedly while this waits."""
+    """Return the address where node 0 listens, once it is known. Raises RendezvousError. `waiting`
+    is called with a line of text repeatedly while this waits."""
     assert here.master is not None
     if not here.agent:
         return here.master

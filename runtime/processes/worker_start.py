@@ -11,7 +11,7 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.schedule import Worker
 
 COORDINATOR_TIMEOUT_SECONDS = 60.0
-"""Default time to wait for another coordinator: long enough to start a process by hand that imports torch."""
+"""Time to wait for another coordinator: enough to start one by hand that imports torch."""
 
 
 HUGGING_FACE = "slipstream.runtime.models.hugging_face.model"
@@ -19,22 +19,19 @@ TORCHTITAN = "slipstream.runtime.models.torchtitan.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings from a node's own job file and command line. The workers of the node get them from their launcher, not
-    over a network."""
+    """Settings from a node's own job file and command line, not sent over a network."""
 
     config: RunConfig
     secret: Secret
     """Secret that all participants of the run share."""
     out: str
-    """Folder of the run. Parameters are written to `parameters/`, output of processes to `logs/`, checkpoints to
-    `checkpoints/`."""
+    """Folder of the run, with `parameters/`, output of processes in `logs/`, and `checkpoints/`."""
     resume: str | None = None
     """Folder of the checkpoint to start from."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
     """Time to wait for another coordinator after the run's coordinator is gone."""
     reports: str | None = None
-    """Address at which this node's agent collects reports (`protocol.node_reports`). None: each process sends its
-    reports to node 0 itself."""
+    """Address at which this node's agent collects reports; None: they go to node 0."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -54,8 +51,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     def build_process_spec(self) -> ProcessSpec:
         """Return the request to the fork server that starts this process.
 
-        It is sent over a socket that no other process reads, so that the secret is in no command line and no
-        environment. A worker that returns appends to its log.
+        It is sent over a socket that no other process reads, so that the secret is in no command
+        line and no environment. A worker that returns appends to its log.
         """
         return ProcessSpec(format_process_name(self.worker, self.rank), "slipstream.runtime.worker.main_thread:main",
                            msgspec.json.encode(self).decode(), str(self.log_path), append=self.restarted,
@@ -63,7 +60,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     @property
     def _slow_imports(self) -> tuple[str, ...]:
-        """Modules that take seconds to import, which the fork server imports once for all processes."""
+        """Modules that take seconds to import, which the fork server imports once for all."""
         model = self.settings.config.model
         return (*((HUGGING_FACE,) if model.hugging_face is not None else ()),
                 *((TORCHTITAN,) if model.torchtitan is not None else ()))
@@ -76,8 +73,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 def format_process_name(worker: Worker, rank: int) -> str:
-    """Return the name of a worker's process in its fork server, from which `parse_process_name` finds the worker. If
-    the launcher has died, the name is all that is known of the process."""
+    """Return the name of a worker's process, from which `parse_process_name` finds it. If the
+    launcher has died, the name is all that is known of the process."""
     return f"{worker}/{rank}" if rank else str(worker)
 
 

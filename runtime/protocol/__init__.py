@@ -1,7 +1,7 @@
 """Messages between the coordinator, the workers and the node agents.
 
-    authentication       the handshake, which proves that both ends know the run's secret, and the tag of each message
-    channel              one TCP connection: messages in JSON, each with its length before it and its tag behind it
+    authentication       the handshake, by which ends prove that they know the secret, and tags
+    channel              one TCP connection: messages in JSON, between length and tag
     coordinator_link     a connection to the coordinator that can switch to a new coordinator
     to_coordinator       messages from workers and node agents
     to_worker            messages from the coordinator to workers
@@ -14,11 +14,12 @@
     network_interfaces   network interfaces by which workers reach each other
     node_reports         reports of a node's workers, sent together by its agent
 
-Each worker and each node agent has one connection to the coordinator, which runs in the launcher of node 0. Messages
-are pushed, and arrive in the order in which they were sent. msgspec checks each against its type; nothing is ever
-unpickled, and no message names code or paths. Connections are accepted only from processes that know the run's secret.
-The coordinator's port is open on the given address and on no other, loopback by default. torch's key-value store, which
-asks for no secret, holds only the addresses of process groups. docs/threat-model.md describes the consequences.
+Each worker and each node agent has one connection to the coordinator, which runs in the launcher of
+node 0. Messages are pushed, and arrive in the order in which they were sent. msgspec checks each
+against its type; nothing is ever unpickled, and no message names code or paths. Connections are
+accepted only from processes that know the run's secret. The coordinator's port is open on the given
+address and on no other, loopback by default. torch's key-value store, which asks for no secret,
+holds only the addresses of process groups. docs/threat-model.md describes the consequences.
 
 May import: `replay`, and the runtime's modules for configuration.
 """

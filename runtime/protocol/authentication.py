@@ -1,15 +1,15 @@
-"""Prove at the start of each connection that both ends know the secret of the run, and tag each message.
+"""Prove at each connection's start that both ends know the run's secret.
 
     accepting end    greeting: its protocol, and a random number
     connecting end   its own random number, and a proof; its first message may follow at once
     accepting end    its proof
     both             messages, each with a tag behind it
 
-Proofs and tags are HMAC-SHA256 (RFC 2104), compared in constant time. The keys of a connection, one for each direction,
-are derived from the secret, from the purpose of the connection, and from both random numbers. So bytes recorded from
-one connection are useless on another, and in the other direction. A tag covers the number of its message, so that no
-message can be sent again, left out, or moved to another place. Nothing is encrypted: any program that can listen can
-read.
+Proofs and tags are HMAC-SHA256 (RFC 2104), compared in constant time. The keys of a connection, one
+for each direction, are derived from the secret, from the purpose of the connection, and from both
+random numbers. So bytes recorded from one connection are useless on another, and in the other
+direction. A tag covers the number of its message, so that no message can be sent again, left out,
+or moved to another place. Nothing is encrypted: any program that can listen can read.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, NewType
 
 Secret = NewType("Secret", bytes)
 Purpose = Literal["control", "layers"]
-"""Purpose of a connection: "control", to the coordinator, or "layers", between workers that move layers."""
+"""Purpose of a connection: to the coordinator, or between workers that move layers."""
 
 SECRET_VARIABLE = "SLIPSTREAM_SECRET"
 SECRET_FILE_VARIABLE = "SLIPSTREAM_SECRET_FILE"
@@ -33,7 +33,7 @@ PROTOCOL_VERSION = b"slipstream 1"
 NONCE_BYTES = TAG_BYTES = 32
 GREETING_BYTES = len(PROTOCOL_VERSION) + NONCE_BYTES
 HELLO_BYTES = NONCE_BYTES + TAG_BYTES
-"""Number of bytes that are read from a peer before it has been authenticated."""
+"""Bytes that are read from a peer before it has been authenticated."""
 HELLO_SECONDS = 10.0
 """Time that the other end may take for its part of the handshake."""
 MIN_SECRET_BYTES = 16
@@ -44,8 +44,7 @@ SECRET_REMEDY = f"set {SECRET_FILE_VARIABLE} to a file that only you can read (o
 
 
 class AuthenticationError(Exception):
-    """Error for a peer that does not know the secret of this run, or a message that was changed on its way. The message
-    of the error is one line."""
+    """Error for a peer without this run's secret, or a changed message, in one line."""
 
 
 class SecretError(ValueError):
@@ -53,33 +52,33 @@ class SecretError(ValueError):
 
 
 class TagSequence:
-    """Generator of the authentication tags (HMACs) of the messages in one direction of a connection, in their order."""
+    """Generator of the tags of messages in one direction of a connection, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
 
     def compute_next(self, digest: bytes) -> bytes:
-        """Return the authentication tag of the next message, whose SHA-256 is `digest`."""
+        """Return the tag of the next message, whose SHA-256 is `digest`."""
         self._number += 1
         return hmac.digest(self._key, self._number.to_bytes(8, "little") + digest, "sha256")
 
     def verify_next(self, tag: bytes, digest: bytes) -> None:
-        """Raise AuthenticationError unless `tag` is the authentication tag of the next message, whose SHA-256 is
-        `digest`."""
+        """Raise AuthenticationError unless `tag` is that of the next message, by its `digest`."""
         if not hmac.compare_digest(tag, self.compute_next(digest)):
             raise AuthenticationError("a message was changed on its way")
 
 
 class ConnectionKeys(NamedTuple):
-    """Generators of the authentication tags of messages for both directions of a connection, at one of its ends."""
+    """Generators of the tags for both directions of a connection, at one of its ends."""
 
     sending: TagSequence
     receiving: TagSequence
 
 
 class Challenge:
-    """Accepting end of a handshake. Its caller first sends `greeting`, and passes the reply to `verify_hello`."""
+    """Accepting end of a handshake. Its caller first sends `greeting`, and passes the reply to
+    `verify_hello`."""
 
     def __init__(self, secret: Secret, purpose: Purpose) -> None:
         self._secret = secret
@@ -88,8 +87,8 @@ class Challenge:
         self.greeting = PROTOCOL_VERSION + self._nonce
 
     def verify_hello(self, hello: bytes) -> tuple[bytes, ConnectionKeys]:
-        """Check the connecting end's random number and proof (`hello`); return the proof to send back, and the keys of
-        the connection. Raises AuthenticationError."""
+        """Check the connecting end's `hello`; return the proof to send, and the connection's keys.
+        Raises AuthenticationError."""
         nonce, proof = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
         if not hmac.compare_digest(proof, self._derive_key("connecting", nonce)):
             raise AuthenticationError("it does not know the secret of this run")
@@ -103,8 +102,11 @@ class Challenge:
 
 
 class ChallengeAnswer:
-    """Connecting end of a handshake, created from the other end's greeting. Its caller sends `hello`, and passes the
-    reply to `verify_proof`. Raises AuthenticationError if the greeting is not one of this protocol."""
+    """Connecting end of a handshake, created from the other end's greeting.
+
+    Its caller sends `hello`, and passes the reply to `verify_proof`. Raises AuthenticationError if
+    the greeting is not one of this protocol.
+    """
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(PROTOCOL_VERSION):
@@ -119,19 +121,27 @@ class ChallengeAnswer:
         self._expected = derive("accepting")
 
     def verify_proof(self, proof: bytes) -> None:
-        """Raise AuthenticationError unless `proof` shows that the accepting end knows the secret."""
+        """Raise AuthenticationError unless `proof` shows that the accepting end knows the
+        secret."""
         if not hmac.compare_digest(proof, self._expected):
             raise AuthenticationError("it does not know the secret of this run")
 
 
 def authenticate_connection(connection: socket.socket, secret: Secret, purpose: Purpose,
                             first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
-    """Perform the connecting end's part of a handshake on a blocking socket, and return the connection's keys. The
-    `purpose` must be that of the other end.
+    """Perform the connecting end's part of a handshake on a blocking socket; return the keys.
 
-    The function `first` is called with the generator of authentication tags for sending, and returns the bytes of the
-    first message with its tag, which are sent, too. Raises AuthenticationError, and OSError if the other end is gone or
-    takes longer than the larger of `HELLO_SECONDS` and `patience_seconds`.
+     Parameters
+    ----------
+    purpose
+        Purpose of the connection, which must be that of the other end.
+    first
+        Function that is called with the generator of tags for sending, and returns the first
+        message with its tag, which is sent, too.
+    patience_seconds
+        Time that the other end may take, if more than `HELLO_SECONDS`.
+
+    Raises AuthenticationError, and OSError if the other end is gone or takes longer.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
     answer = ChallengeAnswer(secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline))
@@ -150,8 +160,11 @@ def create_secret() -> Secret:
 
 
 def read_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
-    """Return the secret made from the text in the environment variable SLIPSTREAM_SECRET, or in the file that
-    SLIPSTREAM_SECRET_FILE names, which takes precedence; None if neither is set. Raises SecretError."""
+    """Return the secret that the environment sets; None if it sets none.
+
+    It is made from the text in the file that SLIPSTREAM_SECRET_FILE names or, without that, in
+    SLIPSTREAM_SECRET. Raises SecretError.
+    """
     path, text = environment.get(SECRET_FILE_VARIABLE), environment.get(SECRET_VARIABLE)
     if path:
         return _validate_secret(_read_secret_file(Path(path)), f"{SECRET_FILE_VARIABLE}={path}")
@@ -173,8 +186,8 @@ def _read_secret_file(path: Path) -> bytes:
 
 
 def _validate_secret(text: bytes, source: str) -> Secret:
-    """Return the secret of a run: the SHA-256 of a user's `text` without surrounding whitespace, which is easily lost.
-    Raises SecretError if the size of the text is wrong; the error names its `source`."""
+    """Return the SHA-256 of a user's text without surrounding whitespace, which is easily lost."""
+    # Raises SecretError, which names the `source`, if the size of the text is wrong.
     text = text.strip()
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
         raise SecretError(f"{source}: a secret of {len(text)} bytes; expected {MIN_SECRET_BYTES} to "
@@ -202,8 +215,8 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
 
 
 class RefusalLog:
-    """Log of refused connections that stays short: it calls `say` with a line for each of the first ten, then for the
-    100th, the 1000th, and so on."""
+    """Log of refused connections that stays short. It calls `say` for each of the first ten, then
+    for the 100th, the 1000th, and so on."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -1,7 +1,5 @@
-"""Exchange JSON messages with the coordinator over one TCP connection, each between its length and its tag.
-
-The length has 4 bytes, little-endian. `runtime.protocol.authentication` makes the tags.
-"""
+"""Exchange JSON messages with the coordinator over one TCP connection. Each is between its length,
+in 4 bytes, little-endian, and its tag (`runtime.protocol.authentication`)."""
 
 import contextlib
 import hashlib
@@ -26,18 +24,17 @@ from slipstream.runtime.protocol.authentication import (
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 
 MAX_BYTES = 2**28
-"""Largest size of a message. Schedules are the largest messages."""
+"""Largest size of a message; schedules are the largest."""
 RETRY_SECONDS = 0.05
 """Time between two attempts to connect."""
 FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
-"""Time limits of the first and later attempts to connect. Without an answer, the system would try for minutes."""
+"""Time limits of the first and later attempts to connect. The system would try for minutes."""
 PROGRESS_SECONDS = 30.0
 """Seconds from one line that reports that node 0 does not answer to the next."""
 SILENT_SECONDS = 60
-"""Time after which a peer counts as gone if its machine acknowledges nothing (Linux)."""
+"""Time after which a peer whose machine acknowledges nothing counts as gone (Linux)."""
 ANSWER_SECONDS = 60.0
-"""Time limit for the rest of a message that has begun to be sent, to node 0 or from it. It takes milliseconds, but
-longer if thousands of processes start at once."""
+"""Time limit for the rest of a message, which takes long if thousands start at once."""
 CLOSE_SECONDS = 1.0
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**18
@@ -52,8 +49,8 @@ class ProtocolError(ValueError):
 class Decoder(Generic[T]):
     """Decoder for JSON messages whose type is one of a union.
 
-    It is created at import, before any thread starts, and its constructor decodes each type once: msgspec crashes if
-    two threads are the first to decode a type at the same moment.
+    It is created at import, before any thread starts, and its constructor decodes each type once:
+    msgspec crashes if two threads are the first to decode a type at the same moment.
     """
 
     def __init__(self, union: object) -> None:
@@ -71,8 +68,7 @@ class Decoder(Generic[T]):
 
 
 class Frame(NamedTuple):
-    """Encoded message that can be sent on any connection. Only the authentication tag (HMAC) that follows it depends on
-    the connection."""
+    """Encoded message for any connection, which determines only the tag behind it."""
 
     data: bytes
     """Length of the message in 4 bytes, and then the message in JSON."""
@@ -80,13 +76,12 @@ class Frame(NamedTuple):
     """SHA-256 of the message."""
 
     def with_tag(self, tags: TagSequence) -> bytes:
-        """Return the bytes to send on one connection: the message, and its authentication tag, which is the next of
-        `tags`."""
+        """Return the bytes to send on one connection, with the next of its `tags`."""
         return self.data + tags.compute_next(self.digest)
 
 
 def encode_frame(message: msgspec.Struct) -> Frame:
-    """Encode a message as a frame. Raises ProtocolError if the message is too long."""
+    """Encode a message as a frame. Raises ProtocolError if it is too long."""
     body = msgspec.json.encode(message)
     if len(body) > MAX_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is too long; at most {MAX_BYTES} are allowed")
@@ -94,16 +89,15 @@ def encode_frame(message: msgspec.Struct) -> Frame:
 
 
 class FrameParser:
-    """Parser that splits the bytes of a connection into messages, and checks the authentication tag (HMAC) behind
-    each."""
+    """Parser that splits the bytes of a connection into messages, and checks their tags."""
 
     def __init__(self, tags: TagSequence) -> None:
         self._tags = tags
         self._rest = bytearray()
 
     def parse_messages(self, data: bytes) -> list[bytes]:
-        """Return the JSON text of each message that is complete after `data`, the next bytes of the connection; keep
-        the rest. Raises ProtocolError if a message is too long or has a wrong authentication tag."""
+        """Return the JSON of each message that is complete after `data`; keep the rest. Raises
+        ProtocolError if a message is too long or has a wrong tag."""
         self._rest += data
         bodies, start = [], 0
         while len(self._rest) - start >= _LENGTH.size:
@@ -125,11 +119,12 @@ class FrameParser:
 
 
 class Channel(Generic[T]):
-    """Connection to the coordinator, at the end of a worker or node agent. One thread reads; any thread may send.
+    """Connection to the coordinator, at the end of a worker or node agent.
 
-    The constructor connects and sends `hello`. It waits up to `timeout_seconds` for the coordinator to listen, and then
-    as long for the coordinator's part of the handshake, but at least 10 s and at most `ANSWER_SECONDS`. `waiting` is
-    called with a line at the first failed attempt, and every 30 s. Raises RendezvousError.
+    One thread reads; any thread may send. The constructor connects and sends `hello`. It waits up
+    to `timeout_seconds` for the coordinator to listen, and then as long for the coordinator's part
+    of the handshake, but at least 10 s and at most `ANSWER_SECONDS`. `waiting` is called with a
+    line at the first failed attempt, and every 30 s. Raises RendezvousError.
     """
 
     def __init__(self, address: Rendezvous, secret: Secret, hello: msgspec.Struct, decode: Callable[[bytes], T],
@@ -154,12 +149,11 @@ class Channel(Generic[T]):
 
     @property
     def has_pending(self) -> bool:
-        """True if `read` would return without waiting although a selector sees nothing to read on the socket."""
+        """True if `read` would not wait although a selector sees nothing on the socket."""
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message. If node 0 is on this machine, the message has arrived when this returns. Raises
-        RendezvousError."""
+        """Send a message, which has then arrived if node 0 is here. Raises RendezvousError."""
         data = encode_frame(message)
         try:
             with self._sending:  # tags count the messages in the order in which they are sent
@@ -168,8 +162,8 @@ class Channel(Generic[T]):
             raise _gone_error(error) from None
 
     def read(self) -> list[T]:
-        """Wait for data, and return the messages that are complete with it. Raises RendezvousError at the end of the
-        connection, and if nothing comes within `ANSWER_SECONDS`."""
+        """Wait for data, and return the messages that are complete with it. Raises RendezvousError
+        at the end of the connection, and if nothing comes within `ANSWER_SECONDS`."""
         if self._early:
             early, self._early = self._early, []
             return early
@@ -185,8 +179,8 @@ class Channel(Generic[T]):
             raise RendezvousError(f"node 0 sent an invalid message: {error}") from None
 
     def read_first(self, *kinds: type[M]) -> M:
-        """Return the coordinator's first message, which must be of one of these types. Raises RendezvousError if it is
-        not, or does not come within `ANSWER_SECONDS`."""
+        """Return the coordinator's first message, which must be of one of these types. Raises
+        RendezvousError if it is not, or does not come within `ANSWER_SECONDS`."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._early:
             if time.monotonic() > deadline:
@@ -213,10 +207,8 @@ class Channel(Generic[T]):
 
 
 def enable_keepalive(connection: socket.socket, silent_seconds: int = SILENT_SECONDS) -> None:
-    """Configure a socket to send small messages at once, and to notice when the other machine is gone.
-
-    `silent_seconds` are those after which a machine that acknowledges nothing counts as gone (Linux).
-    """
+    """Have a socket send small messages at once, and notice lost machines. `silent_seconds` are
+    those after which a machine that acknowledges nothing counts as gone (Linux)."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
@@ -245,8 +237,7 @@ def _connect_with_retries(address: Rendezvous, timeout_seconds: float, waiting: 
 
 
 def _try_connect(address: Rendezvous, seconds: float) -> socket.socket | None:
-    """Try once, for `seconds` at most, to connect. Return the socket, or None if TCP has connected it to itself and the
-    caller must try again. Raises OSError, also if the other end is gone as soon as it was connected."""
+    """Try once to connect; None if TCP has connected the socket to itself. Raises OSError."""
     connection = socket.create_connection((address.host, address.port), seconds)
     try:
         if connection.getsockname() == connection.getpeername():

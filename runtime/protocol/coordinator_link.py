@@ -1,9 +1,10 @@
 """Connect a worker or node agent to the coordinator, beyond the death of a coordinator.
 
-After the coordinator is gone, messages to it are dropped: they concern a generation that has ended with it. The reading
-thread gets an error, and then looks for a new coordinator at the same address. Each coordinator has a number, its
-epoch, which is higher for one that was started later. A coordinator is followed only if its epoch is higher than that
-of the one that is gone, even if a process repeats messages of earlier coordinators.
+After the coordinator is gone, messages to it are dropped: they concern a generation that has ended
+with it. The reading thread gets an error, and then looks for a new coordinator at the same address.
+Each coordinator has a number, its epoch, which is higher for one that was started later. A
+coordinator is followed only if its epoch is higher than that of the one that is gone, even if a
+process repeats messages of earlier coordinators.
 """
 
 import time
@@ -26,7 +27,7 @@ S = TypeVar("S", bound=_HasEpoch)
 E = TypeVar("E")
 R = TypeVar("R")
 Connect = Callable[[msgspec.Struct, float], Channel[M]]
-"""Function that connects to a coordinator within the given seconds, and sends it the given message. Raises
+"""Function that connects to a coordinator in some seconds with a message, or raises
 RendezvousError."""
 
 
@@ -48,7 +49,8 @@ class CoordinatorLink(Generic[M, S]):
         self._connect = connect
         self.setup = setup
         self.sent = time.monotonic()
-        """Time of `time.monotonic` at which a message was last sent; any message shows that this process is alive."""
+        """Time of `time.monotonic` at which a message was last sent. Any message shows that this
+        process is alive."""
 
     def fileno(self) -> int:
         """Return the descriptor of the connection's socket, for a selector."""
@@ -56,11 +58,11 @@ class CoordinatorLink(Generic[M, S]):
 
     @property
     def has_pending(self) -> bool:
-        """True if `read` would return without waiting although a selector sees nothing to read on the socket."""
+        """True if `read` would not wait although a selector sees nothing on the socket."""
         return self._channel.has_pending
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message. If the coordinator is gone, nothing happens except that `read` fails. Any thread may call
+        """Send a message; only `read` fails if the coordinator is gone. Any thread may call
         this."""
         channel = self._channel
         try:
@@ -70,16 +72,18 @@ class CoordinatorLink(Generic[M, S]):
             channel.abort()
 
     def read(self) -> list[M]:
-        """Wait for messages, and return them. Raises RendezvousError when the coordinator is gone."""
+        """Wait for messages, and return them. Raises RendezvousError when the coordinator is
+        gone."""
         return self._channel.read()
 
     def follow_new_coordinator(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:
-        """Try once to connect to a new coordinator, send it `hello`, and use its connection from then on.
+        """Try once to connect to a new coordinator, send it `hello`, and use its connection.
 
-        Before that, `prepare` is called with the coordinator's answer, and its result is returned. If the answer is of
-        type `end`, the new coordinator continues without this process: the answer itself is returned, and its
-        connection is not used. Raises RendezvousError if no coordinator answers, or only one whose epoch is not higher
-        than that of the last one. Exceptions of `prepare` are passed on.
+        Before that, `prepare` is called with the coordinator's answer, and its result is returned.
+        If the answer is of type `end`, the new coordinator continues without this process: the
+        answer itself is returned, and its connection is not used. Raises RendezvousError if no
+        coordinator answers, or only one whose epoch is not higher than that of the last one.
+        Exceptions of `prepare` are passed on.
         """
         channel = self._connect(hello, 0.0)
         try:

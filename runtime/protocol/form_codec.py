@@ -1,4 +1,4 @@
-"""Convert forms (shapes and dtypes of values) to JSON and back."""
+"""Convert forms, which are shapes and dtypes of values, to JSON and back."""
 
 import torch
 
@@ -7,7 +7,7 @@ from slipstream.runtime.replay.layer_values import Form, TensorForm, TupleForm
 
 
 def encode_form(form: Form) -> FormSpec:
-    """Return a form, the shapes and dtypes of a value, in its JSON form."""
+    """Return a form in its JSON form."""
     tensors = (form,) if isinstance(form, TensorForm) else form.tensors
     return FormSpec(tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors),
                     None if isinstance(form, TensorForm) else form.fields)

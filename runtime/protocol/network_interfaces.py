@@ -1,8 +1,8 @@
 """Choose the network interface by which workers pass tensors and layers to each other.
 
-It is the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; by default, the one by which this machine
-reaches node 0. Gloo's own default is the address of the host's name, which on many machines other machines cannot
-reach.
+It is the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; by default, the one by
+which this machine reaches node 0. Gloo's own default is the address of the host's name, which on
+many machines other machines cannot reach.
 """
 
 import contextlib
@@ -31,8 +31,7 @@ class Interface(NamedTuple):
 
 
 def find_address_towards(rendezvous: Rendezvous) -> str:
-    """Return this machine's address on the network of node 0. Raises OSError if none of node 0's addresses has a
-    route."""
+    """Return this machine's address on the network of node 0. Raises OSError without a route."""
     first: OSError | None = None
     for family, kind, _, _, address in socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as probe:
@@ -45,9 +44,12 @@ def find_address_towards(rendezvous: Rendezvous) -> str:
 
 
 def configure_interface(rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ) -> str:
-    """Make gloo and NCCL in this process and its children use one network interface, unless their environment variables
-    name others, and return its address. Workers move layers over that address, too. Raises OSError if this machine has
-    no address on the network of node 0."""
+    """Make gloo and NCCL use one network interface, and return its address.
+
+    This concerns this process and its children, unless their environment variables name others.
+    Workers move layers over that address, too. Raises OSError if this machine has no address on the
+    network of node 0.
+    """
     towards = find_address_towards(rendezvous)
     chosen = choose_interface(list_interfaces(), environment, towards)
     name = "" if chosen is None else chosen.name
@@ -58,10 +60,10 @@ def configure_interface(rendezvous: Rendezvous, environment: MutableMapping[str,
 
 
 def choose_interface(known: Iterable[Interface], environment: Mapping[str, str], towards: str) -> Interface | None:
-    """Return the one of the `known` interfaces that gloo's environment variable names, else the one that NCCL's names,
-    else the one with address `towards`, or None.
+    """Return the interface that gloo's variable names, else NCCL's, else that of `towards`.
 
-    If an interface has several addresses, one of the same family as `towards` is chosen.
+    Returns None if there is none. If an interface has several addresses, one of the same family as
+    the address `towards` is chosen.
     """
     known = sorted(known, key=lambda interface: (":" in interface.address) != (":" in towards))
     exact = environment.get(GLOO_VARIABLE, "").split(",")
@@ -79,8 +81,8 @@ def choose_interface(known: Iterable[Interface], environment: Mapping[str, str],
 
 
 def list_interfaces() -> list[Interface]:
-    """Return the network interfaces of this machine, one entry for each address, except link-local addresses. The list
-    is empty on systems other than Linux."""
+    """Return this machine's network interfaces, one entry for each address (Linux). Link-local
+    addresses are left out; on other systems the list is empty."""
     found: list[Interface] = []
     if not sys.platform.startswith("linux"):
         return found

@@ -1,8 +1,9 @@
-"""Gather the reports of a node's workers: its agent sends together those that arrive while node 0 answers earlier ones.
+"""Send together the reports of a node's workers that arrive while node 0 is busy.
 
-A node has one message on its way to node 0 at a time, however many workers it has. A report waits for others only while
-node 0 is busy anyway (like keystrokes under Nagle's algorithm, RFC 896). Reports come as datagrams over Unix sockets in
-a folder that only this user can enter. If the agent does not answer, reports go to node 0 directly.
+A node has one message on its way to node 0 at a time, however many workers it has. A report waits
+for others only while node 0 is busy anyway (like keystrokes under Nagle's algorithm, RFC 896).
+Reports come as datagrams over Unix sockets in a folder that only this user can enter. If the agent
+does not answer, reports go to node 0 directly.
 """
 
 import os
@@ -23,7 +24,7 @@ from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 AGENT_ANSWER_SECONDS = 10.0
-"""Time to wait for the agent to pass on an answer. After it, reports go to node 0 directly."""
+"""Time to wait for the agent's answer, before reports go to node 0 directly."""
 _MOST_BYTES = 2**20
 _PREFIX = "slipstream-"
 _REPORT, _ANSWER = msgspec.json.Decoder(RankReport), msgspec.json.Decoder(Acknowledged)
@@ -36,11 +37,11 @@ class ReportGatherer:
         _remove_abandoned_folders()
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         self.folder = self._folder.name
-        """Path of the sockets' folder, which is removed at the end unless the agent is killed."""
+        """Path of the sockets' folder, removed at the end unless the agent is killed."""
         self.address = str(Path(self.folder, "agent"))
         self._socket = _bind_socket(self.address)
         self._workers: dict[Worker, dict[int, str]] = {}
-        """Path of the socket from which the last report of each worker's process came, by worker and rank."""
+        """Path of the socket of each process's last report, by worker and rank."""
         self._reports: list[RankReport] = []
         self._asked = False
         """True while node 0 has not answered the reports that were last sent to it."""
@@ -50,13 +51,12 @@ class ReportGatherer:
         return self._socket.fileno()
 
     def forget_unanswered(self) -> None:
-        """Stop waiting for a lost coordinator to answer reports, so that the next reports are sent to the new
-        coordinator at once."""
+        """Stop waiting for a lost coordinator to answer; the next reports go out at once."""
         self._asked = False
 
     def collect_reports(self) -> list[GatheredReports]:
-        """Receive the reports that have arrived; return a list with the one message to send to node 0 now, if any. The
-        list is empty if there are no reports, or while node 0 has not answered earlier ones."""
+        """Receive the reports that have arrived; return the message to send now, if any. There is
+        none without reports, or while node 0 has not answered earlier ones."""
         with suppress(BlockingIOError):
             while True:
                 data, address = self._socket.recvfrom(_MOST_BYTES)
@@ -86,10 +86,11 @@ class ReportGatherer:
 
 
 class ReportSender:
-    """Sender of the iteration reports of one process of a worker, to its node's agent or directly to node 0.
+    """Sender of one process's iteration reports, to its node's agent or directly to node 0.
 
-    The function `directly` sends a report to node 0. The path `agent` is the address of the node's agent; None if the
-    agent gathers no reports. Reports are sent by one thread, and acknowledgements are read by another.
+    The function `directly` sends a report to node 0. The path `agent` is the address of the node's
+    agent; None if the agent gathers no reports. Reports are sent by one thread, and
+    acknowledgements are read by another.
     """
 
     def __init__(self, rank: int, directly: Callable[[IterationReport], None], agent: str | None) -> None:
@@ -115,12 +116,12 @@ class ReportSender:
         self.send_directly(report)
 
     def send_directly(self, report: IterationReport) -> None:
-        """Send a report to node 0 instead of the agent; all later reports of this sender then go to node 0, too."""
+        """Send a report, and then all later ones, to node 0 instead of the agent."""
         self.gathered = False
         self._directly(report)
 
     def list_sockets(self) -> list[socket.socket]:
-        """Return the sockets, at most one, on which the agent passes acknowledgements on, for a selector."""
+        """Return the sockets, at most one, of the agent's acknowledgements, for a selector."""
         return [] if self._socket is None else [self._socket]
 
     def read_acknowledgements(self) -> list[Acknowledged]:
@@ -133,7 +134,7 @@ class ReportSender:
 
 
 def _remove_abandoned_folders() -> None:
-    """Remove the folders of this user's agents that were killed: their sockets refuse connections."""
+    """Remove the folders of this user's agents that were killed: sockets refuse connections."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/agent"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             if path.parent.stat().st_uid == os.getuid():

@@ -14,8 +14,7 @@ BACKLOG = 4096
 
 
 class RendezvousError(RuntimeError):
-    """Error for an address at which this process cannot listen, or at which node 0 cannot be reached or is gone. The
-    message is one line."""
+    """Error, in one line, for an address where this process cannot listen, or reach node 0."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -38,8 +37,8 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 def open_listener(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezvous]:
-    """Open the coordinator's listening socket, by default on a free port of loopback, and return it with its address.
-    Raises RendezvousError."""
+    """Open the coordinator's listening socket, and return it with its address. By default it is on
+    a free port of loopback. Raises RendezvousError."""
     requested = rendezvous or Rendezvous(LOOPBACK, 0)
     try:
         listener = _listen_at_first_address(requested)
@@ -49,8 +48,8 @@ def open_listener(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, 
 
 
 def _listen_at_first_address(wanted: Rendezvous) -> socket.socket:
-    """Return a socket that listens at the first address of the `wanted` host name, of either family, that this machine
-    has. Raises OSError."""
+    """Return a socket at the first of the host's addresses that this machine has. Raises
+    OSError."""
     first: OSError | None = None
     for family, _, _, _, address in socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM):
         try:

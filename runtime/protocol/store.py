@@ -1,4 +1,4 @@
-"""Open and reach torch's key-value store, in which the members of process groups find each other."""
+"""Open and reach torch's key-value store, by which members of process groups meet."""
 
 from datetime import timedelta
 
@@ -12,8 +12,8 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
-    """Open torch's key-value store, by default on a free port of loopback, and return it with its address. Raises
-    RendezvousError."""
+    """Open torch's key-value store, and return it with its address. By default it is on a free port
+    of loopback. Raises RendezvousError."""
     listener, opened = open_listener(rendezvous)
     try:
         return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT,

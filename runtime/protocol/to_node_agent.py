@@ -1,4 +1,4 @@
-"""Messages from the coordinator to the node agents: the launchers of the other nodes (`runtime.node_agent`)."""
+"""Messages from the coordinator to the node agents, the launchers of the other nodes."""
 
 import msgspec
 
@@ -10,12 +10,12 @@ from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0
 SILENT_SECONDS = 600.0
-"""Time after which an agent that receives nothing ends. It equals a worker's wait for an acknowledgement, so that the
-run survives if node 0 is stopped for less."""
+"""Time without a message after which an agent ends, as long as a worker's wait for an
+acknowledgement."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `JoinNode`: the workers to start. The agent checks that they fit its machine, and starts them."""
+    """Answer to `JoinNode`: the workers to start, once the agent has checked that they fit."""
 
     common: CommonSettings
     shares: tuple[int, ...]
@@ -23,19 +23,18 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     workers: tuple[Worker, ...]
     """Workers of the agent's own node, which it starts."""
     config: RunConfig
-    """Configuration of node 0. The agent compares it with that of its own job file, which its workers use."""
+    """Configuration of node 0, which must match the agent's own, used by its workers."""
     first_iteration: int
-    """Iteration of the checkpoint to resume from, which the agent's own command line names. 0: start from the
-    beginning."""
+    """Iteration to resume from, of the checkpoint that the agent's own command line names. Or 0."""
     restarted: bool = False
     """True if the run has continued without these workers."""
     epoch: int = 0
-    """Number of the coordinator that sends this, as in `runtime.protocol.setup.WorkerSetup.epoch`."""
+    """Number of the coordinator that sends this, as in `WorkerSetup.epoch`."""
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `JoinNode` that makes the agent ask again later: a node of this number is connected, or its loss has
-    not been noticed."""
+    """Answer to `JoinNode` that makes the agent ask again later. A node of this number is
+    connected, or its loss has not been noticed."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -47,31 +46,29 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag=True):
-    """Request to kill the process of a worker that has been given up, if it is alive."""
+    """Request to kill the process of a worker that has been given up."""
 
     worker: Worker
 
 
 class StillRunning(msgspec.Struct, frozen=True, tag=True):
-    """Message sent every `STILL_RUNNING_SECONDS`: an agent that receives nothing for long ends its workers, and
-    itself."""
+    """Message sent every `STILL_RUNNING_SECONDS`, without which an agent ends with its workers."""
 
 
 class ReportsAcknowledged(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `GatheredReports`, also used for later acknowledgements of reports. The agent passes it on to the
-    workers."""
+    """Answer to `GatheredReports`, and later acknowledgements, which the agent passes on."""
 
     acknowledged: tuple[tuple[tuple[Worker, ...], Acknowledged], ...]
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """Message that the run is over, or continues without this node: the agent ends its workers, closes the connection,
-    and ends with this result. If `anew` is set, the agent then joins again."""
+    """Message that the run is over, or continues without this node. The agent ends its workers,
+    closes the connection, and ends with this result."""
 
     error: str | None
     """Error that ended the run. None: all iterations are done."""
     anew: bool = False
-    """True if node 0 starts the run again from the beginning, so that the agent must join it again."""
+    """True if node 0 starts from the beginning, and the agent must join again."""
 
 
 ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | ReportsAcknowledged | RunEnded

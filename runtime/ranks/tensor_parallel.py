@@ -1,7 +1,8 @@
-"""Collectives over the ranks of a worker with a backward, for tensor-parallel layers.
+"""Communicate over a worker's ranks, with a backward, for tensor-parallel layers.
 
-They come in pairs, each the other's backward (Megatron-LM: Shoeybi et al., arXiv 1909.08053; sequence parallelism:
-Korthikanti et al., arXiv 2205.05198). They do nothing if a worker is one process.
+The collectives come in pairs, each the other's backward (Megatron-LM: Shoeybi et al., arXiv
+1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198). Without a group, as for a
+worker of one process, they return what they are given.
 """
 
 from collections.abc import Callable
@@ -18,35 +19,35 @@ Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
 
 def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`. Without a group (a worker of one
-    process), return the tensor itself."""
+    """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`. Without a group,
+    return the tensor itself."""
     return _apply_to_parts(_concatenate_parts, _reduce_scatter, tensor, dim, group)
 
 
 def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`. Without a group
-    (a worker of one process), return the tensor itself."""
+    """Return this rank's part, along a dimension, of the sum over all; backward: `gather_parts`.
+    Without a group, return the tensor itself."""
     return _apply_to_parts(_reduce_scatter, _concatenate_parts, tensor, dim, group)
 
 
 def gather_replicated(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Concatenate the parts of all ranks along a dimension; backward: this rank's part of the gradient. Without a group
-    (a worker of one process), return the tensor itself.
+    """Concatenate the parts of all ranks along a dimension, for equal work on all.
 
-    The caller must make sure that all ranks do the same computation on the result, up to `take_own_part`.
+    Backward: this rank's part of the gradient. The caller must make sure that all ranks do the same
+    computation on the result, up to `take_own_part`. Without a group, return the tensor itself.
     """
     return _apply_to_parts(_concatenate_parts, _copy_part, tensor, dim, group)
 
 
 def take_own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part, along a dimension, of a tensor that all ranks computed; backward: concatenate the
-    gradients of all ranks. Without a group (a worker of one process), return the tensor itself."""
+    """Return this rank's part, along a dimension, of a tensor that all ranks computed. Backward:
+    concatenate the gradients of all ranks. Without a group, return the tensor itself."""
     return _apply_to_parts(_copy_part, _concatenate_parts, tensor, dim, group)
 
 
 def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
-    """Return the sum over all ranks, on every rank; backward: each rank gets the gradient of the sum. Without a group
-    (a worker of one process), return the tensor itself."""
+    """Return the sum over all ranks, on each; backward: each gets the sum's gradient. Without a
+    group, return the tensor itself."""
     if group is None:
         return tensor
     result: Tensor = _SumRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -54,8 +55,8 @@ def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
 
 
 def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return parameters that all ranks have, for use on this rank's part of the data; backward: gradients are summed
-    over the ranks. Without a group (a worker of one process), return the parameters themselves."""
+    """Return parameters that all ranks have, for use on this rank's part of the data. Backward:
+    gradients are summed over the ranks. Without a group, return the parameters."""
     if group is None:
         return parameters
     result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
@@ -63,8 +64,8 @@ def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tenso
 
 
 def part_of(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part, along a dimension, of a tensor that all ranks have; the whole without a group (a worker
-    of one process). Nothing is communicated."""
+    """Return this rank's part of a tensor that all have, without communication. It is cut along a
+    dimension; without a group, it is whole."""
     return tensor if group is None else split_dim(tensor, dim, group.size()).select(dim, group.rank())
 
 
@@ -85,8 +86,7 @@ def _copy_part(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 
 
 def _apply_to_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return `forward(tensor, dim, group)`; its backward calls `backward` in the same way with the gradient. Without a
-    group, return the tensor itself."""
+    """Return `forward(tensor, dim, group)`, with `backward` likewise for the gradient."""
     if group is None:
         return tensor
     result: Tensor = _PartsFunction.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]

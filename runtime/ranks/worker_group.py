@@ -1,13 +1,12 @@
-"""Process group of a worker's ranks, for layers: with `[training] tensor_parallel` a worker is several processes.
+"""Group a worker's ranks for its layers, if `[training] tensor_parallel` is above 1.
 
-Layers use this one group for as long as their process lives, and a DeviceMesh of torch can be made of it. The
-connection that carries its tensors is rebuilt for each order (`runtime.replay.group_cache`), and set here with
-`connect`. Without a connection, collectives compute results of the right shapes, as if each rank had the same tensors
-as this one. So the forms of the values between layers can be found in a single process, and an op can be measured by
-itself.
-
-When a collective returns, it has ended or is enqueued on the device's stream. Failures raise the error of the
-connection's `guard`.
+Layers use this one group for as long as their process lives, and a DeviceMesh of torch can be made
+of it. The connection that carries its tensors is rebuilt for each order
+(`runtime.replay.group_cache`), and set here with `connect`. Without a connection, collectives
+compute results of the right shapes, as if each rank had the same tensors as this one. So the forms
+of the values between layers can be found in a single process, and an op can be measured by itself.
+When a collective returns, it has ended or is enqueued on the device's stream. Failures raise the
+error of the connection's `guard`.
 """
 
 import contextlib
@@ -41,8 +40,9 @@ class _FinishedWork(distributed.Work):
 class WorkerGroup(distributed.ProcessGroup):
     """Process group of torch.distributed for the ranks of one worker.
 
-    It supports `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `broadcast` and `barrier`, and what torch
-    builds on these, such as DTensor's redistributions between shards, replicas and partial sums.
+    It supports `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `broadcast` and
+    `barrier`, and what torch builds on these, such as DTensor's redistributions between shards,
+    replicas and partial sums.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -53,16 +53,14 @@ class WorkerGroup(distributed.ProcessGroup):
         self._group_name = BACKEND_NAME
 
     def connect(self, connection: GroupConnection | None) -> None:
-        """Set the connection that carries tensors from now on.
-
-        With None, collectives return results of the right shape, as if each rank passed the tensors of this rank.
-        """
+        """Set the connection that carries tensors; None: simulate the other ranks. Collectives then
+        return results of the right shape, as if each rank passed the tensors of this rank."""
         with self._lock:
             self._connection = connection
 
     def disconnect(self, connection: GroupConnection) -> None:
-        """Remove a connection, unless another one has replaced it; collectives then simulate the other ranks, as in
-        `connect`."""
+        """Remove a connection, unless another one has replaced it. Collectives then simulate the
+        other ranks, as in `connect`."""
         with self._lock:
             if self._connection is connection:
                 self._connection = None
@@ -88,7 +86,7 @@ class WorkerGroup(distributed.ProcessGroup):
 
     def allreduce(self, tensors: Tensor | Sequence[Tensor],  # type: ignore[override]
                   opts: Any = None) -> distributed.Work:
-        """Reduce each tensor, in place, over all ranks of the worker, by the operation in `opts`; without it, sum."""
+        """Reduce each tensor, in place, over all ranks, by the operation in `opts`, else sum."""
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             with self._carry_tensors("reducing tensors", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -96,11 +94,11 @@ class WorkerGroup(distributed.ProcessGroup):
         return _FinishedWork()
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> distributed.Work:
-        """Reduce each tensor, in place, over all ranks of the worker, by the operation in `opts`; without it, sum."""
+        """Reduce each tensor, in place, over all ranks, by the operation in `opts`, else sum."""
         return self.allreduce(tensors, _reduce_options(opts))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> distributed.Work:  # type: ignore[override]
-        """Copy the tensors of the rank that `opts` names to the tensors of all ranks, in place."""
+        """Copy the tensors of the rank that `opts` names to all, in place."""
         for tensor in tensors:
             with self._carry_tensors("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -108,8 +106,7 @@ class WorkerGroup(distributed.ProcessGroup):
         return _FinishedWork()
 
     def scatter(self, *_: Any, **__: Any) -> distributed.Work:
-        """Raise RuntimeError: ranks are not yet connected while layers are built, and build them identically, so that
-        nothing needs to be scattered."""
+        """Raise RuntimeError: ranks build layers alike, before they are connected."""
         raise RuntimeError("parameters cannot be scattered while layers are built: all ranks build the same, so give "
                            "parallelize_module src_data_rank=None")
 
@@ -123,8 +120,8 @@ class WorkerGroup(distributed.ProcessGroup):
         return _FinishedWork()
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:
-        """Reduce `input` over all ranks, by the operation in `opts` (without it, sum), and write this rank's part of
-        the result to `output`."""
+        """Reduce `input` over all ranks, and write this rank's part to `output`. The operation is
+        in `opts`; without it, sum."""
         with self._carry_tensors("reducing and scattering tensors", [output], input) as (connection, (out, given)):
             if connection is None:
                 out.view(-1).copy_(given.reshape(self._size, -1)[self._index])
@@ -171,12 +168,10 @@ class WorkerGroup(distributed.ProcessGroup):
     @contextlib.contextmanager
     def _carry_tensors(self, what: str, outputs: Sequence[Tensor], input: Tensor
                        ) -> Iterator[tuple[GroupConnection | None, list[Tensor]]]:
-        """Yield the connection and the tensors to pass to it; afterwards copy the results back to `outputs`.
-
-        The tensors are a list of the outputs, then the input unless it is the first output; they are copies in host
-        memory if the connection needs that. Without a connection, yield None and the tensors themselves. The operation
-        `what` is named in errors.
-        """
+        """Yield the connection and the tensors to pass to it; then copy results to `outputs`."""
+        # The tensors are a list of the outputs, then the input unless it is the first output; they
+        # are copies in host memory if the connection needs that. Without a connection, yield None
+        # and the tensors themselves. The operation `what` is named in errors.
         connection, tensors = self._connection, [*outputs, *([] if input is outputs[0] else [input])]
         if connection is None:
             yield None, tensors
@@ -190,7 +185,7 @@ class WorkerGroup(distributed.ProcessGroup):
 
 
 def _reduce_options(options: Any) -> Any:
-    """Return the options of a single reduction from those of several reductions requested together."""
+    """Return the options of a single reduction from those of several together."""
     single = distributed.AllreduceOptions()
     if options is not None:
         single.reduceOp = options.reduceOp
@@ -198,33 +193,31 @@ def _reduce_options(options: Any) -> Any:
 
 
 class _ThreadGroup(threading.local):
-    """Thread-local storage of the process group of which the thread simulates a rank; None if it simulates none."""
+    """Process group of which each thread simulates a rank; None if it simulates none."""
 
     group: WorkerGroup | None = None
 
 
 _THREAD_GROUP = _ThreadGroup()
 _PROCESS_GROUPS: list[WorkerGroup] = []
-"""List of the group of which this process is a rank; empty if a worker is one process."""
+"""The group of which this process is a rank. Empty if a worker is one process."""
 
 
 def worker_group() -> WorkerGroup | None:
-    """Return the process group of this worker's ranks, for collectives in layers; None if a worker is one process."""
+    """Return the process group of this worker's ranks; None if it is one process."""
     return _THREAD_GROUP.group or (_PROCESS_GROUPS[-1] if _PROCESS_GROUPS else None)
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the first rank of its worker, or the only one. The first reports values that are
-    equal on all ranks."""
+    """Return whether this process is its worker's first rank, or the only one. The first reports
+    values that are equal on all ranks."""
     group = worker_group()
     return group is None or group.rank() == 0
 
 
 def enter_group(rank: int, size: int) -> WorkerGroup | None:
-    """Make this process rank `rank` of a worker permanently, and return the worker's group; None if `size` is 1.
-
-    The group also becomes torch.distributed's default one.
-    """
+    """Make this process a rank of a worker for good. Return the group, or None for size 1. The
+    group also becomes torch.distributed's default one."""
     if size == 1:
         return None
     group = WorkerGroup(rank, size)
@@ -235,9 +228,10 @@ def enter_group(rank: int, size: int) -> WorkerGroup | None:
 
 @contextlib.contextmanager
 def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
-    """Let this thread simulate one of `size` ranks within the context, to find out what that rank would hold.
+    """Let this thread simulate one of `size` ranks within the context.
 
-    A process group that the program itself has is not torch.distributed's default group meanwhile.
+    So it is found out what that rank would hold. A process group that the program itself has is not
+    torch.distributed's default group meanwhile.
     """
     if size == 1:
         yield
@@ -255,7 +249,7 @@ def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _set_default_group(rank: int, size: int) -> None:
-    """Set torch.distributed's default group to a group of `size` ranks, in which this process is rank `rank`."""
+    """Set torch.distributed's default group to `size` ranks, of which this is `rank`."""
     if BACKEND_NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(BACKEND_NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
     distributed.init_process_group(BACKEND_NAME, rank=rank, world_size=size, store=HashStore())

@@ -1,4 +1,4 @@
-"""Queue that runs work in the background: in a thread of its own and, on a GPU, on a stream of its own."""
+"""Run work in the background: in a thread and, on a GPU, on a stream."""
 
 import contextlib
 import threading
@@ -13,25 +13,25 @@ Work = Callable[[], None]
 
 @cache
 def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
-    """Return this process's CUDA stream on a GPU for one purpose, the same at each call.
+    """Return this process's CUDA stream on a GPU for one purpose.
 
-    Torch hands out 32 streams in turn. If a component took a new one in each generation, it would eventually get a
-    stream in which another component waits.
+    Torch hands out 32 streams in turn. If a component took a new one in each generation, it would
+    eventually get a stream in which another component waits.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class BackgroundQueue:
-    """Queue of one owner's work, which is done in order, concurrently with the owner's thread.
+    """Queue of one owner's work, done in order, concurrently with the owner's thread.
 
-    Parameters
+     Parameters
     ----------
     name
-        Name of the thread, which exists only while there is work, and of the CUDA stream. Queues of one name share
-        the stream.
+        Name of the thread, which exists only while there is work, and of the CUDA stream. Queues of
+        one name share the stream.
     enqueues
-        True if work for a GPU only enqueues kernels. Then the queue needs no thread, and `wait` does not block the
-        host.
+        True if work for a GPU only enqueues kernels. Then the queue needs no thread, and `wait`
+        does not block the host.
     """
 
     def __init__(self, device: torch.device, name: str, *, enqueues: bool = False) -> None:
@@ -43,21 +43,17 @@ class BackgroundQueue:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """Lock that prevents work from being queued between the moment when the thread finds the queue empty and its
-        end."""
+        """Lock between the moment when the thread finds the queue empty and its end."""
 
     @property
     def thread_ident(self) -> int | None:
-        """Identifier of the thread that runs the work (`threading.get_ident`); None if no thread runs."""
+        """Identifier of the thread that runs the work (`threading.get_ident`), if any."""
         thread = self._thread
         return None if thread is None else thread.ident
 
     def submit(self, work: Work) -> None:
-        """Queue work that starts after all earlier work, and after the kernels that are already enqueued on the current
-        stream.
-
-        Raises the error of earlier work, if there is one.
-        """
+        """Queue work that starts after all earlier work, and after the current stream's kernels.
+        Raises the error of earlier work, if there is one."""
         if self._error is not None:
             self.wait()
         ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
@@ -71,10 +67,8 @@ class BackgroundQueue:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all work is done, and raise the error that some of it raised, if any.
-
-        If work only enqueues kernels, the current stream waits instead of the host.
-        """
+        """Wait until all work is done, and raise the error of any. If work only enqueues kernels,
+        the current stream waits instead of the host."""
         with self._lock:  # another thread may be starting it
             thread = self._thread
         if thread is not None:
@@ -89,8 +83,8 @@ class BackgroundQueue:
             del error  # its traceback refers to this frame
 
     def discard_pending(self) -> None:
-        """Discard the work that has not started, and return when the running work has ended; an error of this work is
-        not raised."""
+        """Discard work that has not started; return when the running work has ended. An error of
+        this work is not raised."""
         with self._lock:
             self._pending.clear()
         with contextlib.suppress(Exception):

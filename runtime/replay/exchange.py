@@ -1,4 +1,4 @@
-"""Pass values from op to op: directly on one worker, and between workers in an order that cannot deadlock."""
+"""Pass values from op to op, and between workers in an order that cannot deadlock."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from slipstream.schedules.program import RECEIVES, Instruction, ValueName, Worke
 from slipstream.schedules.schedule import Worker
 
 MAX_POSTED_RECEIVES = 4
-"""Number of receives posted before an op needs them: enough to overlap with compute, and few enough to save memory."""
+"""Receives posted early, to overlap with compute, but few enough to save memory."""
 
 
 class _SentTensor(NamedTuple):
@@ -29,24 +29,26 @@ class _SentTensor(NamedTuple):
 
     outgoing: Outgoing
     sent_at: tuple[int, int]
-    """Run of the program, counted from 0, and number of the sends to this target before it in the program."""
+    """Run of the program, from 0, and earlier sends to this target in it."""
 
 
 class Exchange:
-    """Inputs and outputs of one worker's ops, for one run of its program in each iteration of the range `iterations`.
+    """Inputs and outputs of one worker's ops, for runs of its program in `iterations`.
 
-    A worker issues its transfers in the order of its program: on every worker, a tensor that must be sent before
-    another can arrive is computed by the time the other is needed. So there is no cycle of waits, even if transfers run
-    strictly one after the other, as in one NCCL group. Over gloo, where they do not, receives are posted ahead of
-    sends: a tensor whose receive is posted travels at once, otherwise it takes two more messages.
+    A worker issues its transfers in the order of its program: on every worker, a tensor that must
+    be sent before another can arrive is computed by the time the other is needed. So there is no
+    cycle of waits, even if transfers run strictly one after the other, as in one NCCL group. Over
+    gloo, where they do not, receives are posted ahead of sends: a tensor whose receive is posted
+    travels at once, otherwise it takes two more messages.
 
-    If an iteration is discarded and run again, the second run is numbered like the next iteration: arguments
-    `iteration` are the iteration's number plus the number of runs discarded so far.
+    If an iteration is discarded and run again, the second run is numbered like the next iteration:
+    arguments `iteration` are the iteration's number plus the number of runs discarded so far.
 
-    Parameters
+     Parameters
     ----------
     forms
-        Shapes and dtypes of the inputs of each layer of the schedule, followed by those of the output of the last one.
+        Shapes and dtypes of the inputs of each layer of the schedule, followed by those of the
+        output of the last one.
     """
 
     def __init__(self, program: WorkerProgram, session: Transport, forms: Sequence[Form],
@@ -59,10 +61,10 @@ class Exchange:
                        if (name := program.output_of(one) or program.input_of(one)) is not None]
         self._sends_before = _count_earlier_sends(self._transfers)
         self._round = 0
-        """Number of the last round with a transfer, counted from the first; a round runs the program once."""
+        """Number of the last round with a transfer, counted from the first. A round runs the
+        program once."""
         self._issued = 0
-        """Number of transfers issued in the order of the program; if `_receive_places` is given, it counts only
-        receives."""
+        """Number of transfers issued, or of receives if `_receive_places` is given."""
         self._receive_places = None if session.ordered else [
             place for place, one in enumerate(self._transfers) if one.kind in RECEIVES]
         # Keys are numbers of transfers, counted over all iterations: transfers of two iterations may be pending.
@@ -87,15 +89,15 @@ class Exchange:
         return unpack_value(carrier, self._form_of(name))
 
     def start_receive(self, iteration: int, place: int) -> None:
-        """Start the receive that is transfer number `place` of the program, and all transfers before it. Raises
+        """Start the receive that is transfer `place` of the program, and all before it. Raises
         CommunicationError."""
         number = self._transfer_number(iteration, place)
         self._awaited[self._names[place]] = number
         self._issue_up_to(number)
 
     def start_send(self, iteration: int, place: int) -> None:
-        """Start the send that is transfer number `place` of the program. It continues while this worker computes.
-        Raises CommunicationError."""
+        """Start the send that is transfer `place` of the program. It continues while this worker
+        computes. Raises CommunicationError."""
         number = self._transfer_number(iteration, place)
         self._ready[number] = pack_value(self._local.pop(self._names[place]))
         if self._receive_places is None:
@@ -111,20 +113,19 @@ class Exchange:
                                              lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
     def add_iterations(self, iterations: int = 1) -> None:
-        """Let the exchange serve `iterations` more runs of the schedule, such as the second run of a discarded
-        iteration."""
+        """Serve more runs of the schedule, such as the second run of a discarded iteration."""
         self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
-        """Release, at the end of an iteration, the tensors that were sent in earlier ones. Raises CommunicationError.
+        """Release, at the end of an iteration, the tensors that were sent in earlier ones.
 
-        They arrived long ago. A wait for the tensors that were sent just now could delay the next iteration.
+        They arrived long ago. A wait for the tensors that were sent just now could delay the next
+        iteration. Raises CommunicationError.
         """
         self._free_sent([leaving for leaving in self._sent if leaving.sent_at[0] < self._round], wait=True)
 
     def flush(self) -> None:
-        """Wait until all sent tensors are transferred, when no iteration follows in this generation or evaluation.
-        Raises CommunicationError."""
+        """Wait for all sent tensors, when no iteration follows. Raises CommunicationError."""
         self._free_sent([*self._sent], wait=True)
 
     def free_microbatches(self) -> None:
@@ -133,8 +134,7 @@ class Exchange:
             tensors.clear()
 
     def _free_arrived(self, number: int) -> None:
-        """Free the tensors that another worker must have received from this one, because its transfer number `number`
-        has arrived here (`Instruction.frees`)."""
+        """Free what another worker has received, as its transfer `number` has arrived here."""
         rounds, place = divmod(number, len(self._transfers))
         arrived = self._transfers[place]
         self._free_sent([sent for sent in self._sent
@@ -158,11 +158,9 @@ class Exchange:
         self._post_receives()
 
     def _post_receives(self) -> None:
-        """Start the next receives, of which at most `MAX_POSTED_RECEIVES` are pending.
-
-        If the group matches transfers by their order (NCCL), stop at the next send and at the end of the iteration,
-        because a host that waits for its device also waits for these receives.
-        """
+        """Start the next receives, of which at most `MAX_POSTED_RECEIVES` are pending."""
+        # If the group matches transfers by their order (NCCL), stop at the next send and at the end
+        # of the iteration, because a host that waits for its device also waits for these receives.
         while (len(self._arriving) < MAX_POSTED_RECEIVES and (following := self._next_transfer()) is not None
                and self._transfers[following % len(self._transfers)].kind in RECEIVES
                and (self._receive_places is not None or following // len(self._transfers) <= self._round)):
@@ -170,8 +168,7 @@ class Exchange:
             self._issued += 1
 
     def _next_transfer(self) -> int | None:
-        """Return the number, counted over all runs of the schedule, of the next transfer to issue; None if all were
-        issued."""
+        """Return the number, over all runs, of the next transfer to issue. None if none is left."""
         order = range(len(self._transfers)) if self._receive_places is None else self._receive_places
         if self._issued >= len(self._iterations) * len(order):
             return None
@@ -195,7 +192,6 @@ class Exchange:
 
 
 def _count_earlier_sends(transfers: Sequence[Instruction]) -> list[int]:
-    """Return, for each transfer, the number of sends to its peer before it."""
     sends = Counter[Worker | None]()
     counts = []
     for transfer in transfers:

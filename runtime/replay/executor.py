@@ -1,4 +1,4 @@
-"""Executor: run one worker's program, instruction by instruction. It makes no decisions."""
+"""Run one worker's program, instruction by instruction, without making decisions."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,15 +15,11 @@ from slipstream.schedules.program import Instruction, TransferKind, ValueName, W
 from slipstream.schedules.schedule import Op, OpKind
 
 BeforeOp = Callable[[int, int, OpKind], None]
-"""Function called before each op with the iteration, the op's index among the ops of the worker's program, and the
-kind of op.
-
-An error that it raises ends the iteration.
-"""
+"""Function called before each op with iteration, index and kind, whose errors end the iteration."""
 
 
 class _ProgramStep(NamedTuple):
-    """An instruction of a worker's program, with the function that runs it and what that function needs."""
+    """An instruction of a worker's program, with its function and what this needs."""
 
     instruction: Instruction
     handler: "Callable[[Executor, _ProgramStep], None]"
@@ -60,20 +56,24 @@ class WholeReducer:
 
 
 class Executor:
-    """Runner of one live worker's program: its ops on its slices, its sums of gradients, and its optimizer steps.
+    """Runner of one live worker's program: its ops, sums of gradients, and optimizer steps.
 
     A program of forwards alone keeps no micro-batch for a backward.
 
-    The function `sample_of` returns the sample that a micro-batch of the schedule runs: its data, seeds and weights are
-    the sample's, while tensors between workers bear the name of the micro-batch.
-
-    Without a `reducer`, all holders of a layer keep all of its state (`WholeReducer`).
-
-    The function `before_exchange` is called before each input, transfer, reduction and step. An error that it raises
-    ends the iteration.
-
-    The function `before_step` is called with an iteration before its optimizer step, when all sums of gradients have
-    arrived. By then all workers have passed on a result of this iteration, so no worker undoes the step before.
+     Parameters
+    ----------
+    reducer
+        Sums of gradients; None: all holders of a layer keep all of its state (`WholeReducer`).
+    before_exchange
+        Function that is called before each input, transfer, reduction and step. An error that it
+        raises ends the iteration.
+    before_step
+        Function that is called with an iteration before its step, when all sums of gradients have
+        arrived. By then all workers have passed on a result of this iteration, so no worker undoes
+        the step before.
+    sample_of
+        Function that returns the sample that a micro-batch runs: its data, seeds and weights are
+        the sample's, while tensors between workers bear the name of the micro-batch.
     """
 
     def __init__(self, program: WorkerProgram, *, slices: Slices, steps: Steps,
@@ -103,11 +103,11 @@ class Executor:
         self._loss = 0.0
 
     def run(self, iteration: int) -> float:
-        """Run one iteration to a commit point, and return this worker's part of the mean loss.
+        """Run one iteration to a commit point; return this worker's part of the loss.
 
-        The part is 0 if none of its layers contributes to the loss. If the iteration began on a wrongly guessed step,
-        it is discarded and run again. Raises CommunicationError, and any error of the functions called before ops,
-        exchanges and steps.
+        The part is 0 if none of its layers contributes to the loss. If the iteration began on a
+        wrongly guessed step, it is discarded and run again. Raises CommunicationError, and any
+        error of the functions called before ops, exchanges and steps.
         """
         self._iteration, self._loss = iteration, 0.0
         while not self._run_program():
@@ -118,8 +118,8 @@ class Executor:
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
-        """Run one iteration of validation data on a program of forwards alone, and return this worker's part of the
-        mean loss."""
+        """Run an iteration of validation data; return this worker's part of the mean loss. The
+        program must be of forwards alone."""
         self._iteration = iteration
         self._run_program()
         self._exchange.end_iteration()
@@ -128,11 +128,7 @@ class Executor:
         return loss
 
     def _run_program(self) -> bool:
-        """Run all ops of the program. Return False if the optimizer step before was guessed wrong: the iteration must
-        then be run again.
-
-        See `runtime.state.steps`.
-        """
+        """Run all ops; return False if the last step was guessed wrong (`runtime.state.steps`)."""
         for step in self._program:
             if step.op is None:
                 step.handler(self, step)
@@ -151,11 +147,10 @@ class Executor:
         return True
 
     def regather_parameters(self) -> None:
-        """Gather the parameters again after a wrongly guessed step was corrected, reach a commit point, and then treat
-        this worker's results as valid again (`StepController.leave_void_state`).
+        """Gather parameters again after a wrongly guessed step, and treat results as valid.
 
-        All members call this at the same point of the iteration. Only after a commit point are gathered parameters
-        known to be right. Raises CommunicationError.
+        All members call this at the same point of the iteration. Only after a commit point are
+        gathered parameters known to be right. Raises CommunicationError.
         """
         assert self._steps.validated is not None
         self._reducer.gather_parameters(self._steps.iteration)
@@ -171,8 +166,7 @@ class Executor:
         self._slices.discard_iteration()
 
     def _pass_zeros(self, step: _ProgramStep) -> None:
-        """Take the input of an op in a discarded run of the program, and make zeros as its output, without
-        computing."""
+        """Take an op's input in a discarded run, and make zeros as its output."""
         self._take_input(step)
         if step.output_name is not None:
             self._exchange.put_zeros(step.output_name)
@@ -201,7 +195,6 @@ class Executor:
         self._put_output(step, output)
 
     def _run_backward(self, step: _ProgramStep) -> None:
-        """Run an I or a B."""
         runner, microbatch = self._runner_of(step), self._sample_of_step(step)
         run = runner.backward if step.instruction.kind is OpKind.B else runner.backward_input
         gradient = self._take_input(step)
@@ -221,22 +214,18 @@ class Executor:
             self._reduce_gradients(step)
 
     def _reduce_gradients(self, step: _ProgramStep) -> None:
-        """Sum the gradients of the range of layers of an A (`step`) over the workers that hold them.
-
-        Reductions run in the order of the program, on whichever thread, so workers never wait for each other in a
-        circle.
-        """
+        """Sum the gradients of the layers of an A over the workers that hold them."""
+        # Reductions run in the order of the program, on whichever thread, so workers never wait for
+        # each other in a circle.
         slice = step.instruction.slice
         assert slice is not None
         with self._record_op(step):
             self._reducer.sum_gradients(self._slices.layers[slice])
 
     def _run_optimizer(self, step: _ProgramStep) -> None:
-        """Run an O: sum the gradients of shared parameters, step, and gather parameters.
-
-        Shared gradients are summed first, and parameters gathered last: all workers that hold them are then at their O,
-        and have passed on all outputs of earlier ops.
-        """
+        """Run an O: sum the gradients of shared parameters, step, and gather parameters."""
+        # Shared gradients are summed first, and parameters gathered last: all workers that hold
+        # them are then at their O, and have passed on all outputs of earlier ops.
         self._before_exchange()
         self._session.wait_for_reductions()
         self._before_step(self._iteration)
@@ -264,7 +253,6 @@ class Executor:
         return self._sample_of(Microbatch(self._iteration, pipeline, microbatch))
 
     def _take_input(self, step: _ProgramStep) -> Value | None:
-        """Return the input of an op, when it has arrived; None if the op has no input."""
         if step.input_name is None:
             return None
         self._before_exchange()
@@ -277,7 +265,7 @@ class Executor:
 
     @property
     def _round_number(self) -> int:
-        """Number of the present run of the program: the iteration, plus the number of runs discarded so far."""
+        """Number of the present run: the iteration, plus the number of runs discarded so far."""
         return self._iteration + self._void_rounds
 
 
@@ -297,8 +285,7 @@ def _build_steps(program: WorkerProgram, slices: Slices) -> list[_ProgramStep]:
 
 
 def _mark_gathered(reducer: Reducer, steps: Steps, iteration: int) -> None:
-    """Mark the gathered parameters as those after `iteration`, unless the validation of its optimizer step has shown
-    that the step was guessed wrong."""
+    """Mark gathered parameters as those after `iteration`, unless its step was wrong."""
     if steps.is_final:
         reducer.mark_gathered(iteration)
 
@@ -308,8 +295,5 @@ _HANDLERS: Mapping[OpKind | TransferKind, Callable[[Executor, _ProgramStep], Non
     OpKind.W: Executor._run_backward_weight, OpKind.A: Executor._run_all_reduce, OpKind.O: Executor._run_optimizer,
     TransferKind.RECV_F: Executor._start_receive, TransferKind.RECV_B: Executor._start_receive,
     TransferKind.SEND_F: Executor._start_send, TransferKind.SEND_B: Executor._start_send}
-"""Handlers of the kinds of instructions, not bound to an executor.
-
-Otherwise it would refer to itself, and would keep tensors and connections of an ended generation until Python's garbage
-collector runs.
-"""
+"""Handlers of the kinds of instructions, unbound: an executor would refer to itself. It would keep
+an ended generation's tensors until Python's garbage collector runs."""

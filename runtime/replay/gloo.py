@@ -1,4 +1,4 @@
-"""Gloo backend: process groups over host memory, whose waits any thread can end."""
+"""Create process groups over host memory by gloo, whose waits any thread can end."""
 
 import _thread
 import contextlib
@@ -19,11 +19,9 @@ from slipstream.runtime.replay.torch_groups import GlooDevice, Group, create_glo
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, UnreachableError
 
 CLOSE_TIMEOUT_SECONDS = 0.5
-"""Limit on the wait until gloo closes a connection that was shut down. It takes milliseconds, or never happens if
-gloo's own thread is stuck."""
+"""Limit on the wait until gloo closes a connection: it takes milliseconds, or never happens."""
 MAX_UNSPLIT_BYTES = 2**15
-"""Largest receive that arrives in one piece: an abort finds it not started or complete. A separate thread to wait for
-it would take longer (40 us)."""
+"""Largest receive that arrives in one piece. A thread to wait for it would take longer (40 us)."""
 POLL_SECONDS = 0.0005
 """Interval between checks of connections that are closing."""
 SHUT_REASON = "its connections were shut down"
@@ -32,10 +30,11 @@ SHUT_REASON = "its connections were shut down"
 class InterruptibleCalls:
     """Calls that wait in gloo until they return or `end_all` is called.
 
-    When a connection breaks, gloo fails the transfers that it has not started. It forgets transfers that are half
-    written or half read, or were about to be written, and these wait until their timeout. So does a call that creates a
-    group when a member has died before it could connect. Therefore each such call runs in a thread of its own, and the
-    thread that needs the result waits for that thread or for `end_all`.
+    When a connection breaks, gloo fails the transfers that it has not started. It forgets transfers
+    that are half written or half read, or were about to be written, and these wait until their
+    timeout. So does a call that creates a group when a member has died before it could connect.
+    Therefore each such call runs in a thread of its own, and the thread that needs the result waits
+    for that thread or for `end_all`.
     """
 
     def __init__(self) -> None:
@@ -45,13 +44,11 @@ class InterruptibleCalls:
         self._is_closing: Callable[[], bool] = lambda: True
         """Function that returns whether a connection that was shut down is not closed yet."""
         self._lock = threading.Lock()
-        """Lock that makes sure that `end_all` sees each wait, or the wait sees that it has ended."""
+        """Lock by which `end_all` sees each wait, or the wait sees that."""
 
     def run_call(self, call: Callable[[], object]) -> None:
-        """Run a call in a thread of its own, and wait until it returns or `end_all` is called.
-
-        Raises RuntimeError if the call does, or if its wait was ended.
-        """
+        """Run a call in its own thread, and wait until it or `end_all`. Raises RuntimeError if the
+        call does, or if its wait was ended."""
         waiting = _WaitingCall(call)
         with self._lock:
             if not self.ended:
@@ -77,10 +74,8 @@ class InterruptibleCalls:
             raise RuntimeError(SHUT_REASON)
 
     def end_all(self, cut: Callable[[], Sockets]) -> None:
-        """Break all connections, and end all waits once they are closed.
-
-        The function `cut` breaks the connections and returns their sockets.
-        """
+        """Break all connections, and end all waits once they are closed. The function `cut` breaks
+        the connections and returns their sockets."""
         with self._lock:
             self.ended = True
             waits, self._open_calls = self._open_calls, set()
@@ -93,18 +88,15 @@ class InterruptibleCalls:
             waiter.queue.put(None)
 
     def _wait_for_closing(self, one: "_WaitingCall") -> None:
-        """Wait until the connections that were shut down are closed, or the call `one` returns: until then gloo may
-        write to its tensors.
-
-        The wait lasts at most `CLOSE_TIMEOUT_SECONDS`.
-        """
+        """Wait until connections are closed, or the call returns; gloo may write until then."""
+        # The wait lasts at most `CLOSE_TIMEOUT_SECONDS`.
         deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
         while not one.is_done and self._is_closing() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
 
 class _WaitingCall:
-    """A call that waits for one transfer or sum, or for the members of a group."""
+    """A call that waits for a transfer, a sum, or a group's members."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call
@@ -114,7 +106,7 @@ class _WaitingCall:
         self.released.acquire()
 
     def release(self) -> None:
-        """Let the thread that waits for this call continue, because the call is done or all waits are to end."""
+        """Let the thread of this call continue: it is done, or all waits end."""
         with contextlib.suppress(RuntimeError):  # already released
             self.released.release()
 
@@ -145,27 +137,29 @@ class GlooWork:
         self._waits = waits
 
     def wait(self) -> None:
-        """Wait until the operation is done. Raises RuntimeError if it fails, or the wait was ended."""
+        """Wait until the operation is done. Raises RuntimeError if it fails, or the wait was
+        ended."""
         self._waits.run_call(self._work.wait)
 
 
 class GlooGroup:
     """A process group over gloo.
 
-    Torch's destructor of a group waits for all pending operations, and so without limit for those that gloo has
-    forgotten. It runs in the thread that drops the last reference, which can be any thread at any time: an exception
-    that refers to itself through its traceback keeps the variables of its frames until Python's garbage collector runs.
-    Therefore torch's group is released by `close`, or in a thread of its own.
+    Torch's destructor of a group waits for all pending operations, and so without limit for those
+    that gloo has forgotten. It runs in the thread that drops the last reference, which can be any
+    thread at any time: an exception that refers to itself through its traceback keeps the variables
+    of its frames until Python's garbage collector runs. Therefore torch's group is released by
+    `close`, or in a thread of its own.
     """
 
     def __init__(self, waits: InterruptibleCalls) -> None:
         self._torch_group_slot: list[Group] = []
-        """Torch's group, or nothing after `close`. No other object keeps a reference to it."""
+        """Torch's group, to which no other object keeps a reference, or nothing after `close`."""
         self.waits = waits
 
     def join_members(self, meeting: GroupRendezvous, devices: Sequence[GlooDevice]) -> None:
-        """Create torch's group over `devices` (gloo's listening sockets), and return when all members have joined.
-        Raises RuntimeError if one does not."""
+        """Create torch's group over gloo's listening sockets, when all members have joined. Raises
+        RuntimeError if one does not."""
         self._torch_group_slot.append(create_gloo_group(meeting.keys, meeting.rank, meeting.size, TRANSFER_TIMEOUT,
                                                         devices))
 
@@ -178,13 +172,12 @@ class GlooGroup:
         self._torch_group_slot.clear()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
-        """Return the method `name` of torch's group, such as `send`. `InterruptibleCalls` can end a wait for the work
-        that the method returns."""
+        """Return a method of torch's group, such as `send`, whose waits can be ended."""
         begin = getattr(self._open_group, name)
         return lambda *arguments: self._as_interruptible(begin(*arguments))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive tensors from the member of rank `source`, which sends them with the same `tag`.
+        """Start to receive tensors from rank `source`, which sends them with the same `tag`.
         `InterruptibleCalls` can end a wait for the returned work, unless the tensors are small."""
         work = self._open_group.recv(tensors, source, tag)
         return work if sum(tensor.nbytes for tensor in tensors) <= MAX_UNSPLIT_BYTES else self._as_interruptible(work)
@@ -200,13 +193,13 @@ class GlooGroup:
 
 
 class GlooBackend:
-    """Gloo backend. Its `abort_groups` shuts down the sockets of all groups, and ends the waits that gloo forgets.
+    """Gloo backend, whose abort shuts down the sockets of all groups.
 
-    Gloo releases a blocked transfer only when its connection closes; it has no call for that. The sockets are those
-    that were opened while groups were created, so an abort affects all groups.
-
-    Groups share a listening socket and its thread. Groups created after an abort get new ones, because gloo may be
-    stuck (`runtime.replay.stuck_calls`).
+    It ends the waits that gloo forgets, too. Gloo releases a blocked transfer only when its
+    connection closes; it has no call for that. The sockets are those that were opened while groups
+    were created, so an abort affects all groups. Groups share a listening socket and its thread.
+    Groups created after an abort get new ones, because gloo may be stuck
+    (`runtime.replay.stuck_calls`).
     """
 
     ordered = False
@@ -222,8 +215,11 @@ class GlooBackend:
 
     @contextlib.contextmanager
     def creating_groups(self, spared: Callable[[], Sockets]) -> Iterator[None]:
-        """Return a context manager within which `create_group` must be called. An abort shuts down the sockets that are
-        opened within it, except those that `spared` returns at the time of the abort."""
+        """Return a context manager within which `create_group` must be called.
+
+        An abort shuts down the sockets that are opened within it, except those that `spared`
+        returns at the time of the abort.
+        """
         self._exempt_sockets, self._sockets_before = spared, find_open_sockets()
         if not self._devices:
             self._sockets = frozenset()
@@ -233,8 +229,7 @@ class GlooBackend:
             self._sockets, self._sockets_before = self._sockets | (find_open_sockets() - self._sockets_before), None
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a process group over gloo, and return it when all members have joined. Raises RuntimeError if one does
-        not."""
+        """Create a process group; return it when all members have joined. Raises RuntimeError."""
         group_here = GlooGroup(self._waits)
         try:
             self._devices = self._devices or open_gloo_devices()
@@ -258,7 +253,7 @@ class GlooBackend:
                                  - self._exempt_sockets())
 
     def failure_reason(self, group: Group) -> str | None:
-        """Return why the group is no longer usable, or None if it is usable. See `Backend`."""
+        """Return why the group is no longer usable, or None if it is. See `Backend`."""
         return SHUT_REASON if cast(GlooGroup, group).waits.ended else None
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Process groups of one process, created when a generation begins, and reused if nothing was aborted in them."""
+"""Create process groups when a generation begins, and reuse those without aborts."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +19,7 @@ from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationE
 from slipstream.runtime.replay.transport import TransportName
 
 _REUSABLE_DECODER = msgspec.json.Decoder(dict[str, tuple[int, int]])
-"""Decoder of the groups that a process could reuse, by name: the order that created each, and the number of operations
-started in it."""
+"""Decoder of a process's reusable groups: order and number of operations, by name."""
 
 
 class GenerationEndedError(CommunicationError):
@@ -28,7 +27,7 @@ class GenerationEndedError(CommunicationError):
 
 
 class GroupSpec(NamedTuple):
-    """Specification of a process group that a generation needs: name, member processes, own rank and backend."""
+    """Specification of a process group: name, member processes, own rank and backend."""
 
     name: str
     """Name of the group, equal at all members and unique in a generation."""
@@ -42,18 +41,16 @@ class GroupSpec(NamedTuple):
 
     @property
     def creation_key(self) -> tuple[int, str]:
-        """Key by which processes sort the groups that they create, so that no two wait for each other in different
-        groups.
+        """Key by which processes sort the groups that they create, so that no two deadlock.
 
-        All processes sort alike. Groups whose first member is in an even column come first: so the workers of a long
-        pipeline connect in two steps.
+        All processes sort alike. Groups whose first member is in an even column come first: so the
+        workers of a long pipeline connect in two steps.
         """
         return int(self.members[0].partition(":")[0].rpartition(".")[2]) % 2, self.name
 
 
 class _CachedGroup(NamedTuple):
-    """A process group that has been created, with its specification, the order that it was created for, and its
-    key-value store."""
+    """A process group that has been created, with its specification, order and store."""
 
     spec: GroupSpec
     order: int
@@ -65,10 +62,10 @@ class _CachedGroup(NamedTuple):
 class GroupCache:
     """The process groups of one process, kept from generation to generation.
 
-    An NCCL group is kept if the next generation needs it, all of its members live, and nothing was aborted in it. So
-    the time for connecting a generation depends on the number of workers that come and go, not on the number of all
-    workers. Groups over gloo stay open until the next generation, as other workers may still receive through them what
-    they need to end an iteration.
+    An NCCL group is kept if the next generation needs it, all of its members live, and nothing was
+    aborted in it. So the time for connecting a generation depends on the number of workers that
+    come and go, not on the number of all workers. Groups over gloo stay open until the next
+    generation, as other workers may still receive through them what they need to end an iteration.
     """
 
     def __init__(self, transport: TransportName) -> None:
@@ -76,8 +73,7 @@ class GroupCache:
         """Gloo backend, which carries numbers and bytes in host memory."""
         self.backend: Backend = self.host if transport == "gloo" else NcclBackend()
         self.backends = (self.host,) if self.backend is self.host else (self.host, self.backend)
-        """Backends in the order of their aborts: gloo first, so that no thread that an NCCL abort releases can continue
-        over gloo."""
+        """Backends in the order of their aborts: gloo first, so that no released thread uses it."""
         self.idle: dict[str, _CachedGroup] = {}
         """Groups that no session uses, by name."""
 
@@ -102,10 +98,10 @@ class GenerationGroups:
         self._ended = False
         self._released = False
         self._lock = threading.Lock()
-        """Lock that makes sure that `abort` sees each new group, or the thread that creates it sees the abort."""
+        """Lock by which `abort` sees each new group, or its thread sees the abort."""
 
     def create_groups(self, all_wanted: Iterable[GroupSpec]) -> None:
-        """Provide all groups that the generation needs: reuse the groups that can be reused, and create the others."""
+        """Provide all groups that the generation needs: reuse some, and create the others."""
         self.raise_if_ended()
         wanted = {spec.name: spec for spec in all_wanted}
         idle, self.links.idle = self.links.idle, {}
@@ -116,7 +112,7 @@ class GenerationGroups:
         _close_in_background([*idle.values()])
 
     def create_missing(self, wanted: Iterable[GroupSpec]) -> None:
-        """Create those of the wanted groups that do not exist yet, and return when all of their members have joined."""
+        """Create the wanted groups that do not exist yet; return when all members have joined."""
         self.raise_if_ended()
         missing = sorted((spec for spec in wanted if spec.name not in self._groups), key=lambda spec: spec.creation_key)
         for backend in self.links.backends:  # separately: gloo's abort shuts all sockets opened meanwhile
@@ -137,8 +133,8 @@ class GenerationGroups:
         return {name: held.group for name, held in self._groups.items()}
 
     def open_store(self, purpose: str, members: int = 1) -> GroupStore:
-        """Return a store for one named purpose, shared by the processes of this generation that open it by this name.
-        In it, a wait for the key `NAME/RANK` waits for the keys of all ranks below `members`."""
+        """Return a store for one named purpose, shared by this generation's processes. In it, a
+        wait for the key `NAME/RANK` waits for the keys of all ranks below `members`."""
         return GroupStore(self._store, self._key_prefix(purpose), TRANSFER_TIMEOUT, self.raise_if_ended, members)
 
     def raise_if_ended(self) -> None:
@@ -147,7 +143,8 @@ class GenerationGroups:
             raise GenerationEndedError("the generation has ended")
 
     def abort(self) -> None:
-        """End the generation, and abort all pending operations of its groups. Any thread may call this."""
+        """End the generation, and abort all pending operations of its groups. Any thread may call
+        this."""
         self._ended = True
         with self._lock:
             if self._released:
@@ -168,8 +165,8 @@ class GenerationGroups:
                    for backend in self.links.backends)
 
     def release(self) -> None:
-        """Leave the groups in which nothing was aborted to the next generation; `close` closes the others. A later
-        `abort` has no effect."""
+        """Leave groups in which nothing was aborted to the next generation. `close` closes the
+        others. A later `abort` has no effect."""
         with self._lock:
             self._released = True
             held, self._groups = self._groups, {}
@@ -180,19 +177,17 @@ class GenerationGroups:
                 self._aborted_groups.append(entry)
 
     def close(self) -> None:
-        """Close, in the background, the groups that `release` has not left to the next generation."""
+        """Close, in the background, the groups that `release` has not left."""
         lost, self._aborted_groups = self._aborted_groups, []
         _close_in_background(lost)
 
     def _find_reusable(self, wanted: Mapping[str, GroupSpec], idle: Mapping[str, _CachedGroup]) -> list[str]:
-        """Return the names of the `wanted` groups that all their members still have, with equal numbers of started
-        operations. Both arguments have groups by name; `idle` has those that this process has kept.
-
-        Each process publishes the groups that it could reuse. A send ends on the device once its data is in the buffers
-        on the way, even if it is not received. Its receiver would then take it for data of the next generation; but in
-        this case the receiver has started fewer operations. Groups over gloo are not reused, because receives may be
-        pending in them whose tensors were never sent.
-        """
+        """Return the names of wanted groups that all members still have, alike."""
+        # Each process publishes the groups that it could reuse. A send ends on the device once its
+        # data is in the buffers on the way, even if it is not received. Its receiver would then
+        # take it for data of the next generation; but in this case the receiver has started fewer
+        # operations. Groups over gloo are not reused, because receives may be pending in them whose
+        # tensors were never sent.
         if not self.links.backend.ordered:
             return []
         reusable_here = {name: (one.order, one.spec.backend.count_started(one.group)) for name, one in idle.items()
@@ -233,7 +228,7 @@ class GenerationGroups:
 
 
 def _close_groups(held: list[_CachedGroup]) -> None:
-    """Close groups and empty the list, so that this thread drops the last references to NCCL groups."""
+    """Close groups and empty the list, so that this thread drops the last references."""
     for backend in {id(entry.spec.backend): entry.spec.backend for entry in held}.values():
         backend.close_groups([entry.group for entry in held if entry.spec.backend is backend])
     while held:
@@ -241,6 +236,7 @@ def _close_groups(held: list[_CachedGroup]) -> None:
 
 
 def _close_in_background(held: list[_CachedGroup]) -> None:
-    """Close groups in a new thread, as this may wait without limit (`runtime.replay.gloo.GlooGroup`)."""
+    """Close groups in a new thread, as this may wait without limit
+    (`runtime.replay.gloo.GlooGroup`)."""
     if held:
         threading.Thread(target=_close_groups, args=(held,), daemon=True, name="closing").start()

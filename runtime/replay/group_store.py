@@ -1,9 +1,10 @@
-"""Store in which the members of a process group leave their addresses: keys of the run's store, over its connection.
+"""Keep the addresses of a process group's members under keys of the run's store.
 
-Torch would open a separate connection for each group, and each end would ask the name server for the name of the other
-end (`::ffff:127.0.0.1` is in no hosts file) before a byte is sent. If a packet to the name server is lost, that takes 5
-seconds in the middle of a recovery. In addition, a wait in this store can be ended, and the values of all ranks are
-fetched at once: gloo asks for one rank after the other, with three requests each, which takes long if node 0 is far.
+Torch would open a separate connection for each group, and each end would ask the name server for
+the name of the other end (`::ffff:127.0.0.1` is in no hosts file) before a byte is sent. If a
+packet to the name server is lost, that takes 5 seconds in the middle of a recovery. In addition, a
+wait in this store can be ended, and the values of all ranks are fetched at once: gloo asks for one
+rank after the other, with three requests each, which takes long if node 0 is far.
 """
 
 import re
@@ -18,18 +19,17 @@ from slipstream.runtime.replay.torch_groups import Store, TCPStore
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005
 PAUSE_GROWTH = 1.25
-"""Growth factor of the pauses between two polls of the store: a wait lasts at most a quarter longer than necessary."""
+"""Growth factor of pauses between polls, by which a wait may be too long."""
 _ORDER_KEY = re.compile(r"order(\d+)/")
 
 
 def order_key_prefix(order: int) -> str:
-    """Return the prefix of all keys in the run's store that belong to an order (a generation)."""
+    """Return the prefix of all keys in the run's store that belong to an order."""
     return f"order{order}/"
 
 
 def delete_old_orders(store: TCPStore, before: int) -> None:
-    """Delete the keys in the run's store that belong to orders before number `before`; no other keys are ever
-    deleted."""
+    """Delete the keys in the run's store of orders before number `before`, and no others."""
     for key in store.list_keys():
         match = _ORDER_KEY.match(key)
         if match and int(match[1]) < before:
@@ -37,16 +37,19 @@ def delete_old_orders(store: TCPStore, before: int) -> None:
 
 
 class GroupStore(Store):
-    """Key-value store of one process group, within another store. Each key, unless it is a counter, is set once.
+    """Key-value store of one process group, within another store.
 
-    Parameters
+    Each key, unless it is a counter, is set once.
+
+     Parameters
     ----------
     wait_for
         Longest wait for the value of a key.
     require
         Function that raises an error to end a wait; called often.
     ranks
-        Number of members. A wait for the key `NAME/RANK` of one rank waits for the keys of all ranks.
+        Number of members. A wait for the key `NAME/RANK` of one rank waits for the keys of all
+        ranks.
     """
 
     def __init__(self, store: Store, prefix: str, wait_for: timedelta, require: Callable[[], None],
@@ -66,12 +69,12 @@ class GroupStore(Store):
         self._values[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Wait for the value of a key, and return it. Raises DistStoreError if it does not arrive in time."""
+        """Wait for the value of a key, and return it. Raises DistStoreError."""
         self.wait([key])
         return self._values[key]
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Set a value unless another member has set one; return the value that is stored, which never changes."""
+        """Set a value unless another member has set one; return what is stored for good."""
         return bytes(self._store.compare_set(self._prefix + key, "", value.decode()))
 
     def add(self, key: str, amount: int) -> int:
@@ -83,8 +86,8 @@ class GroupStore(Store):
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all `keys` have values, and keep the values for `get`. Raises any error of `require`, and
-        DistStoreError after `timeout`. If `timeout` is None, the limit is `wait_for`."""
+        """Wait until all `keys` have values, and keep these for `get`. Raises any error of
+        `require`, and DistStoreError after `timeout` (None: `wait_for`)."""
         missing = sorted({other for key in keys for other in self._keys_of_all_ranks(key)} - self._values.keys())
         if not missing:
             return
@@ -99,8 +102,7 @@ class GroupStore(Store):
         self._values.update(zip(missing, self._store.multi_get([self._prefix + key for key in missing]), strict=True))
 
     def drop_end_check(self) -> None:
-        """Stop calling `require`, after all members have joined: torch keeps this store, and nothing waits in it any
-        more."""
+        """Stop calling `require`, after all members have joined: nothing waits here any more."""
         self._require = lambda: None
 
     def _keys_of_all_ranks(self, key: str) -> list[str]:

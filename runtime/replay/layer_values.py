@@ -1,4 +1,4 @@
-"""Values that pass from layer to layer: a tensor, or a tuple of tensors, sent between workers as one tensor."""
+"""Pass tensors, or tuples of them, from layer to layer, sent as one."""
 
 import functools
 from collections import namedtuple
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 Value = Tensor | tuple[Tensor, ...]
-"""Tensor or tuple of tensors. Floating-point tensors of a tuple get gradients; all others are passed on without."""
+"""Tensor or tuple of tensors, of which floating-point ones get gradients."""
 _ALIGNMENT = 16
-"""Alignment, in bytes, of each tensor of a tuple within the one tensor that carries them all."""
+"""Alignment, in bytes, of each tensor within the one that carries them."""
 
 
 class TensorForm(NamedTuple):
-    """Shape and dtype of a tensor, from which a receive can be posted without a handshake."""
+    """Shape and dtype of a tensor, for receives without a handshake."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,63 +34,58 @@ Form = TensorForm | TupleForm
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    """Return the tensors of `value`, a tensor or a tuple of tensors, as a tuple."""
+    """Return the tensors of a value as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def with_tensors(value: Value, tensors: Sequence[Tensor]) -> Value:
-    """Return a value of the same structure (a tensor, a tuple or a named tuple) with other tensors."""
+    """Return a value of the same structure with other tensors."""
     if isinstance(value, Tensor):
         return tensors[0]
     return _build_tuple(getattr(value, "_fields", ()), tensors)
 
 
 def map_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
-    """Return a tensor, or a tuple of the same structure, with `change` applied to each tensor of `value`."""
+    """Return a value of the same structure, with `change` applied to each tensor."""
     return change(value) if isinstance(value, Tensor) else with_tensors(value, list(map(change, value)))
 
 
 def as_layer_input(value: Value) -> Value:
-    """Return a value as the next layer takes it: a named tuple becomes one of the runtime's own class for these fields.
-
-    So layers get the same class whether the layer before ran on this worker or on another.
-    """
+    """Return a value as the next layer takes it, in the runtime's own class. So layers get the same
+    class whether the layer before ran on this worker or on another."""
     return with_tensors(value, tensors_of(value))
 
 
 def form_of(value: Value) -> Form:
-    """Return the shapes and dtypes of a value's tensors, and the field names of a named tuple."""
+    """Return the shapes and dtypes of a value's tensors, and any field names."""
     forms = tuple(TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value))
     return forms[0] if isinstance(value, Tensor) else TupleForm(forms, getattr(value, "_fields", ()))
 
 
 def build_value(form: Form, tensors: Sequence[Tensor]) -> Value:
-    """Return the given tensors as the tensor, tuple or named tuple that `form` describes. Shapes and dtypes are not
-    checked."""
+    """Return tensors as the value that `form` describes, without checking shapes and dtypes."""
     return tensors[0] if isinstance(form, TensorForm) else _build_tuple(form.fields, tensors)
 
 
 def allocate_value(form: Form, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Value:
-    """Return a tensor or tuple of the given form; `make` allocates each tensor from its shape and dtype."""
+    """Return a value of this form; `make` allocates each tensor from its shape and dtype."""
     if isinstance(form, TensorForm):
         return make(*form)
     return _build_tuple(form.fields, [make(*tensor) for tensor in form.tensors])
 
 
 def has_gradient(of: Tensor | TensorForm) -> bool:
-    """Return whether a tensor that passes between layers has a floating-point or complex dtype, and so gets a
-    gradient."""
+    """Return whether a tensor between layers has a dtype that gets a gradient."""
     return of.dtype.is_floating_point or of.dtype.is_complex
 
 
 def gradient_form(form: Form) -> Form:
-    """Return the shapes and dtypes of the gradient of a value with this form; for a tuple, those of a plain tuple of
-    its floating-point and complex tensors."""
+    """Return the form of the gradient of a value, of tensors that get one."""
     return form if isinstance(form, TensorForm) else TupleForm(tuple(filter(has_gradient, form.tensors)))
 
 
 def carrier_form(form: Form) -> TensorForm:
-    """Return shape and dtype of the one tensor into which `pack_value` packs a value of this form."""
+    """Return shape and dtype of the tensor into which `pack_value` packs such a value."""
     if isinstance(form, TensorForm):
         return form
     if len(form.tensors) == 1:
@@ -99,8 +94,7 @@ def carrier_form(form: Form) -> TensorForm:
 
 
 def pack_value(value: Value) -> Tensor:
-    """Return a layer's output, a tensor or a tuple, as one tensor to send to another worker. A single tensor is not
-    copied."""
+    """Return a layer's output as one tensor to send; a single tensor is not copied."""
     if isinstance(value, Tensor):
         return value
     if len(value) == 1:
@@ -114,7 +108,7 @@ def pack_value(value: Value) -> Tensor:
 
 
 def unpack_value(carrier: Tensor, form: Form) -> Value:
-    """Return the tensor or tuple of tensors that `pack_value` has packed into `carrier`, as views of the carrier."""
+    """Return the value that `pack_value` has packed into `carrier`, as views of it."""
     if isinstance(form, TensorForm):
         return carrier
     if len(form.tensors) == 1:
@@ -123,14 +117,12 @@ def unpack_value(carrier: Tensor, form: Form) -> Value:
 
 
 def _carrier_views(carrier: Tensor, form: TupleForm) -> list[Tensor]:
-    """Return the tensors of a tuple as views of the tensor that carries them."""
     return [carrier.narrow(0, offset, _tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
             for tensor, offset in zip(form.tensors, _tensor_offsets(form), strict=False)]
 
 
 def _tensor_offsets(form: TupleForm) -> list[int]:
-    """Return the offset in bytes at which each tensor begins in the tensor that carries them, then that tensor's
-    length."""
+    """Return the offset in bytes of each tensor in their carrier, then its length."""
     return list(accumulate((-(-_tensor_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for tensor in form.tensors),
                            initial=0))
 

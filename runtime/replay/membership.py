@@ -1,4 +1,4 @@
-"""Membership: the workers that train together in a generation, and the names of their processes."""
+"""Name the workers that train together in a generation, and their processes."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,10 +11,7 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 GradientKey = LayerRange | str
-"""Key of gradients that are summed: a range of layers, or `LAYER.NAME` of a parameter that layers share.
-
-That is the name in the first of these layers.
-"""
+"""Key of gradients that are summed: layers, or the first `LAYER.NAME` of a shared parameter."""
 
 
 def worker_of_process(process: str) -> Worker:
@@ -29,8 +26,7 @@ class GroupConnection:
     backend: Any
     """Backend of torch.distributed for these ranks, to which calls are passed on."""
     guard: Callable[[str], AbstractContextManager[None]]
-    """Function that takes a description of a collective and returns a context for it, which converts errors for the
-    caller."""
+    """Function that returns a context for a described collective, which converts errors."""
     device: torch.device
     """Device on which this rank computes."""
     staged: bool
@@ -62,11 +58,10 @@ class Membership(NamedTuple):
     """Rank of each member, from 0 upwards; equal at every member."""
     worker: Worker
     group: Ranks | None = None
-    """Processes of this worker if it has several. Processes of the same rank in all workers communicate with each
-    other."""
+    """Processes of this worker if it has several, each of which meets its rank in other workers."""
 
     def peer_process(self, worker: Worker) -> str:
-        """Return the name of the process of a worker with which this process communicates: that of the same rank."""
+        """Return the name of a worker's process of this one's rank."""
         return f"{worker}:{0 if self.group is None else self.group.rank()}"
 
     def processes_of_worker(self, worker: Worker) -> tuple[str, ...]:
@@ -74,6 +69,6 @@ class Membership(NamedTuple):
         return tuple(f"{worker}:{rank}" for rank in range(1 if self.group is None else self.group.size()))
 
     def all_processes(self) -> tuple[str, ...]:
-        """Return the names of the processes of all members, by the members' ranks and then by the processes' ranks."""
+        """Return the names of all members' processes, by members' and then processes' ranks."""
         return tuple(process for worker in sorted(self.ranks, key=self.ranks.__getitem__)
                      for process in self.processes_of_worker(worker))

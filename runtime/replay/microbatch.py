@@ -1,4 +1,4 @@
-"""Names of micro-batches, and the count of samples over several runs."""
+"""Name micro-batches, and count samples over several runs."""
 
 from typing import NamedTuple
 
@@ -12,17 +12,14 @@ class Microbatch(NamedTuple):
 
 
 class SamplesRead(NamedTuple):
-    """Number of samples that all iterations before `iteration` have read.
-
-    Runs on other grids read other numbers of samples in an iteration, so the number is stored and not computed.
-    """
+    """Number of samples that all iterations before `iteration` have read. Runs on other grids read
+    other numbers of samples in an iteration, so the number is stored and not computed."""
 
     iteration: int
     samples: int
 
     def count_before(self, iteration: int, samples_per_iteration: int) -> int:
-        """Return the number of samples read before an iteration of this run, whose iterations read
-        `samples_per_iteration` each."""
+        """Return the samples read before an iteration, with so many in each of this run."""
         return self.samples + (iteration - self.iteration) * samples_per_iteration
 
 

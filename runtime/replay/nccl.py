@@ -1,10 +1,8 @@
-"""NCCL backend: communicators that any thread can abort, with their own check of what has ended.
+"""Create NCCL communicators that any thread can abort, and check what has ended.
 
-Streams of NCCL communicators: no two communicators in use at the same time share one.
-
-Torch gives each communicator a stream out of 32, in turn. After many communicators were created and closed, a new one
-would get the stream of one that is still used, and its transfers would wait for those of the other one, perhaps
-forever.
+No two communicators in use at the same time share a stream. Torch gives each communicator a stream
+out of 32, in turn. After many communicators were created and closed, a new one would get the stream
+of one that is still used, and its transfers would wait for those of the other one, perhaps forever.
 """
 
 import contextlib
@@ -26,17 +24,14 @@ from slipstream.runtime.replay.torch_groups import Group, NcclGroup, TCPStore, c
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
 
 HIGHEST_PRIORITY = -100
-"""Priority of the CUDA streams that are drawn. Torch takes the nearest one that exists, which is that of communicators
-(`torch_groups.create_nccl_group`)."""
+"""Priority of the drawn CUDA streams, of which torch takes the nearest, as for communicators."""
 MAX_STREAMS = 256
-"""Largest number of streams in torch's pool. If it gives out more different ones, it does not give them out in turn."""
+"""Largest number of streams in torch's pool, if given out in turn."""
 
 
 class StreamRotation:
-    """Chooser of CUDA streams: gives each new communicator a stream of torch's pool that no other communicator uses.
-
-    The function `draw` takes the pool's next stream, and returns its identity.
-    """
+    """Chooser of CUDA streams: a new communicator gets one that no other uses. The function `draw`
+    takes the pool's next stream, and returns its identity."""
 
     def __init__(self, draw: Callable[[], int]) -> None:
         self._draw = draw
@@ -48,7 +43,8 @@ class StreamRotation:
 
     @contextmanager
     def reserve_stream(self, communicator: object) -> Iterator[None]:
-        """Make torch give the communicator that connects within this context a stream of its own, if one is free."""
+        """Give the communicator that connects within this context its own stream, if one is
+        free."""
         with self._lock:
             before = self._skip_used()
         try:
@@ -62,8 +58,7 @@ class StreamRotation:
                     self._streams[(before + 1 + step) % count] for step in range((after - before - 1) % count))
 
     def _skip_used(self) -> int:
-        """Draw streams until the pool's next one is unused; return the index in the pool of the last one that was
-        drawn."""
+        """Draw streams until the pool's next one is unused. Return the index of the last drawn."""
         if not self._streams:
             self._streams.append(self._draw())
             while (stream := self._draw()) != self._streams[0] and len(self._streams) < MAX_STREAMS:
@@ -88,8 +83,7 @@ def get_stream_rotation(device: torch.device) -> StreamRotation:
 
 
 ABORT_GRACE_SECONDS = 0.02
-"""Time that a communicator has to finish its operations after the generation has ended, before it is aborted. A new
-communicator takes longer to create."""
+"""Time for a communicator to end before an abort; a new one takes longer."""
 ABORT_RETRY_SECONDS = 0.05
 """Interval between attempts to abort."""
 POLL_SECONDS = 0.001
@@ -106,14 +100,14 @@ class OperationRefusedError(RuntimeError):
 class Communicator:
     """A process group over NCCL, and its pending operations.
 
-    Calls return at once, and the device executes the operations in their order, so all have ended when the last one
-    has. If a member dies or does not take part, the device waits for it without limit, until `abort`; then every
-    operation ends as if it had succeeded.
+    Calls return at once, and the device executes the operations in their order, so all have ended
+    when the last one has. If a member dies or does not take part, the device waits for it without
+    limit, until `abort`; then every operation ends as if it had succeeded.
 
-    Torch's `Work.is_completed` is not enough, because it is also true after an error, while the device still waits.
-    Instead, an event is recorded on the device after the last operation. Threads of this class wait for the event, so
-    `is_quiescent` itself calls neither CUDA nor NCCL: such a call may wait for a lock that an abort holds, and would
-    block heartbeats.
+    Torch's `Work.is_completed` is not enough, because it is also true after an error, while the
+    device still waits. Instead, an event is recorded on the device after the last operation.
+    Threads of this class wait for the event, so `is_quiescent` itself calls neither CUDA nor NCCL:
+    such a call may wait for a lock that an abort holds, and would block heartbeats.
     """
 
     def __init__(self, nccl: NcclGroup) -> None:
@@ -136,13 +130,14 @@ class Communicator:
         self.started_count = 0
         """Number of operations that this member has started."""
         self._connecting_ended = threading.Event()
-        """Event that is set when connecting has succeeded or failed, or its result is no longer needed."""
+        """Event set when connecting has ended, or its result is not needed."""
 
     def connect(self, *, directed: bool) -> None:
         """Connect all members; return when they are connected. Raises RuntimeError.
 
-        If a member dies, connecting ends by itself with an error. It runs in a thread of its own, which is abandoned
-        when the generation ends. If `directed`, the first of two members will only send to the second one.
+        If a member dies, connecting ends by itself with an error. It runs in a thread of its own,
+        which is abandoned when the generation ends. If `directed`, the first of two members will
+        only send to the second one.
         """
         self.start_connecting(directed=directed)
         self._connecting_ended.wait()
@@ -151,8 +146,8 @@ class Communicator:
             raise RuntimeError(self._failure)
 
     def start_connecting(self, *, directed: bool) -> None:
-        """Start to connect all members in a new thread, without waiting; `directed` as in `connect`. If the generation
-        ends meanwhile, the thread aborts the connection."""
+        """Start to connect all members in a thread, which aborts if the generation ends. `directed`
+        is as in `connect`."""
         threading.Thread(target=self._connect_and_probe, args=(directed,), daemon=True, name="connecting").start()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
@@ -168,13 +163,13 @@ class Communicator:
         self._generation_ended = False
 
     def refuse_operations(self) -> None:
-        """Refuse new operations, as the generation has ended. The caller must then call `abort_unless_quiescent` in
-        another thread."""
+        """Refuse new operations, as the generation has ended. The caller must then call
+        `abort_unless_quiescent` in another thread."""
         self._abort_undecided, self._generation_ended = True, True
         self._connecting_ended.set()
 
     def abort_unless_quiescent(self) -> None:
-        """Abort the communicator if operations are still pending after a grace period, or one has failed."""
+        """Abort the communicator if operations are pending after a grace period, or failed."""
         deadline = time.monotonic() + ABORT_GRACE_SECONDS
         while not (over := self._has_device_ended()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -183,12 +178,11 @@ class Communicator:
         self._abort_undecided = False
 
     def is_quiescent(self) -> bool:
-        """Return whether the device is known to have ended all operations. If not, call again: each call starts a
-        check."""
+        """Return whether the device has ended all operations; each call starts a check."""
         return not self._abort_undecided and self._has_device_ended()
 
     def abort(self) -> None:
-        """Abort all operations and retire the communicator. Returns at once, because NCCL may take long to abort."""
+        """Abort all operations and retire the communicator, without waiting for NCCL."""
         self._generation_ended = True
         self._connecting_ended.set()
         self._failure = self._failure or "it was aborted"
@@ -197,8 +191,7 @@ class Communicator:
             threading.Thread(target=self._abort_group, daemon=True, name="aborting").start()
 
     def _connect_and_probe(self, directed: bool) -> None:
-        """Connect, and run one operation, so that NCCL creates now what it would otherwise create in the first
-        operation; `directed` as in `connect`."""
+        """Connect, and run one operation, in which NCCL creates what the first one needs."""
         device = self._nccl.device
         try:
             with get_stream_rotation(device).reserve_stream(self) if device.type == "cuda" \
@@ -267,7 +260,7 @@ class Communicator:
 
 
 class NcclBackend:
-    """NCCL backend. Its `abort_groups` aborts the communicators with pending operations, and keeps the others."""
+    """NCCL backend, whose abort concerns communicators with pending operations only."""
 
     ordered = True
 
@@ -281,12 +274,11 @@ class NcclBackend:
         return contextlib.nullcontext()
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a communicator, and return it when all members are connected. Raises RuntimeError if one does not
-        connect.
+        """Create a communicator; return it when all members are connected. Raises RuntimeError.
 
-        NCCL's own wait for a missing member cannot be ended. So all members first announce that they are present, and
-        agree that all of them connect, or none. A member that leaves after this decision still connects, in a thread of
-        its own.
+        NCCL's own wait for a missing member cannot be ended. So all members first announce that
+        they are present, and agree that all of them connect, or none. A member that leaves after
+        this decision still connects, in a thread of its own.
         """
         aborts, keys = self._aborts, meeting.keys
         keys.set(f"here/{meeting.rank}", b"!")
@@ -324,11 +316,11 @@ class NcclBackend:
         self._abort_pending(ended)
 
     def failure_reason(self, group: Group) -> str | None:
-        """Return why a communicator is no longer usable, or None if it is usable. See `Backend`."""
+        """Return why a communicator is no longer usable, or None if it is. See `Backend`."""
         return cast(Communicator, group).failure_reason()
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:
-        """Return whether the device has ended all operations of these communicators. See `Backend`."""
+        """Return whether the device has ended all their operations. See `Backend`."""
         return not [one for one in cast(Collection[Communicator], groups) if not one.is_quiescent()]  # each is asked
 
     def count_started(self, group: Group) -> int:
@@ -336,7 +328,7 @@ class NcclBackend:
         return cast(Communicator, group).started_count
 
     def close_groups(self, groups: Collection[Group]) -> None:
-        """Abort communicators without waiting, because their other members may be gone. See `Backend`."""
+        """Abort communicators without waiting: other members may be gone. See `Backend`."""
         for communicator in cast(Collection[Communicator], groups):
             communicator.abort()
 
@@ -345,6 +337,6 @@ class NcclBackend:
                                        TRANSFER_TIMEOUT, meeting.directed))
 
     def _abort_pending(self, ended: Collection[Communicator]) -> None:
-        """Start a thread for each communicator, which aborts it if operations are pending after a grace period."""
+        """Start a thread for each communicator that aborts it if operations stay pending."""
         for communicator in ended:
             threading.Thread(target=communicator.abort_unless_quiescent, daemon=True, name="ending").start()

@@ -16,13 +16,12 @@ Stamp = float | torch.cuda.Event
 
 
 class Recorder:
-    """Recorder of the times of ops: with the host's clock on a CPU, with events in the stream on a GPU.
+    """Recorder of the times of ops, by the host's clock or a GPU's events.
 
-    An iteration must not be reported before its step is done, so the host waits once an iteration, for the end of the
-    last O. If ops are traced, the host waits once more, to read both clocks at the same moment. Durations of ops are
-    always measured, because peers are compared by them.
-
-    The argument `offset_seconds` is added to this machine's perf_counter to get the shared clock.
+    An iteration must not be reported before its step is done, so the host waits once an iteration,
+    for the end of the last O. If ops are traced, the host waits once more, to read both clocks at
+    the same moment. Durations of ops are always measured, because peers are compared by them.
+    `offset_seconds` is added to this machine's perf_counter to get the shared clock.
     """
 
     def __init__(self, device: torch.device, offset_seconds: float = 0.0) -> None:
@@ -34,14 +33,12 @@ class Recorder:
         self._ops: list[tuple[Op, Stamp, Stamp]] = []
         self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
         self.costs: Callable[[Op, int], float] | None = None
-        """Function that returns the expected duration of an op of an iteration as a multiple of the usual one, by the
-        cost of its sample; above 0."""
+        """Function that returns an op's expected duration in an iteration, relative to the usual
+        one. It is above 0, and follows from the cost of the op's sample."""
 
     def start_iteration(self, iteration: int, *, traced: bool) -> None:
-        """Start an iteration, or start it again, and discard all earlier times.
-
-        If `traced`, record what `traced_ops` needs.
-        """
+        """Start an iteration, perhaps again, and discard all earlier times. If `traced`, record
+        what `traced_ops` needs."""
         self._iteration, self._traced = iteration, traced
         self._start = self._end = None
         self._ops = []
@@ -65,27 +62,24 @@ class Recorder:
         self._ops.append((op, start, self._end))
 
     def window_seconds(self) -> float:
-        """Return the seconds from the start of the first op to the end of the last O. On a GPU, waits until that has
-        ended."""
+        """Return the seconds from the first op's start to the last O's end. On a GPU, waits for
+        that."""
         assert self._start is not None and self._end is not None, "an iteration has an op, and ends with an O"
         if not isinstance(self._end, float):
             self._end.synchronize()
         return _elapsed_seconds(self._start, self._end)
 
     def traced_ops(self) -> tuple[MeasuredOp, ...]:
-        """Return start and end of each op, in seconds of the shared clock; empty if the iteration is not traced.
-
-        Call `window_seconds` before.
-        """
+        """Return start and end of each op, in seconds of the shared clock. Empty if not traced.
+        Call `window_seconds` before."""
         return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._shared_seconds(start),
                                 self._shared_seconds(end)) for op, start, end in self._ops if self._traced)
 
     def op_times(self) -> tuple[OpTime, ...]:
-        """Return the median seconds of the ops of each kind (F, B, I, W) on each slice in this iteration. Call
-        `window_seconds` before.
+        """Return the median seconds of each kind of op (F, B, I, W) and slice.
 
-        If `costs` (the function for the relative durations of ops by their samples) is set, durations are first divided
-        by its results.
+        Call `window_seconds` before. If `costs` (the function for the relative durations of ops by
+        their samples) is set, durations are first divided by its results.
         """
         by_kind: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:
@@ -117,8 +111,7 @@ def _relative_deviation(seconds: Sequence[float]) -> float:
 
 
 def _elapsed_seconds(start: Stamp, end: Stamp) -> float:
-    """Return the seconds between two recorded times: readings of the host's clock, or CUDA events, which the GPU's
-    stream must have passed."""
+    """Return the seconds between two readings of the clock, or events that have passed."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start

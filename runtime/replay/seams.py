@@ -1,4 +1,4 @@
-"""What replays a program is given, as interfaces.
+"""Describe, as interfaces, what replays a program is given.
 
 A worker's layers (`Slices`, `Runner`), their state (`State`), sums over the holders of layers
 (`Reducer`), optimizer steps (`Steps`), samples (`Feed`), a transport (`Transport`) and a recorder
@@ -21,7 +21,7 @@ from slipstream.schedules.schedule import Op, Worker
 Batch = tuple[Tensor, ...]
 """Data of a micro-batch, on the device that computes: input, target, and others."""
 Feed = Callable[[Microbatch], Batch]
-"""Source of samples: a function that returns the data of a micro-batch, on the device that computes."""
+"""Function that returns the data of a micro-batch, on the device that computes."""
 
 
 class Runner(Protocol):
@@ -41,7 +41,8 @@ class Runner(Protocol):
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
                 split: bool) -> Value | None:
-        """Run F and return the activation to send on; the last slice returns None, and keeps its loss."""
+        """Run F and return the activation to send on. The last slice returns None, and keeps its
+        loss."""
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
         """Run B and return the gradient of the slice's input; None on the first slice."""
@@ -61,18 +62,19 @@ class State(Protocol):
 
     @property
     def shared_gradients(self) -> Mapping[str, Any]:
-        """Gradients of each parameter that layers share; keys are `LAYER.NAME` in the first of them."""
+        """Gradients of each parameter that layers share; keys are `LAYER.NAME` in the first of
+        them."""
 
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
-        """Return the gradients of a range of layers or of a shared parameter, to be summed in place."""
+        """Return the gradients of layers or a shared parameter, to be summed in place."""
 
 
 class Reducer(Protocol):
     """Sums of gradients over the holders of layers, and what follows a step.
 
     `runtime.replay.executor.WholeReducer` is for holders that keep all state of their layers,
-    `runtime.state.part_exchange.PartReducer` for those that keep a part. All methods except the last
-    raise CommunicationError.
+    `runtime.state.part_exchange.PartReducer` for those that keep a part. All methods except the
+    last raise CommunicationError.
     """
 
     def sum_gradients(self, layers: LayerRange) -> None:
@@ -104,7 +106,7 @@ class Slices(Protocol):
         """State of the layers that the worker holds."""
 
     def take_loss(self) -> float:
-        """Return this worker's share of the mean loss of the micro-batches run since the last call."""
+        """Return this worker's share of the mean loss of the micro-batches since the last call."""
 
     def discard_iteration(self) -> None:
         """Drop all micro-batches in flight, the losses and the gradients."""
@@ -127,7 +129,7 @@ class Steps(Protocol):
 
     @property
     def validated(self) -> tuple[int, float | None] | None:
-        """Last iteration whose step is known to be right, with its factor; None before the first."""
+        """Last iteration whose step is known to be right, with its factor, if any."""
 
     def validate_if_arrived(self) -> None:
         """Check the last step if what it depends on has arrived."""
@@ -160,14 +162,12 @@ class Incoming(Protocol):
     """A tensor that is being received."""
 
     def wait_for_tensor(self) -> Tensor:
-        """Wait for the tensor, and return it on the device that computes. Raises CommunicationError."""
+        """Wait for the tensor; return it where this worker computes. Raises CommunicationError."""
 
 
 class Transport(Protocol):
-    """Transfers and sums of one worker, such as `runtime.replay.session.GenerationSession`.
-
-    All methods may raise CommunicationError.
-    """
+    """Transfers and sums of one worker, such as `GenerationSession`. All methods may raise
+    CommunicationError."""
 
     @property
     def device(self) -> torch.device:
@@ -184,10 +184,10 @@ class Transport(Protocol):
         """Start to receive a tensor from a worker."""
 
     def sum_over_sharers(self, what: LayerRange | str, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all workers that hold `what`: layers or a shared parameter."""
+        """Replace each tensor by its sum over all workers that hold layers or a parameter."""
 
     def reduce_in_background(self, reduce: Callable[[], None]) -> None:
-        """Call `reduce`, which sums gradients, concurrently with compute; calls run in order."""
+        """Call `reduce`, which sums gradients, concurrently with compute, in order."""
 
     def wait_for_reductions(self) -> None:
         """Wait for all concurrent reductions, and raise the error of any."""
@@ -196,7 +196,7 @@ class Transport(Protocol):
         """Return a context within which this thread waits for the device."""
 
     def reach_commit_point(self) -> None:
-        """Wait for the device, and raise CommunicationError unless all results up to now are good."""
+        """Wait for the device, and raise CommunicationError unless all results are good."""
 
 
 class OpRecorder(Protocol):

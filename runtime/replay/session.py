@@ -1,9 +1,10 @@
-"""Session: communication of one worker in one generation.
+"""Communicate as one worker in one generation.
 
-A session connects a worker to the workers that it communicates with, transfers tensors point to point, and sums them
-over the workers that hold the same layers. Any thread may call `abort`. Results count only after a
-`reach_commit_point`: over NCCL, calls return at once, and after an abort all later operations run on garbage. The idea
-is that of torchft's manager, which synchronizes, asks for errors, and then votes.
+A session connects a worker to the workers that it communicates with, transfers tensors point to
+point, and sums them over peers. Any thread may call `abort`. Results count only after a
+`reach_commit_point`: over NCCL, calls return at once, and after an abort all later operations run
+on garbage. The idea is that of torchft's manager, which synchronizes, asks for errors, and then
+votes.
 """
 
 import time
@@ -38,11 +39,8 @@ T = TypeVar("T")
 BYTES_TAG = 2**24
 """Tag of transfers of bytes, above the tags of any schedule's transfers."""
 BUCKET_BYTES = 2**20
-"""Size in bytes up to which gradients are summed together, because each sum takes several round trips on a slow
-network.
-
-For larger ones, the copies take longer than the sums gain.
-"""
+"""Size up to which gradients are summed together, as sums take several round trips. For larger
+ones, the copies take longer than the sums gain."""
 CLOCK_ROUNDS = 8
 DRAIN_POLL_SECONDS = 0.001
 """Interval between checks for pending operations."""
@@ -51,23 +49,23 @@ DRAIN_POLL_SECONDS = 0.001
 class GenerationSession:
     """Transfers and sums among the members of one generation, each on one device.
 
-    Parameters
+     Parameters
     ----------
     links
         The process groups of this process, and the backends that create them.
     store
         Store in which the members find each other: one that all of them share, for NCCL a TCPStore.
     spared
-        Function that returns the sockets for other purposes, such as fetching layers, which `abort` must leave open.
+        Function that returns the sockets for other purposes, such as fetching layers, which `abort`
+        must leave open.
 
-    Nothing is connected before `connect`, so that `abort` can also end the connecting. If a worker is a group of
-    processes, each communicates with the processes of the same rank in all workers; only `start_sum_over_all` is over
-    all processes. The worker's own group is connected as well.
-
-    Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag, NCCL
-    by their order, so every worker must issue its transfers in an order that all of them agree on (that of
-    `schedules.graph.order_transfers`). All methods raise CommunicationError, except `abort`, `failure_reason`,
-    `release` and `close`.
+    Nothing is connected before `connect`, so that `abort` can also end the connecting. If a worker
+    is a group of processes, each communicates with the processes of the same rank in all workers;
+    only `start_sum_over_all` is over all processes. The worker's own group is connected as well.
+    Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches
+    transfers by tag, NCCL by their order, so every worker must issue its transfers in an order that
+    all of them agree on (that of `schedules.graph.order_transfers`). All methods raise
+    CommunicationError, except `abort`, `failure_reason`, `release` and `close`.
     """
 
     def __init__(self, membership: Membership, *, links: GroupCache, device: torch.device, store: Store,
@@ -75,7 +73,7 @@ class GenerationSession:
         self.device = device
         self.worker = membership.worker
         self.ordered = links.backend.ordered
-        """True if transfers are matched by their order, and so must be issued in an order that all workers agree on."""
+        """True if transfers are matched by an order that all workers agree on."""
         self.staged = links.backend is links.host and device.type != "cpu"
         """True if tensors pass through host memory."""
         self._groups = GenerationGroups(links, store, membership.order, membership.peer_process(membership.worker),
@@ -83,7 +81,7 @@ class GenerationSession:
         self._membership = membership
         self._sharers: Mapping[GradientKey, tuple[Worker, ...]] = {}
         self._routes: dict[tuple[Worker, Worker], tuple[Group, int]] = {}
-        """Process group of transfers, and the rank of the other end in it, by source and target worker."""
+        """Process group of transfers, and the other's rank, by source and target."""
         self._sharer_groups: dict[tuple[Worker, ...], Group] = {}
         self._rank_connection: GroupConnection | None = None
         self._sums: SumTree | None = None
@@ -95,16 +93,18 @@ class GenerationSession:
     def connect(self, sharers: Mapping[GradientKey, Sequence[Worker]] = {}, *,
                 pairs: Collection[tuple[Worker, Worker]] | None = None, sums: bool = False, bytes_too: bool = False
                 ) -> Self:
-        """Connect to the workers that this worker communicates with, reusing groups of earlier generations; return this
-        session.
+        """Connect to the workers that this one communicates with, and return this session.
 
-        Parameters
+        Groups of earlier generations are reused.
+
+         Parameters
         ----------
         sharers
-            For each range of layers by which this worker reduces gradients, and for each parameter that layers share,
-            all live workers that take part in the sum.
+            For each range of layers by which this worker reduces gradients, and for each parameter
+            that layers share, all live workers that take part in the sum.
         pairs
-            Pairs (source, target) of workers between which tensors are sent; None: all pairs. Only they connect.
+            Pairs (source, target) of workers between which tensors are sent; None: all pairs. Only
+            they connect.
         sums
             True if `start_sum_over_all` will be used.
         bytes_too
@@ -131,8 +131,8 @@ class GenerationSession:
         return self
 
     def send(self, tensor: Tensor, target: Worker, tag: int) -> OutgoingTensor:
-        """Start to send a tensor to a worker; return the transfer, whose end the caller must await. Gloo matches it to
-        a receive by `tag`."""
+        """Start to send a tensor to a worker; the caller must await the transfer. Gloo matches it
+        to a receive by `tag`."""
         payload = tensor.detach().contiguous()
         with one_line_errors(f"sending to worker {target}", (target,)):
             group, rank = self._route_between(self.worker, target)
@@ -140,8 +140,8 @@ class GenerationSession:
             return OutgoingTensor(work, payload, target)
 
     def _send_staged(self, group: Group, tensor: Tensor, rank: int, tag: int) -> Future[Work]:
-        """Send a tensor through pinned host memory once the device has computed it, without blocking the host. Returns
-        a future whose result is the work of gloo's send, when that has started."""
+        """Send a tensor through pinned memory once it is computed, without blocking the host."""
+        # The future's result is the work of gloo's send, when that has started.
         begun, payload = Future[Work](), torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
         def send() -> None:
@@ -156,8 +156,8 @@ class GenerationSession:
         return begun
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> IncomingTensor:
-        """Start to receive a tensor from worker `source`; return the transfer, which waits for the tensor. Gloo matches
-        it to a send by `tag`."""
+        """Start to receive a tensor from worker `source`; return the transfer. Gloo matches it to a
+        send by `tag`."""
         payload = torch.empty(tuple(shape), dtype=dtype, pin_memory=True) if self.staged \
             else torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with one_line_errors(f"receiving from worker {source}", (source,)):
@@ -165,8 +165,8 @@ class GenerationSession:
             return IncomingTensor(group.recv([payload], rank, tag), payload, source, self.device)
 
     def sum_over_sharers(self, what: GradientKey, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all live workers that hold `what`: a range of layers or a shared
-        parameter."""
+        """Replace each tensor by its sum over all live workers that hold `what`. That is a range of
+        layers or a shared parameter."""
         if what not in self._sharers:
             return
         doing = f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"
@@ -187,19 +187,17 @@ class GenerationSession:
                 tensor.copy_(total)
 
     def list_other_sharers(self, what: GradientKey) -> list[Worker]:
-        """Return the other live workers that hold `what`: a range of layers or a shared parameter."""
+        """Return the other live workers that hold a range of layers or a shared parameter."""
         return [sharer for sharer in self._sharers.get(what, ()) if sharer != self.worker]
 
     def sharer_group(self, layers: LayerRange) -> Group | None:
-        """Return the process group of all workers that sum the gradients of a range of layers, ranked in ascending
-        order of worker; None if this worker is the only one."""
+        """Return the group of all workers that sum the gradients of layers, ascending. Returns None
+        if this worker is the only one."""
         return self._open_sharer_group(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: GradientKey, target: Worker) -> None:
         """Send bytes in host memory to another worker that sums the gradients of `layers`.
-
-        `connect` must have been given `bytes_too`.
-        """
+        `connect` must have been given `bytes_too`."""
         with one_line_errors(f"sending to worker {target}", (target,)):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(target)
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -207,7 +205,7 @@ class GenerationSession:
                 group.send([tensor], rank, BYTES_TAG).wait()
 
     def receive_bytes(self, layers: GradientKey, source: Worker) -> bytes:
-        """Receive the bytes that worker `source` sends with `send_bytes`, and return them."""
+        """Return the bytes that worker `source` sends with `send_bytes`."""
         with one_line_errors(f"receiving from worker {source}", (source,)):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(source)
             length = torch.empty(1, dtype=torch.int64)
@@ -217,11 +215,8 @@ class GenerationSession:
             return payload.numpy().tobytes()
 
     def abort(self) -> None:
-        """End the generation: abort all operations of its groups, so that calls that wait for other workers raise. From
-        now on `reach_commit_point` raises.
-
-        Any thread may call this. It returns at once.
-        """
+        """End the generation: abort its operations, so that calls that wait for others raise. From
+        now on `reach_commit_point` raises. Any thread may call this. It returns at once."""
         self._groups.abort()
 
     def cut_connections(self) -> None:
@@ -237,11 +232,10 @@ class GenerationSession:
         return self._groups.failure_reason()
 
     def reach_commit_point(self) -> None:
-        """Wait until the device has completed all work of this thread, and check that the generation is open and no
-        group has failed.
+        """Wait until the device has completed this thread's work, and check that it counts.
 
-        Raises GenerationEndedError if the generation has ended, and CommunicationError if a group has failed: results
-        may then be garbage.
+        Raises GenerationEndedError if the generation has ended, and CommunicationError if a group
+        has failed: results may then be garbage.
         """
         self.wait_for_device()
         self.raise_if_ended()
@@ -250,10 +244,11 @@ class GenerationSession:
             raise CommunicationError(error)
 
     def wait_for_device(self) -> None:
-        """Wait until a GPU has completed what this thread has issued in its current stream.
+        """Wait until a GPU has completed what this thread issued in its current stream.
 
-        Over NCCL, the GPU may wait for other workers, and so does this thread. A thread in this call is never abandoned
-        (`runtime.replay.stuck_calls`), because the GPU would still write to tensors.
+        Over NCCL, the GPU may wait for other workers, and so does this thread. A thread in this
+        call is never abandoned (`runtime.replay.stuck_calls`), because the GPU would still write to
+        tensors.
         """
         if self.device.type == "cuda":
             with self.waiting_for_device():
@@ -261,9 +256,10 @@ class GenerationSession:
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Register, within the context, that this thread waits for the device, which waits for the other members.
+        """Register, within the context, that this thread waits for the device.
 
-        Does nothing unless operations are ordered, as over NCCL: otherwise the device only computes.
+        Does nothing unless operations are ordered, as over NCCL, where the device waits for the
+        other members: otherwise it only computes.
         """
         with _registered_wait("waiting for the device", self._list_others(), on_device=True) if self.ordered \
                 else nullcontext():
@@ -278,10 +274,8 @@ class GenerationSession:
         return self._groups.is_quiescent()
 
     def reduce_in_background(self, reduce: Callable[[], None]) -> None:
-        """Call `reduce`, which sums gradients of one range of layers, concurrently with compute.
-
-        Calls run one after the other. Raises the error of an earlier reduction.
-        """
+        """Call `reduce`, which sums gradients, concurrently with compute. Calls run one after the
+        other. Raises the error of an earlier reduction."""
         self._reductions.submit(reduce)
 
     def wait_for_reductions(self) -> None:
@@ -292,15 +286,12 @@ class GenerationSession:
         self.raise_if_ended()  # over NCCL, operations that were aborted end as if they had succeeded
 
     def reduction_threads(self) -> list[int]:
-        """Return the identifier of the thread that sums gradients in the background, as a list; empty if there is
-        none."""
+        """Return the identifier of the thread that sums gradients, in a list, if any."""
         return [] if (thread := self._reductions.thread_ident) is None else [thread]
 
     def drain(self) -> None:
-        """Wait until no operation is pending, which is soon after an abort.
-
-        The wait has no limit; the caller that aborted must watch the time.
-        """
+        """Wait until no operation is pending, which is soon after an abort. The wait has no limit;
+        the caller that aborted must watch the time."""
         with _registered_wait("ending sums of gradients"):
             self._reductions.discard_pending()
             self._sends.discard_pending()
@@ -310,36 +301,30 @@ class GenerationSession:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Release the groups of this session. Groups in which nothing was aborted are kept for the next generation.
-
-        A later `abort` has no effect.
-        """
+        """Release this session's groups; those without aborts are kept for the next generation. A
+        later `abort` has no effect."""
         self._groups.release()
         if self._membership.group is not None and self._rank_connection is not None:
             self._membership.group.disconnect(self._rank_connection)
         self._routes, self._sharer_groups = {}, {}
 
     def close(self) -> None:
-        """Close the aborted groups in the background.
-
-        This may take a while. Peers that wait in them get an error.
-        """
+        """Close the aborted groups in the background. Peers that wait in them get an error."""
         self.release()
         self._groups.close()
 
     def start_sum_over_all(self, values: Sequence[float]) -> PendingSum:
-        """Start to sum each of `values` over all members, concurrently with compute; the object returned waits for the
-        sums. `connect` must have been given `sums`."""
+        """Start to sum each of `values` over all members, concurrently with compute. The object
+        returned waits for the sums. `connect` must have been given `sums`."""
         assert self._sums is not None
         return self._sums.start_sum(values)
 
     def measure_clock_offset(self) -> float:
-        """Return the seconds to add to this worker's perf_counter to get that of the first member.
+        """Return the seconds to add to this worker's perf_counter to get the first member's.
 
-        All members must call this at the same time.
-
-        The first member shares one group with each other member, used for nothing else, and answers one member after
-        the other. The offset is that of the fastest of a few round trips, as in NTP.
+        All members must call this at the same time. The first member shares one group with each
+        other member, used for nothing else, and answers one member after the other. The offset is
+        that of the fastest of a few round trips, as in NTP.
         """
         members, place = self._all_processes()
         specs = [GroupSpec(f"clock of {members[other]}", (members[0], members[other]), min(place, 1),
@@ -355,7 +340,7 @@ class GenerationSession:
         return 0.0
 
     def wait_for_all(self) -> None:
-        """Wait until all members have called this, and their devices have completed all earlier work."""
+        """Wait until all members have called this, and their devices have completed their work."""
         members, _ = self._all_processes()
         if len(members) == 1:
             return
@@ -378,8 +363,7 @@ class GenerationSession:
                 yield GroupSpec(*self._describe_group(members, "bytes"), links.host)
 
     def _look_up_groups(self, pairs: Collection[tuple[Worker, Worker]]) -> None:
-        """Look up once the groups for all sums, and for transfers between `pairs` (sender, receiver), so that each call
-        is fast."""
+        """Look up the groups for all sums and transfers once."""
         for source, target in pairs:
             ends = self._pair_members((source, target))
             other = ends.index(source if target == self.worker else target)
@@ -388,15 +372,10 @@ class GenerationSession:
             self._sharer_groups[members] = self._groups.get_group(self._describe_group(members, "and")[0])
 
     def _pair_members(self, pair: tuple[Worker, Worker]) -> tuple[Worker, ...]:
-        """Return the members, by rank, of the group that carries tensors from one worker to another."""
         return pair if self.ordered else tuple(sorted(pair))
 
     def _describe_group(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
-        """Return three things about the group that consists of this rank's process of each of `workers`: its name, the
-        names of its processes, and the index of this process among them.
-
-        The group's name is made of the processes' names, joined by `word`.
-        """
+        """Return a group's name, its processes' names, and this process's index among them."""
         members = tuple(self._membership.peer_process(worker) for worker in workers)
         return f" {word} ".join(members), members, workers.index(self.worker)
 
@@ -407,7 +386,7 @@ class GenerationSession:
         return self._require_connection(self._sharer_groups.get(self._sharers.get(what, ())))
 
     def _require_connection(self, found: T | None) -> T:
-        """Return `found`, which exists while the generation lasts. Raises RuntimeError if it is None."""
+        """Return `found`, which exists while the generation lasts; RuntimeError if it is None."""
         # a transfer could start on connections that were just shut down, and fail only later
         self._groups.raise_if_ended()
         if found is None:
@@ -420,23 +399,19 @@ class GenerationSession:
                                                            else "and")[0])
 
     def _list_others(self) -> list[Worker]:
-        """Return all other members."""
         return [member for member in self._membership.ranks if member != self.worker]
 
     def _all_processes(self) -> tuple[tuple[str, ...], int]:
-        """Return the names of the processes of all members, and the index of this process among them."""
+        """Return the names of all members' processes, and the index of this one."""
         members = self._membership.all_processes()
         return members, members.index(self._membership.peer_process(self.worker))
 
 
 @contextmanager
 def _registered_wait(what: str, awaited: Collection[Worker] = (), *, on_device: bool = False) -> Iterator[None]:
-    """Register, within the context, that this thread waits for another thread, or for the device if `on_device`; `what`
-    describes the wait.
-
-    The other thread or the device communicates with the workers in `awaited`. If the other thread is stuck in a
-    process group, both are abandoned.
-    """
+    """Register, within the context, that this thread waits for a thread, or for the device."""
+    # That communicates with the workers in `awaited`. If the other thread is stuck in a process
+    # group, both are abandoned.
     OPEN_CALLS.enter_call(what, awaited, on_device=on_device)
     try:
         yield
@@ -445,8 +420,7 @@ def _registered_wait(what: str, awaited: Collection[Worker] = (), *, on_device: 
 
 
 def _measure_offset(group: Group) -> tuple[float, float]:
-    """Return the duration of one round trip to the group's first member, and the offset to add to this process's clock
-    to get that member's, both in seconds."""
+    """Return one round trip's duration, and the offset to the first member's clock."""
     asked, answer = time.perf_counter(), torch.empty(1, dtype=torch.float64)
     group.send([torch.zeros(1, dtype=torch.float64)], 0, 0).wait()
     group.recv([answer], 0, 0).wait()
@@ -455,8 +429,8 @@ def _measure_offset(group: Group) -> tuple[float, float]:
 
 
 def _bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES` bytes; a larger tensor gets a bucket
-    of its own. All workers that hold the tensors get the same buckets."""
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES` bytes."""
+    # A larger tensor gets a bucket of its own. All workers get the same buckets.
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

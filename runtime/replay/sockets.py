@@ -1,8 +1,9 @@
-"""Shut down connections: the only way to release at once a thread that waits for a silent peer.
+"""Shut down connections, the only way to release at once a thread that waits.
 
-Gloo releases a blocked transfer only when its connection closes; it has no call for that. So this module looks up in
-/proc which sockets were opened with a process group, and another thread shuts them down. On systems without /proc
-nothing is shut down, and a transfer ends when its peer's process ends.
+Gloo releases a blocked transfer only when its connection closes; it has no call for that. So this
+module looks up in /proc which sockets were opened with a process group, and another thread shuts
+them down. On systems without /proc nothing is shut down, and a transfer ends when its peer's
+process ends.
 """
 
 import contextlib
@@ -14,8 +15,7 @@ from pathlib import Path
 _DESCRIPTORS = Path("/proc/self/fd")
 
 Sockets = frozenset[tuple[int, str]]
-"""Sockets as (descriptor, identity), because the descriptor of a closed socket may since have been reused for
-another."""
+"""Sockets as (descriptor, identity), because the descriptor may since have been reused."""
 
 
 def find_open_sockets() -> Sockets:
@@ -30,17 +30,14 @@ def find_open_sockets() -> Sockets:
 
 
 def identify_sockets(sockets: Iterable[socket.socket]) -> Sockets:
-    """Return, for each of these sockets that is open, its descriptor and its identity: the system's name of the socket,
-    such as "socket:[1234]"."""
+    """Return the descriptor and identity of each of these sockets that is open. The identity is the
+    system's name, such as "socket:[1234]"."""
     return frozenset((one.fileno(), _read_identity(one.fileno())) for one in sockets if one.fileno() >= 0)
 
 
 def shut_down_sockets(sockets: Iterable[tuple[int, str]]) -> Sockets:
-    """Shut down the connections of these sockets, given by descriptor and identity, and return the sockets concerned.
-    Sockets that listen or are closed are left out.
-
-    Calls that wait in them get an error, here and at the other end.
-    """
+    """Shut down the connections of these sockets, and return those concerned. Sockets that listen
+    or are closed are left out. Calls that wait in them get an error, here and at the other end."""
     ended = set()
     for descriptor, identity in sockets:
         with contextlib.suppress(OSError):

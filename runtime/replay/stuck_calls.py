@@ -1,8 +1,9 @@
-"""Track calls into process groups by thread, so that a thread that is stuck in one can be found and abandoned.
+"""Track calls into process groups by thread, so that a stuck thread can be abandoned.
 
-Gloo has a deadlock: a thread that finds a connection broken while it writes waits for the next turn of the event loop,
-and holds a lock that the event loop may be waiting for. Nothing releases it. It is rare, and happens when peers die.
-Waits of calls that gloo forgets are ended by other means (`runtime.replay.gloo`).
+Gloo has a deadlock: a thread that finds a connection broken while it writes waits for the next turn
+of the event loop, and holds a lock that the event loop may be waiting for. Nothing releases it. It
+is rare, and happens when peers die. Waits of calls that gloo forgets are ended by other means
+(`runtime.replay.gloo`).
 """
 
 import threading
@@ -14,7 +15,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class AbandonedError(RuntimeError):
-    """Error for a call that has returned after its thread was abandoned: the thread must change nothing any more."""
+    """Error for a call that returns after its thread was abandoned, and may change nothing."""
 
 
 class OpenCall(NamedTuple):
@@ -26,13 +27,13 @@ class OpenCall(NamedTuple):
     awaited: tuple[Worker, ...] = ()
     """Workers for which the call waits; empty if they are unknown."""
     on_device: bool = False
-    """True if the call waits for the device, which may still write to tensors: its thread is never abandoned."""
+    """True if the call waits for the device: its thread is never abandoned."""
     outer: "OpenCall | None" = None
     """Call within which this one was made; None if there is none."""
 
 
 class OpenCalls:
-    """Record of the threads that are inside of a call into a process group, and since when."""
+    """Record of the threads that are inside of a call into a group."""
 
     def __init__(self) -> None:
         self._calls: dict[int, OpenCall] = {}
@@ -41,8 +42,8 @@ class OpenCalls:
         """Lock that makes "the call has ended" and "its thread is abandoned" exclude each other."""
 
     def enter_call(self, what: str, awaited: Collection[Worker] = (), *, on_device: bool = False) -> None:
-        """Register that this thread enters a call into a process group, which `what` describes, and which waits for the
-        workers in `awaited`; `on_device` if it waits for the device to have communicated with them."""
+        """Register that this thread enters a call, described by `what`, for `awaited` workers. With
+        `on_device`, it waits for the device to have communicated with them."""
         thread = threading.get_ident()
         self._calls[thread] = OpenCall(what, time.monotonic(), tuple(awaited), on_device, self._calls.get(thread))
 
@@ -54,7 +55,7 @@ class OpenCalls:
             self._calls[thread] = call._replace(awaited=tuple(awaited))
 
     def leave_call(self) -> None:
-        """Register that this thread leaves its call. Raises AbandonedError if it was abandoned meanwhile."""
+        """Register that this thread leaves its call. Raises AbandonedError."""
         thread = threading.get_ident()
         with self._lock:
             call = self._calls.pop(thread, None)
@@ -70,11 +71,8 @@ class OpenCalls:
         return self._calls.get(thread)
 
     def abandon_threads(self, threads: Collection[int], seconds: float) -> bool:
-        """Abandon threads if each of them has been in one call for at least `seconds`; return whether they were
-        abandoned.
-
-        An abandoned thread gets an AbandonedError if its call ever returns.
-        """
+        """Abandon threads if each has been in one call for at least `seconds`. Returns whether they
+        were abandoned. An abandoned thread gets an AbandonedError if its call ever returns."""
         with self._lock:
             calls = [self._calls.get(thread) for thread in threads]
             if any(call is None or call.on_device or time.monotonic() - call.began < seconds for call in calls):

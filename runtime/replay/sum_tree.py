@@ -1,7 +1,5 @@
-"""Sum numbers over all processes of a generation: up a tree, and back down.
-
-Each process connects to only a few others, however many there are, and all get identical bits.
-"""
+"""Sum numbers over all processes of a generation: up a tree, and back down. Each process connects
+to only a few others, however many there are, and all get identical bits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,10 +20,10 @@ _UP, _DOWN = 0, 1
 
 
 class SumTree:
-    """Tree of all processes of a generation, over which numbers are summed, seen from the process `members[place]`; the
-    first member is the root.
+    """Tree of all processes of a generation, seen from `members[place]`; the first is root.
 
-    The numbers are in host memory and go over gloo, even if tensors go over NCCL, whose stream they would block.
+    The numbers are in host memory and go over gloo, even if tensors go over NCCL, whose stream they
+    would block.
     """
 
     def __init__(self, groups: GenerationGroups, members: Sequence[str], place: int) -> None:
@@ -43,8 +41,7 @@ class SumTree:
             yield GroupSpec(_group_name(ends[1]), ends, ends.index(self._members[self._place]), self._groups.links.host)
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        """Start to sum each of `values` over all processes, and return the pending sum. All processes must start their
-        sums in the same order."""
+        """Start to sum each of `values` over all processes, all in the same order."""
         summing = PendingSum(torch.tensor(values, dtype=torch.float64))
         self._queue.submit(partial(self._run_sum, summing))
         return summing
@@ -69,13 +66,12 @@ class SumTree:
                 work.wait()
 
     def _parent_group(self, child: int) -> Group:
-        """Return the process group that connects process `members[child]` with its parent in the tree."""
+        """Return the group that connects process `members[child]` with its parent."""
         return self._groups.get_group(_group_name(self._members[child]))
 
 
 def _exchange_with_parent(above: Group, payload: Tensor) -> None:
-    """Send `payload`, the sum of a subtree, to the parent through the group `above`; replace it by the sum of all
-    processes."""
+    """Send `payload`, the sum of a subtree, to the parent. Replace it by the sum of all."""
     total = torch.empty_like(payload)
     arriving = above.recv([total], 0, _DOWN)  # posted before the send, so that the answer arrives at once
     above.send([payload], 0, _UP).wait()

@@ -1,4 +1,4 @@
-"""Stores and process groups of torch, as far as its public documentation does not cover them.
+"""Use stores and process groups of torch that its public documentation does not cover.
 
 The docstring or comment of each use states its purpose, and which public call would replace it, as
 in `runtime.torch_private`.
@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroupGloo, Work
 
 
 class Group(Protocol):
-    """Type, for type checkers, of torch's gloo and NCCL process groups: the methods of their Backend class that torch's
-    stubs leave out. Each returns torch's `Work`, except `abort`."""
+    """Type of torch's gloo and NCCL process groups: methods that its stubs leave out. Each returns
+    torch's `Work`, except `abort`."""
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
         """Start to send tensors to a rank."""
@@ -42,22 +42,20 @@ class Group(Protocol):
         """Start to copy the tensor of rank `root` to all ranks."""
 
     def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
-        """Start to gather equally long tensors, `input` of each rank, into the tensor `output`, in the order of the
-        ranks."""
+        """Start to gather equally long tensors of all ranks, in order, into `output`."""
 
     def abort(self) -> None:
-        """End all transfers of the group with an error. A gloo group does so only when the last reference to it is
-        gone."""
+        """End all transfers with an error; gloo does so only at the last reference's end."""
 
 
 GlooDevice = ProcessGroupGloo.Device
 
 
 def open_gloo_devices() -> list[GlooDevice]:
-    """Return a new gloo device for each network interface: a listening socket, and a thread for all of its connections.
+    """Return a gloo device for each network interface: a listening socket and a thread.
 
-    They listen where torch's process groups listen by default: on the interfaces of GLOO_SOCKET_IFNAME, or at the
-    machine's name. Raises RuntimeError if there is no such interface.
+    They listen where torch's process groups listen by default: on the interfaces of
+    GLOO_SOCKET_IFNAME, or at the machine's name. Raises RuntimeError if there is no such interface.
     """
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in named] or [
@@ -65,11 +63,13 @@ def open_gloo_devices() -> list[GlooDevice]:
 
 
 def create_gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
-    """Create a gloo process group that connects over `devices`, without torch.distributed's global state.
+    """Create a gloo process group that connects over `devices`, without torch.distributed's global
+    state.
 
     For: groups that come and go with generations, several of them in a process, in any thread.
 
-    Replaced by: torch.distributed.init_process_group and new_group, once groups need not be registered globally.
+    Replaced by: torch.distributed.init_process_group and new_group, once groups need not be
+    registered globally.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads, options._timeout = list(devices), 2, timeout
@@ -77,7 +77,7 @@ def create_gloo_group(store: Store, rank: int, size: int, timeout: timedelta, de
 
 
 CONNECT_TIMEOUT_SECONDS = 30.0
-"""Seconds after which the connection of an NCCL communicator that does not block the host has failed."""
+"""Seconds after which the connection of a non-blocking communicator has failed."""
 NCCL_ENVIRONMENT = {
     # What the watchdog does about an error or a timeout of an operation. 0: nothing. Otherwise it aborts communicators
     # that are still in use, or ends the process.
@@ -93,30 +93,27 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DESYNC_DEBUG": "0",  # otherwise traces are written to that store
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # otherwise each operation is recorded with its Python stack
 }
-"""Environment variables that keep torch's NCCL threads from ending the process, and from aborting or blocking what
-others use.
+"""Environment variables that keep torch's NCCL threads from ending or blocking what is used.
 
-They are read when a process group is created; their effects are taken from ProcessGroupNCCL.cpp. They replace the
-user's values, because the runtime relies on them.
+They are read when a process group is created; their effects are taken from ProcessGroupNCCL.cpp.
+They replace the user's values, because the runtime relies on them.
 """
 
 
 BLOCKING_VARIABLE = "SLIPSTREAM_NCCL_BLOCKING"
-"""Name of an environment variable; if it is 0, communicators are created that do not block the host while they
-connect."""
+"""Name of an environment variable; 0 for communicators that connect without blocking the host."""
 PAIR_CHANNELS = 4
-"""Number of channels of a communicator of two ranks. Each takes device memory, and a transfer in one direction fills
-few."""
+"""Channels of a communicator of two ranks, few of which one direction fills."""
 
 
 def create_nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta,
                       directed: bool) -> "NcclGroup":
-    """Return an NCCL process group on this thread's device that is not connected yet, the counterpart of
-    `create_gloo_group`.
+    """Return an NCCL process group on this thread's device, not connected yet.
 
-    The keys of the group in the store begin with `prefix`. Set `directed` to True if two ranks use it for transfers in
-    one direction: then it takes less device memory. NCCL's threads use the store for as long as they live, so they get
-    a connection of their own.
+    It is the counterpart of `create_gloo_group`. The keys of the group in the store begin with
+    `prefix`. Set `directed` to True if two ranks use it for transfers in one direction: then it
+    takes less device memory. NCCL's threads use the store for as long as they live, so they get a
+    connection of their own.
     """
     from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing where torch has no CUDA
 
@@ -139,8 +136,7 @@ def create_nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeou
 
 
 _IDLE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-"""Streams of each device in which nothing waits. They are reused, because torch has only 32 of them
-(`background_queue.get_stream_for`)."""
+"""Streams of each device in which nothing waits, reused because torch has only 32."""
 
 
 @contextmanager
@@ -156,9 +152,10 @@ def _borrow_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 class NcclGroup:
-    """NCCL process group on one device. Transfers and sums are started on its attribute `group`.
+    """NCCL process group on one device; its attribute `group` starts transfers and sums.
 
-    Its own methods connect the members, wait until the device has ended an operation, and read torch's errors.
+    Its own methods connect the members, wait until the device has ended an operation, and read
+    torch's errors.
     """
 
     def __init__(self, group: Any, rank: int) -> None:
@@ -167,16 +164,13 @@ class NcclGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def connect(self) -> None:
-        """Connect the communicator. In NCCL's blocking mode, the default here, return when all members have connected,
-        or one has died."""
+        """Connect the communicator; in blocking mode, until all have connected or one has died."""
         torch.cuda.set_device(self.device)  # the current device belongs to a thread
         cast(Any, self.group).eager_connect_single_device(self.device)
 
     def wait_for_device(self, work: Work) -> None:
-        """Block the host until the device has ended the operation `work`, successfully or not.
-
-        Raises RuntimeError if the device has failed.
-        """
+        """Block the host until the device has ended `work`, successfully or not. Raises
+        RuntimeError if the device has failed."""
         torch.cuda.set_device(self.device)
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with _borrow_stream(self.device) as stream, torch.cuda.stream(stream):
@@ -185,10 +179,11 @@ class NcclGroup:
             ended.synchronize()
 
     def watchdog_error(self) -> str | None:
-        """Return the error that torch's watchdog has found, or None. The watchdog checks ten times a second.
+        """Return the error that torch's watchdog has found, or None.
 
-        Returns None, too, in torch versions that do not report errors. The delay is harmless: NCCL does not end a
-        failed operation before it is aborted, and only this process aborts it.
+        It checks ten times a second. Returns None, too, in torch versions that do not report
+        errors. The delay is harmless: NCCL does not end a failed operation before it is aborted,
+        and only this process aborts it.
         """
         get_error = getattr(self.group, "get_error", None)
         result = None if get_error is None else get_error()

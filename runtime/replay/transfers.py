@@ -1,4 +1,4 @@
-"""Tensors and sums in transfer between workers, with errors of one line that say what has failed."""
+"""Transfer tensors and sums between workers, with errors of one line that say what failed."""
 
 import re
 import threading
@@ -17,16 +17,13 @@ from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.schedules.schedule import Worker
 
 TRANSFER_TIMEOUT = timedelta(minutes=10)
-"""Timeout of any one transfer. It is long, because a gloo timeout closes all connections; a dead peer is noticed in
-milliseconds."""
+"""Timeout of any one transfer, long because a gloo timeout closes all connections."""
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 
 
 class CommunicationError(RuntimeError):
-    """Error for a peer that is gone, or did not answer in time. The message is one line.
-
-    The attribute `peers` has the workers that could not be reached; empty if they are unknown.
-    """
+    """Error, in one line, for a peer that is gone or too late. The attribute `peers` has the
+    workers that could not be reached; empty if they are unknown."""
 
     def __init__(self, message: str, peers: Collection[Worker] = ()) -> None:
         super().__init__(message)
@@ -34,7 +31,7 @@ class CommunicationError(RuntimeError):
 
 
 class UnreachableError(RuntimeError):
-    """Error of connecting to the members of a process group, the `peers`; without them, of this process itself."""
+    """Error of connecting to members, the `peers`; without them, of this process itself."""
 
     def __init__(self, message: str, peers: Collection[Worker] = ()) -> None:
         super().__init__(message)
@@ -46,7 +43,7 @@ class OutgoingTensor:
     """A tensor that is being sent. It must stay alive until the transfer ends."""
 
     work: Work | Future[Work]
-    """Work of the transfer; a future if it starts once the tensor is in host memory."""
+    """Work of the transfer. A future if it starts once the tensor is in host memory."""
     payload: Tensor
     target: Worker
 
@@ -67,7 +64,7 @@ class IncomingTensor:
     device: torch.device
 
     def wait_for_tensor(self) -> Tensor:
-        """Wait for the tensor, and return it on the device that computes. Raises CommunicationError."""
+        """Wait for the tensor; return it where this worker computes. Raises CommunicationError."""
         with one_line_errors(f"receiving from worker {self.source}", (self.source,)):
             self.work.wait()
         return self.payload.to(self.device, non_blocking=True)
@@ -103,10 +100,10 @@ class PendingSum:
 
 @contextmanager
 def one_line_errors(what: str, peers: Collection[Worker] = ()) -> Iterator[None]:
-    """Convert a RuntimeError within the context into a CommunicationError of one line that names the operation, `what`.
+    """Convert a RuntimeError within the context into a CommunicationError of one line.
 
-    The calling thread is registered as being in this call, which waits for the `peers`
-    (`runtime.replay.stuck_calls`).
+    It names the operation, `what`. The calling thread is registered as being in this call, which
+    waits for the `peers` (`runtime.replay.stuck_calls`).
     """
     OPEN_CALLS.enter_call(what, peers)
     try:
@@ -119,5 +116,4 @@ def one_line_errors(what: str, peers: Collection[Worker] = ()) -> Iterator[None]
 
 
 def _strip_gloo_place(told: str) -> str:
-    """Return an error of gloo without its source location and advice."""
     return _GLOO_PLACE.sub("", told).partition(". This is typically")[0]

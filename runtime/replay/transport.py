@@ -8,9 +8,10 @@ TransportName = Literal["gloo", "nccl"]
 
 
 def set_own_nccl_host(process: str) -> None:
-    """Make NCCL treat this process as the only one on its host, so that it may share a GPU with others.
+    """Make NCCL treat this process as alone, so that it may share a GPU.
 
-    The name `process` must be unique on this machine. NCCL refuses two ranks with the same host and GPU, and takes the
-    host's name from NCCL_HOSTID (NCCL's init.cc and utils.cc). Must be called before the first communicator is created.
+    The name `process` must be unique on this machine. NCCL refuses two ranks with the same host and
+    GPU, and takes the host's name from NCCL_HOSTID (NCCL's init.cc and utils.cc). Must be called
+    before the first communicator is created.
     """
     os.environ["NCCL_HOSTID"] = f"{socket.gethostname()} {process}"

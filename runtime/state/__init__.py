@@ -4,12 +4,12 @@
     gradients         flat gradients, and which parameters got one
     undoable_steps    steps that can be undone exactly; the built-in optimizers, with Muon
     parameter_groups  the options of the optimizer that each parameter has
-    step_factors      the learning rate of an iteration, and the factor by which gradients are clipped
+    step_factors      an iteration's learning rate, and the factor by which gradients are clipped
     steps             steps that depend on the gradients of all layers, validated afterwards
-    parts             the worker that owns each part of a layer's optimizer state, and its buddy; versions of state
+    parts             owner and buddy of each part of a layer's optimizer state; versions of state
     part_state        parts of layers' states, as they are moved and saved
     part_optimizer    the optimizer, of parts of layers, and of float32 master weights
-    late_steps        steps of copies of others' parts, made once their iteration is committed; their buffers
+    late_steps        steps of copies of others' parts, once committed; their buffers
     part_exchange     sums of gradients at the owners of parts, and the parameters from there
     layer_sizes       sizes of layers that another worker needs
     checksum          numbers and digests of tensors, by which copies are compared

@@ -1,12 +1,11 @@
-"""Checksums: 64 bits of tensors, computed where the tensors are, by which workers compare their copies.
+"""Compute checksums, by which workers compare copies, and digests of parameters.
 
-A tensor is read as words of 64 bits. Each word is folded into itself and multiplied by an odd weight that depends on
-its place, and the products are summed modulo 2**64. These are integers, which all devices and libraries compute alike.
-A change of a single word is always detected, as folding and multiplying by an odd number can be inverted; of other
-changes, about one in 2**32 is not. A checksum is not a signature: tensors with equal checksums can be constructed
-deliberately.
-
-Digests of sets of tensors: a short text that is equal for equal parameters.
+A checksum has 64 bits, and is computed where the tensor is. It is read as words of 64 bits. Each
+word is folded into itself and multiplied by an odd weight that depends on its place, and the
+products are summed modulo 2**64. These are integers, which all devices and libraries compute alike.
+A change of a single word is always detected, as folding and multiplying by an odd number can be
+inverted; of other changes, about one in 2**32 is not. A checksum is not a signature: tensors with
+equal checksums can be constructed deliberately.
 """
 
 import functools
@@ -18,7 +17,7 @@ from torch import Tensor
 
 
 def parameter_digest(parameters: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over names, dtypes, shapes and bytes, independent of the order of the mapping."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes, in any order of the mapping."""
     return combined_digest({name: tensor_digest(name, tensor) for name, tensor in parameters.items()})
 
 
@@ -31,29 +30,27 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
-    """Return the `parameter_digest` of parameters from the `tensor_digest` of each, by name, so that no process needs
-    to hold all of them."""
+    """Return the `parameter_digest` made of each parameter's `tensor_digest`, by name. So no
+    process needs to hold all of them."""
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
 WORD_BYTES = 8
 BLOCK_WORDS = 2**18
-"""Number of 64-bit words in a block, each with a weight of its own: 2 MB, which fits in a processor's cache."""
+"""Words in a block, each with its own weight: 2 MB, which fit in a cache."""
 BLOCKS_AT_ONCE = {"cuda": 16}
-"""Number of blocks summed in one call, by type of device, so that a GPU does more work than a launch costs; one on
-other devices."""
+"""Blocks summed in one call, by type of device, else one."""
 SMALL_BYTES = 2**16
-"""Size in bytes up to which tensors are concatenated, because a launch takes longer than the computation."""
+"""Size up to which tensors are concatenated, because a launch takes longer than computing."""
 
 
 def compute_checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the checksum of one or more tensors, which depends on their order: a scalar int64, on their device."""
+    """Return the checksum of tensors in this order: a scalar int64, on their device."""
     return _weighted_sum(torch.cat([block_sum for flat in _join_small(tensors) for block_sum in _block_sums(flat)]))
 
 
 def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors flat: first each of more than `SMALL_BYTES` bytes, then, for each dtype, all smaller ones
-    concatenated."""
+    """Yield the tensors flat, with the small ones of each dtype concatenated."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -67,8 +64,7 @@ def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _block_sums(flat: Tensor) -> Iterator[Tensor]:
-    """Yield the checksums of a flat tensor's blocks of `BLOCK_WORDS` words, then of the words after the last whole
-    block."""
+    """Yield the checksums of a flat tensor's blocks, then of its end."""
     in_word = max(1, WORD_BYTES // flat.itemsize)
     whole = len(flat) - len(flat) % in_word
     body = flat[:whole]
@@ -87,8 +83,7 @@ def _block_sums(flat: Tensor) -> Iterator[Tensor]:
 
 
 def _sum_rows(words: Tensor) -> Tensor:
-    """Return the checksum of each row of 64-bit words: the sum of the words, each combined by XOR with itself shifted
-    right and multiplied by the weight of its position."""
+    """Return the checksum of each row of 64-bit words, by folding and weights."""
     folded = words >> 31
     return folded.bitwise_xor_(words).mul_(_word_weights(words.device)[:words.shape[1]]).sum(1)
 
@@ -100,10 +95,8 @@ def _weighted_sum(numbers: Tensor) -> Tensor:
 
 @functools.cache
 def _word_weights(device: torch.device) -> Tensor:
-    """Return the weight of each position in a block of words: odd numbers without a pattern, int64 [BLOCK_WORDS].
-
-    The numbers are computed as in SplitMix64 (Steele et al., OOPSLA 2014), but with shifts that keep the sign.
-    """
+    """Return the weight of each position in a block: odd numbers, int64 [BLOCK_WORDS]."""
+    # As in SplitMix64 (Steele et al., OOPSLA 2014), but with shifts that keep the sign.
     mixed = torch.arange(1, BLOCK_WORDS + 1) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift)) * factor

@@ -1,9 +1,10 @@
-"""Flat gradients, and the record of which parameters got a gradient in an iteration.
+"""Give parameters flat gradients, and record which got one in an iteration.
 
-As in torch, a parameter that no micro-batch of an iteration uses has no gradient: neither its weight decay nor its
-momentum acts on it. But gradients here are views of one tensor, so that a reduction is one sum, and zeros do not say
-whether anything was added to them. Each worker therefore marks the parameters to whose gradients something was added,
-and the marks are summed with the gradients: a parameter that any worker has used is used.
+As in torch, a parameter that no micro-batch of an iteration uses has no gradient: neither its
+weight decay nor its momentum acts on it. But gradients here are views of one tensor, so that a
+reduction is one sum, and zeros do not say whether anything was added to them. Each worker therefore
+marks the parameters to whose gradients something was added, and the marks are summed with the
+gradients: a parameter that any worker has used is used.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,22 +18,22 @@ from slipstream.runtime.torch_private import count_changes
 
 
 class GradientBuffer(NamedTuple):
-    """Gradients of some parameters, in one flat tensor, and the marks of those that got one."""
+    """Gradients of some parameters, in one flat tensor, and their marks."""
 
     values: Tensor
     """Gradients of all parameters, one after the other, perhaps padded."""
     marks: Tensor
-    """One number for each parameter: above 0 after the sum over workers if any of them has used it."""
+    """One number for each parameter, above 0 in the sum if it was used."""
     sums: tuple[Tensor, ...]
     """Tensors that contain values and marks, to be summed over workers."""
     parameters: tuple[nn.Parameter, ...]
     views: tuple[Tensor, ...]
-    """`.grad` of each parameter: its part of `values`, with a count of changes of its own."""
+    """`.grad` of each parameter: its part of `values`, with its own count of changes."""
     changes: list[int]
     """Count of changes of each view (`count_changes`) when it was set to zero."""
 
     def find_untouched(self) -> list[int]:
-        """Return the indices of the parameters to whose gradients this worker has added nothing."""
+        """Return the indices of the parameters to whose gradients this worker added nothing."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not view:  # a user's function, or a backward with create_graph, has replaced it
                 if parameter.grad is not None:
@@ -59,10 +60,8 @@ class GradientBuffer(NamedTuple):
 
 
 def find_unused(buffers: Iterable[GradientBuffer]) -> frozenset[nn.Parameter]:
-    """Return the parameters that no worker has used in this iteration, when all marks have been summed.
-
-    Only marks of parameters that this worker has not used itself are read, as that waits for the device.
-    """
+    """Return the parameters that no worker has used, once all marks have been summed. Only marks of
+    parameters that this worker has not used itself are read, as that waits for the device."""
     untouched = [(buffer, found) for buffer in buffers if (found := buffer.find_untouched())]
     marks = torch.cat([buffer.marks[found].double() for buffer, found in untouched]).tolist() if untouched else []
     parameters = [buffer.parameters[index] for buffer, found in untouched for index in found]
@@ -71,10 +70,10 @@ def find_unused(buffers: Iterable[GradientBuffer]) -> frozenset[nn.Parameter]:
 
 def allocate_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None,
                        cut: StatePartition | None = None) -> list[GradientBuffer]:
-    """Give parameters zero gradients that are views of one flat tensor for each dtype, and return the buffers.
+    """Give parameters zero gradients, views of one flat tensor for each dtype.
 
-    The gradients have the given dtype; with None, each has that of its parameter. With `cut`, the flat tensors are
-    padded to its `padded_length`.
+    Returns the buffers. The gradients have the given dtype; with None, each has that of its
+    parameter. With `cut`, the flat tensors are padded to its `padded_length`.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:

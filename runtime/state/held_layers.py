@@ -1,6 +1,7 @@
 """Layers that a worker holds, their gradients, and one optimizer over all of them.
 
-Nothing here depends on stages: the layers are those that a schedule assigns to the worker, and change with it.
+Nothing here depends on stages: the layers are those that a schedule assigns to the worker, and
+change with it.
 """
 
 import math
@@ -44,16 +45,17 @@ from slipstream.schedules.schedule import Worker
 
 
 def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients are accumulated; None if it is that of each parameter."""
+    """Return the dtype in which gradients are accumulated; None if it is each parameter's."""
     if not config.master_weights:
         return None
     return torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
 
 
 class HeldLayers:
-    """Layers of a model with gradients and optimizer. Each `.grad` is a view of a flat tensor, to be summed in place.
+    """Layers of a model with gradients and optimizer.
 
-    `hold_layers` selects the parts of their state that are stored; before that, and if a process trains alone, all are.
+    Each `.grad` is a view of a flat tensor, to be summed in place. `hold_layers` selects the parts
+    of their state that are stored; before that, and if a process trains alone, all are.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
@@ -63,16 +65,15 @@ class HeldLayers:
         self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
         sharing.tie_parameters(self.modules)
         self.cuts: dict[LayerRange, StatePartition] = {}
-        """Partition of the optimizer's state of each range of layers whose gradients are reduced together."""
+        """Partition of the optimizer's state of each range of layers whose gradients are reduced
+        together."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
         self._sums = CopyGradients()
         self.optimizer = self._build_full_optimizer(self.modules)
         self._gradients: dict[LayerRange, list[GradientBuffer]] = {}
         self.shared_gradients: dict[str, list[GradientBuffer]] = {}
-        """Gradients of each parameter that layers share, to be summed in place over all holders of a copy.
-
-        Keys are `LAYER.NAME` of the first layer that has the parameter.
-        """
+        """Gradients of each shared parameter, by its first `LAYER.NAME`, to be summed over all
+        holders."""
         self._unused: frozenset[nn.Parameter] | None = None
         """Parameters that no worker has used in this iteration; None before its step."""
         self.set_reduced_ranges(merge_ranges((layer, layer + 1) for layer in self.modules))
@@ -85,12 +86,21 @@ class HeldLayers:
 
     def hold_layers(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
                     parts: Sequence[PartState], after: int, built: Collection[int] = ()) -> None:
-        """Hold exactly these layers, and of their optimizer's state the parts that `cuts` assigns to a worker.
+        """Hold exactly these layers, and the parts of their state that `cuts` assigns.
 
-        All of that state, and all missing elements of the parameters, must be in `parts` or already held, as they are
-        after the iteration `after`. The layers in `built` are new and in their initial state, which is that after
-        `after`. Raises VersionError, before anything has changed, if some state is missing. If layers and partitions
-        are as before, the memory stays in place, which is usual for workers of stages without a change.
+        All of that state, and all missing elements of the parameters, must be in `parts` or already
+        held. If layers and partitions are as before, the memory stays in place, which is usual for
+        workers of stages without a change. Raises VersionError, before anything has changed, if
+        some state is missing.
+
+         Parameters
+        ----------
+        worker
+            Worker to whose parts the layers are cut.
+        after
+            Iteration after which all of this is the state.
+        built
+            Layers that are new and in their initial state, which is that after `after`.
         """
         before, held = self.optimizer, self.modules
         self._require_all(modules, cuts, worker, parts, after, built)
@@ -123,8 +133,7 @@ class HeldLayers:
 
     def _require_all(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
                      parts: Sequence[PartState], after: int, built: Collection[int]) -> None:
-        """Raise VersionError unless all state that `hold_layers` needs is available as it is after iteration `after`.
-        The arguments are those of `hold_layers`."""
+        """Raise VersionError unless all state that `hold_layers` needs is available."""
         before, held = self.optimizer, self.modules
         for part in parts:
             part.require_version(after)
@@ -147,31 +156,27 @@ class HeldLayers:
                                    f"after iteration {after}")
 
     def _flatten_parameters(self) -> None:
-        """Move the parameters of each range with sharded state into one flat tensor, in which they can be gathered."""
+        """Move the parameters of each sharded range into one flat tensor, to be gathered."""
         self._flat_parameters = {layers: _flatten_parameters(self._reduced_parameters(layers, whole=False),
                                                              cut.padded_length)
                                  for layers, cut in self.cuts.items() if cut.sharded}
 
     def _build_optimizer(self, worker: Worker) -> PartOptimizer:
-        """Build the optimizer of the parts that `worker` has to store by the present partitions, without state yet."""
+        """Build the optimizer of the parts that `worker` has to store, without state yet."""
         kept, own = self._parts_by(worker, StatePartition.stored_parts), self._parts_by(worker,
                                                                                         StatePartition.own_parts)
         return PartOptimizer(self.modules, self._config, kept, own, self.sharing,
                              self._sums.by_layer(lambda layer: count_elements(self.modules[layer]).cut))
 
     def _parts_by(self, worker: Worker, which: Callable[[StatePartition, Worker], tuple[Span, ...]]) -> Parts:
-        """Return, by layer number, the spans of the layer's elements that `which` selects for a worker.
-
-        The argument `which` is a method of `StatePartition`: it selects the parts that the worker stores, owns or
-        steps.
-        """
+        """Return the spans that `which`, a method of `StatePartition`, selects, by layer."""
         return parts_of_worker(worker, self.cuts, lambda layer: count_elements(self.modules[layer]), which)
 
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
-        """Make the optimizer's step of all held layers for an iteration, with gradients times `factor`.
+        """Make the optimizer's step of all held layers, with gradients times `factor`.
 
-        If `factor` is None, parameters stay as they are, and the iteration counts as stepped. So do parameters that no
-        worker has used. All sums of gradients must have arrived.
+        If `factor` is None, parameters stay as they are, and the iteration counts as stepped.
+        Parameters that no worker has used stay, too. All sums of gradients must have arrived.
         """
         if self._unused is None:  # a step that is made again, with another factor, is one of the same parameters
             self._unused = find_unused(self._buffers())
@@ -183,21 +188,17 @@ class HeldLayers:
         return cut if cut is not None and cut.sharded else None
 
     def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
-        """Return the buffers into which the next gradients are summed for the copies of other workers' parts that this
-        worker keeps, of a range of layers; they are keyed by the part's span."""
+        """Return the buffers of copies' gradients in a range, by span."""
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
-        """Return a triple for each range of layers with sharded state: the range, its parameters as one flat, padded
-        tensor, and its partition."""
+        """Return each range with sharded state, its parameters as one tensor, and its partition.
+        The tensor is flat and padded."""
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def set_reduced_ranges(self, ranges: Iterable[LayerRange]) -> None:
-        """Set the ranges of layers whose gradients are summed together over workers; zero the gradients if the ranges
-        are others than before.
-
-        Each held layer must be in exactly one range.
-        """
+        """Set the ranges whose gradients are summed together; zero gradients if they change. Each
+        held layer must be in exactly one range."""
         ranges = sorted(ranges)
         if ranges == list(self._gradients):
             return
@@ -210,8 +211,7 @@ class HeldLayers:
                                  for first, places in self.sharing.groups_in(self.modules)}
 
     def _zero_gradients(self, layers: LayerRange) -> list[GradientBuffer]:
-        """Give zero gradients to the trained parameters of a range of layers, except shared ones; return the buffers
-        that hold the gradients."""
+        """Give zero gradients to the trained parameters of a range, except shared ones."""
         kind = gradient_dtype(self._config)
         ruled = [self.modules[layer].get_parameter(name) for layer in range(*layers)
                  for name in trained_parameters(self.modules[layer]) if name in step_rules(self.modules[layer])]
@@ -219,38 +219,33 @@ class HeldLayers:
                 *allocate_gradients(self._reduced_parameters(layers, whole=True), kind), *allocate_gradients(ruled)]
 
     def _zero_shared_gradients(self, mine: LayerParameter) -> list[GradientBuffer]:
-        """Give a zero gradient to the shared parameter of which `mine` is a held copy; return a list with the buffer
-        that holds the gradient."""
+        """Give a zero gradient to the shared parameter of which `mine` is a held copy."""
         return allocate_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
 
     def _buffers(self) -> Iterator[GradientBuffer]:
-        """Yield the buffers of all gradients, including those of shared parameters."""
         for buffers in (*self._gradients.values(), *self.shared_gradients.values()):
             yield from buffers
 
     def flat_gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
-        """Return the gradients of a range of `set_reduced_ranges`, without shared parameters: one flat tensor a dtype.
-
-        Without an argument, all gradients are returned, including those of shared parameters.
-        """
+        """Return the gradients of a range, without shared parameters: one flat tensor a dtype.
+        Without an argument, all gradients are returned, including those of shared parameters."""
         return [buffer.values for buffer in (self._buffers() if layers is None else self._gradients[layers])]
 
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
-        """Return the flat gradients of `what`, a range of layers or `LAYER.NAME` of a shared parameter, with the marks
-        of the parameters that this worker has used. They are to be summed over workers in place."""
+        """Return the flat gradients of `what`, with this worker's marks, to be summed in place.
+        `what` is a range of layers, or `LAYER.NAME` of a shared parameter."""
         buffers = self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
         for buffer in buffers:
             buffer.mark_touched()
         return [tensor for buffer in buffers for tensor in buffer.sums]
 
     def layer_squares(self) -> dict[int, float]:
-        """Return, by layer number, the sum of squares of the gradients of the parts that this worker owns, computed in
-        float64."""
+        """Return, by layer, the sum of squares of the gradients of own parts, in float64."""
         return self.optimizer.layer_squares()
 
     def sum_squares(self) -> float:
-        """Return the sum of squares of the gradients of the parts that this worker owns, for display: its rounding
-        depends on the layout."""
+        """Return the sum of squares of own parts' gradients, for display. Its rounding depends on
+        the layout."""
         # Ranks of a group share some parameters, members may own parts, and parameters with rules do not count.
         if worker_group() is not None or any(one.sharded for one in self.cuts.values()) or any(
                 map(step_rules, self.modules.values())):
@@ -268,11 +263,9 @@ class HeldLayers:
         return PartOptimizer(modules, self._config, everything, everything, self.sharing)
 
     def _reduced_parameters(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
-        """Return the parameters of a range of layers whose gradients are summed over workers together.
-
-        With `whole`, these are the parameters that are not cut into parts, otherwise those that are. Parameters that
-        layers share, or that a step rule (a layer's own update function) steps, are not included.
-        """
+        """Return a range's parameters whose gradients are summed together."""
+        # With `whole`, they are those that are not cut into parts, else those that are. Shared
+        # ones, and those with a step rule, are not included.
         return [parameter for layer in range(*layers) for name,
                 parameter in trained_parameters(self.modules[layer]).items()
                 if (name in uncut_names(self.modules[layer])) is whole and not self.sharing.is_shared(layer, name)
@@ -285,17 +278,16 @@ class HeldLayers:
             buffer.set_to_zero()
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Return all held parameters by `LAYER.NAME`. A parameter that layers share has the name of the first of its
-        group."""
+        """Return all held parameters by `LAYER.NAME`, a shared one by the first of its group."""
         return {str(self.sharing.first_of_group(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
 
 def build_on_device(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
-    """Build a layer on the model's device. Another thread may compute meanwhile; its random numbers are not affected.
+    """Build a layer on the model's device, without effect on another thread's random numbers.
 
-    If not `filled`, the layer is built in host memory, with arbitrary values that are never accessed, and its state is
-    loaded after `move_uninitialized` has moved it to the device.
+    If not `filled`, the layer is built in host memory, with arbitrary values that are never
+    accessed, and its state is loaded after `move_uninitialized` has moved it to the device.
     """
     if not filled:
         with restoring_generators(), building_uninitialized(), torch.no_grad():
@@ -315,9 +307,10 @@ def build_on_meta(model: LayeredModel, layer: int) -> nn.Module:
 
 
 def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
-    """Build a layer on the model's device, and mark its parameters that are not cut into parts (`mark_uncut`).
+    """Build a layer on the model's device, and mark its uncut parameters (`mark_uncut`).
 
-    With `filled` false, its parameters have arbitrary values, for state that is loaded later (see `build_on_device`).
+    With `filled` false, its parameters have arbitrary values, for state that is loaded later (see
+    `build_on_device`). Raises ConfigError as `require_stepped_by_rules` does.
     """
     module = build_on_device(model, layer, filled=filled)
     _mark_uncut(layer, module, config, sharing_of(model))
@@ -330,11 +323,8 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
 
 
 def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
-    """Mark a layer's parameters that are not cut into parts: shared by other layers, not of the model's dtype, or
-    stepped by a step rule (a layer's own update function).
-
-    Raises ConfigError as `require_stepped_by_rules` does.
-    """
+    """Mark a layer's uncut parameters: shared, of another dtype, or with a rule."""
+    # Raises ConfigError as `require_stepped_by_rules` does.
     rules, parameters = step_rules(module), trained_parameters(module)
     require_stepped_by_rules(layer, rules, {name: sharing.is_shared(layer, name) for name in parameters})
     mark_uncut(module, [name for name, parameter in parameters.items() if sharing.is_shared(layer, name)
@@ -342,8 +332,7 @@ def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: 
 
 
 def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[ElementCounts, ...]:
-    """Return, for each layer of the model, how many of its trained elements are cut into parts and how many are stored
-    whole."""
+    """Return, for each layer, how many trained elements are cut, and how many stored whole."""
     elements, sharing = [], sharing_of(model)
     for layer in range(model.layers):
         module = build_on_meta(model, layer)
@@ -353,14 +342,12 @@ def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple
 
 
 def _flat_lengths(cuts: Mapping[LayerRange, StatePartition]) -> dict[LayerRange, tuple[int, bool]]:
-    """Return, for each range of layers, the two values on which its flat tensors depend: the padded length, and whether
-    state is sharded."""
+    """Return, by range, the padded length and whether state is sharded."""
     return {layers: (cut.padded_length, cut.sharded) for layers, cut in cuts.items()}
 
 
 def _flatten_parameters(parameters: Sequence[nn.Parameter], length: int) -> Tensor:
-    """Copy parameters of one dtype into a new flat tensor of `length` elements, make them views of it, and return
-    it."""
+    """Copy parameters of one dtype into a flat tensor, as views of it."""
     flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
     start = 0
     for parameter in parameters:

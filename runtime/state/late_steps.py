@@ -1,11 +1,10 @@
-"""Optimizer steps that are made late: each after its iteration is committed, so that none is ever undone.
+"""Make optimizer steps late: after their iteration is committed, so that none is undone.
 
-A buddy steps its copies of another worker's parts in this way, so that no worker waits for them. The gradients of an
-iteration stay in a buffer of their own until all workers are known to have stepped it. Then the step is made in a
-thread, concurrently with computation, and on a GPU on a stream of its own. Two such buffers replace the copies by which
-steps are undone; the copies themselves are always the state after a committed iteration.
-
-Buffers for the gradient sums of the parts that a worker keeps copies of: two for each part (`late_steps`).
+A buddy steps its copies of another worker's parts in this way, so that no worker waits for them.
+The gradients of an iteration stay in a buffer of their own until all workers are known to have
+stepped it. Then the step is made in a thread, concurrently with computation, and on a GPU on a
+stream of its own. Two such buffers for each part replace the copies by which steps are undone; the
+copies themselves are always the state after a committed iteration.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,13 +23,11 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 GRADIENT_BUFFERS = 2
-"""Number of gradient buffers: one for the current iteration, one for the iteration before, whose step the thread
-makes."""
+"""Gradient buffers: for the current iteration, and for the one whose step the thread makes."""
 
 
 class _DueStep(NamedTuple):
-    """Registered step of copies of other workers' parts that is still to be made: its iteration, the factor of its
-    gradients, the index of its gradient buffer, and the copies that stay as they are."""
+    """Step of copies of others' parts that is registered and still to be made."""
 
     iteration: int
     factor: float | None
@@ -39,11 +36,8 @@ class _DueStep(NamedTuple):
 
 
 class LateSteps(OptimizerSteps):
-    """Optimizer of copies of other workers' parts, which makes the step of each iteration only once that iteration is
-    committed.
-
-    For each gradient buffer, `gradients` maps the stepped tensors to their gradients in that buffer.
-    """
+    """Optimizer of copies of other workers' parts, one commit late. For each gradient buffer,
+    `gradients` maps the stepped tensors to their gradients in that buffer."""
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
                  gradients: Sequence[Mapping[nn.Parameter, Tensor]]) -> None:
@@ -52,7 +46,8 @@ class LateSteps(OptimizerSteps):
         self._last_step: _DueStep | None = None
         """Step that was registered last; it is made once its iteration is committed."""
         self._committed_step: _DueStep | None = None
-        """Step of the iteration before `_last_step`, which is committed; None once the step is started."""
+        """Step of the iteration before `_last_step`, which is committed; None once the step is
+        started."""
         self.version = Version(-1)
         """Version of the stepped tensors; steps that have been made cannot be undone."""
         self._buffer = 0
@@ -61,16 +56,15 @@ class LateSteps(OptimizerSteps):
 
     @property
     def free_buffer(self) -> int:
-        """Index of the buffer (one of two) for the gradients of the next step. Waits until no step reads from that
-        buffer."""
+        """Index of the buffer for the gradients of the next step. Waits until no step reads it."""
         self._wait_for_step()
         return self._buffer
 
     def register_step(self, iteration: int, factor: float | None, unused: Collection[nn.Parameter] = ()) -> None:
-        """Register a step with the gradients in the free buffer times `factor`; a step with `factor` None changes no
-        parameter, and any other all but those in `unused`.
+        """Register a step with the gradients in the free buffer times `factor` (None: no step).
 
-        The iteration of the step registered before counts as committed from now on.
+        The parameters in `unused` stay as they are. The iteration of the step registered before
+        counts as committed from now on.
         """
         self._wait_for_step()
         self._committed_step, self._last_step = self._last_step, _DueStep(
@@ -78,42 +72,39 @@ class LateSteps(OptimizerSteps):
         self._buffer = (self._buffer + 1) % GRADIENT_BUFFERS
 
     def start_committed(self) -> None:
-        """Start the step of the copies of other workers' parts for the last iteration that is known to be committed,
-        concurrently with computation; do nothing if it has been started before.
-
-        That iteration is the one before the iteration that was registered last (`register_step`).
-        """
+        """Start the step of the last committed iteration, unless it was started before. It runs
+        concurrently with computation. That iteration is the one before the last registered one."""
         committed, self._committed_step = self._committed_step, None
         if committed is not None:
             self._queue.submit(partial(self._run_step, committed))
 
     def cancel_step(self, iteration: int) -> None:
-        """Cancel the registered step of an iteration, which must not be committed. It may be registered again, with
-        another factor and the same gradients."""
+        """Cancel the registered step of an iteration, which must not be committed. It may be
+        registered again, with another factor and the same gradients."""
         if self._last_step is not None and self._last_step.iteration == iteration:
             self._buffer, self._last_step = self._last_step.buffer, None
 
     def catch_up(self) -> None:
-        """Make all registered steps now. To be called only when the iteration of the last one is committed, too."""
+        """Make all registered steps now; the iteration of the last one must be committed, too."""
         self._wait_for_step()
         due, self._last_step = self._last_step, None
         if due is not None:
             self._run_step(due)
 
     def memory_bytes(self) -> int:
-        """Return the memory of the stepped copies, their gradient buffers and their optimizer state, in bytes."""
+        """Return the bytes of the stepped copies, their gradient buffers and optimizer state."""
         self._wait_for_step()
         buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
         return sum(tensor.nbytes for tensor in (*self._stepped_parameters(), *buffers)) + self._state_bytes()
 
     def _wait_for_step(self) -> None:
-        """Start the step of the last committed iteration, if it was not started, and wait until it is made."""
+        """Start the step of the last committed iteration, if necessary, and wait for it."""
         self.start_committed()
         self._queue.wait()
 
     def _run_step(self, due: _DueStep) -> None:
-        """Make a registered step of the copies of other workers' parts. Raises VersionError unless the copies are in
-        the state after the iteration before it."""
+        """Make a registered step. Raises VersionError unless the copies are of the iteration
+        before."""
         self.version.require(due.iteration - 1, "a copy of another worker's part")
         if due.factor is None:
             self.version = Version(due.iteration)
@@ -135,37 +126,33 @@ class LateSteps(OptimizerSteps):
 
 
 CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
-"""Buffers for the gradient sums of each copied part, by the part's layer and span of the layer's elements."""
+"""Buffers for the gradient sums of each copied part, by layer and span."""
 
 
 class CopyGradients:
-    """Gradient buffers for the parts of which one worker, as their buddy, keeps copies: two for each part, in all
-    ranges of layers whose gradients are reduced."""
+    """Gradient buffers, two each, of the parts of which one worker keeps copies."""
 
     def __init__(self) -> None:
         self._buffers: dict[LayerRange, dict[Span, list[Tensor]]] = {}
 
     def allocate(self, layers: LayerRange, cut: StatePartition, worker: Worker, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """Allocate two gradient buffers for each part of which `worker`, as a buddy, keeps a copy; `cut` is the
-        partition of the range `layers`."""
+        """Allocate two gradient buffers for each part of `layers` that `worker` copies, by
+        `cut`."""
         self._buffers[layers] = {span: [torch.zeros(span[1] - span[0], dtype=dtype, device=device)
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 
     def buffers_of(self, layers: LayerRange, buffer: int) -> Mapping[Span, Tensor]:
-        """Return one of the two gradient buffers of each part of `layers` of which this worker, as a buddy, keeps a
-        copy.
+        """Return one of the two gradient buffers of each copied part of `layers`, by span.
 
-        The result is keyed by the part's span. Of the buffers 0 and 1, one sums the gradients of the current iteration,
-        the other holds those of the iteration before; they change roles at each step (`LateSteps.free_buffer`).
+        Of the buffers 0 and 1, one sums the gradients of the current iteration, the other holds
+        those of the iteration before; they change roles at each step (`LateSteps.free_buffer`).
         """
         return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:
-        """Return the buffers of all copied parts, cut at the borders of layers, by the layer and the span within it.
-
-        The function `elements` returns the number of a layer's elements that are cut into parts.
-        """
+        """Return the buffers of all copied parts, by layer and span within it. The function
+        `elements` returns the number of a layer's elements that are cut into parts."""
         sums: dict[tuple[int, Span], Sequence[Tensor]] = {}
         for layers, spans in self._buffers.items():
             for span, buffers in spans.items():

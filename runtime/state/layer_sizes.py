@@ -1,4 +1,4 @@
-"""Sizes of layers, for a worker that does not hold them yet."""
+"""Estimate the sizes of layers for a worker that does not hold them yet."""
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.models.layered_model import LayeredModel
@@ -10,10 +10,10 @@ from slipstream.runtime.state.parameter_groups import is_stepped_by_muon
 
 
 def slots_per_element(config: TrainingConfig, *, by_muon: bool = False) -> int:
-    """Return the number of values that the optimizer keeps for each element of a parameter, such as AdamW's two
-    moments.
+    """Return how many values the optimizer keeps for each element of a parameter.
 
-    A user's own optimizer counts like AdamW. With `by_muon`, return the number for parameters that Muon steps.
+    A user's own optimizer counts like AdamW. With `by_muon`, return the number for parameters that
+    Muon steps.
     """
     if by_muon:
         return 1
@@ -21,10 +21,10 @@ def slots_per_element(config: TrainingConfig, *, by_muon: bool = False) -> int:
 
 
 def estimate_layer_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -> list[int]:
-    """Return an estimate, in bytes, of the memory that each layer of the model would take on a rank of a new holder.
+    """Return an estimate of each layer's bytes on a rank of a new holder.
 
-    It covers parameters, buffers and optimizer state. If a layer's optimizer state is sharded over `holders` workers,
-    each stores two parts of it: its own, and a copy of another.
+    It covers parameters, buffers and optimizer state. If a layer's optimizer state is sharded over
+    `holders` workers, each stores two parts of it: its own, and a copy of another.
     """
     share = min(1.0, 2 / holders) if config.shard_optimizer else 1.0
     sizes, sharing = [], sharing_of(model)

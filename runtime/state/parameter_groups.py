@@ -1,4 +1,4 @@
-"""Parameter groups: the options of the optimizer that each parameter has."""
+"""Divide parameters into groups by the options of the optimizer that each has."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -24,13 +24,13 @@ NO_RULES: Mapping[str, StepRule] = {}
 
 def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
                  rules: Mapping[str, StepRule] = NO_RULES) -> OptimizerGroups:
-    """Return torch's parameter groups: for each pattern in `[training] parameter_groups`, one of its matrices and one
-    of its vectors.
+    """Return torch's parameter groups, by patterns in `[training] parameter_groups`.
 
-    Two more groups have the parameters that no pattern matches. Each step rule (a layer's own update function for some
-    parameter, by the parameter's name in `rules`) has a group with the key "rule". Parameters that Muon steps are in
-    groups of their own, with the key "muon". A group names only the options that differ from the optimizer's defaults,
-    and its weight decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do not. The names of
+    Each pattern has a group of its matrices and one of its vectors. Two more groups have the
+    parameters that no pattern matches. Each step rule in `rules`, by its parameter's name, has a
+    group with the key "rule". Parameters that Muon steps are in groups of their own, with the key
+    "muon". A group names only the options that differ from the optimizer's defaults, and its weight
+    decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do not. The names of
     `parameters` are `LAYER.NAME`, and `last` is the number of the model's last layer.
     """
     members_of: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
@@ -48,10 +48,11 @@ def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig,
 
 
 def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfig, last: int | None) -> bool:
-    """Return whether Muon steps the parameter `LAYER.NAME`. Raises ConfigError if a pattern assigns a vector to Muon.
+    """Return whether Muon steps the parameter `LAYER.NAME`.
 
-    By default, Muon steps matrices and stacks of matrices of all layers except layer 0 and layer `last`, which hold
-    embeddings and heads. Kernels of depthwise convolutions count as vectors.
+    By default, it steps matrices and stacks of matrices of all layers except layer 0 and layer
+    `last`, which hold embeddings and heads. Kernels of depthwise convolutions count as vectors.
+    Raises ConfigError if a pattern assigns a vector to Muon.
     """
     if config.optimizer != "muon":
         return False
@@ -66,10 +67,8 @@ def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfi
 
 
 def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> None:
-    """Raise ConfigError if a pattern in `[training] parameter_groups` selects no parameter of the model.
-
-    A parameter belongs to the first pattern that matches it.
-    """
+    """Raise ConfigError if a pattern of `[training] parameter_groups` selects no parameter. A
+    parameter belongs to the first pattern that matches it."""
     if not config.parameter_groups:
         return
     names = list(_stepped_names(model))
@@ -84,8 +83,7 @@ def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> N
 
 
 def _stepped_names(model: LayeredModel) -> Iterable[str]:
-    """Yield `LAYER.NAME` of each parameter that the optimizer steps; for a parameter that layers share, its name in the
-    first of them."""
+    """Yield `LAYER.NAME` of each parameter that the optimizer steps, a shared one once."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):
@@ -95,24 +93,21 @@ def _stepped_names(model: LayeredModel) -> Iterable[str]:
 
 
 def rules_of(modules: Mapping[int, nn.Module]) -> dict[str, StepRule]:
-    """Return the step rules of some layers (functions that step a parameter in place of the optimizer), by `LAYER.NAME`
-    of the parameter."""
+    """Return the step rules of some layers, by `LAYER.NAME` of the parameter."""
     return {f"{layer}.{name}": rule for layer, module in modules.items() for name, rule in step_rules(module).items()}
 
 
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:
-    """Return the number of the first parameter group whose pattern matches a parameter's name; -1 if none does."""
+    """Return the number of the first group whose pattern matches a name. -1 if none does."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.parameters)), -1)
 
 
 def _muon_options(config: TrainingConfig) -> dict[str, Any]:
-    """Return the options, by torch's names, of a parameter group that Muon steps."""
     rate = {} if config.muon.learning_rate is None else {"lr": config.muon.learning_rate}
     return {"muon": True, "momentum": config.muon.momentum, **rate}
 
 
 def _group_options(number: int, config: TrainingConfig) -> dict[str, Any]:
-    """Return the options, by torch's names, that the job file gives to parameter group `number`; none for -1."""
     if number < 0:
         return {}
     group = config.parameter_groups[number]

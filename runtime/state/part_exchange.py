@@ -1,7 +1,7 @@
-"""Exchange of parts, if optimizer state is sharded: sum gradients at the owners of parts, and gather parameters.
+"""Sum gradients at the owners of parts, and gather parameters, if state is sharded.
 
-Gradients of a range are summed part by part, each at its owner. The part's buddy gets the sums while the owner steps.
-Then all members gather the parameters that they do not step themselves.
+Gradients of a range are summed part by part, each at its owner. The part's buddy gets the sums
+while the owner steps. Then all members gather the parameters that they do not step themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,26 +23,23 @@ _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)
 
 
 class PartExchange:
-    """Exchange of gradients and parameters of the parts of sharded layers, by one worker in one generation.
-
-    All methods raise CommunicationError.
-    """
+    """Exchange of gradients and parameters of parts, by one worker in one generation. All methods
+    raise CommunicationError."""
 
     def __init__(self, session: GenerationSession) -> None:
         self._session = session
         self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
-        """Pending copies of sums: the works that transfer them, and pairs of buffers to copy from and to afterwards."""
+        """Pending copies of sums: their works, and buffers to copy from and to."""
 
     def reduce_gradients(self, layers: LayerRange, gradients: Tensor, cut: StatePartition,
                          copies: Mapping[Span, Tensor]) -> None:
-        """Sum the gradients of a range over the workers that hold it: each owner of a part of the partition `cut` gets
-        the sums of that part in `gradients`.
+        """Sum a range's gradients over its holders, each owner's for its part.
 
-        The buffers in `copies` get the sums of the parts of which this worker is the buddy. They are complete when
-        `wait_for_copies` returns; until then the gradients must not change.
-
-        Over gloo, sums are always in the order of the members. Over NCCL, if members have been lost since the partition
-        was made, each worker gets the sums of all parts. Raises CommunicationError.
+        The sums are in `gradients`. The buffers in `copies` get the sums of the parts of which this
+        worker is the buddy. They are complete when `wait_for_copies` returns; until then the
+        gradients must not change. Over gloo, sums are always in the order of the members. Over
+        NCCL, if members have been lost since the partition was made, each worker gets the sums of
+        all parts. Raises CommunicationError.
         """
         group = self._session.sharer_group(layers)
         if group is None:
@@ -77,12 +74,9 @@ class PartExchange:
 
     def _scatter_to_owners(self, group: Group, place: int, gradients: Tensor, cut: StatePartition,
                            copies: Mapping[Span, Tensor]) -> None:
-        """Give each owner of a part of the partition `cut` the sums of the part's gradients, and start to copy them to
-        the buddy.
-
-        This worker is the member with index `place`; `copies` is as in `reduce_gradients`. Two collectives are used,
-        because point-to-point transfers in one group would wait for each other if buddies form a circle.
-        """
+        """Give owners the sums of their parts, and start to copy them to buddies."""
+        # This worker is the member with index `place`. Two collectives are used, because
+        # point-to-point transfers in one group would wait for each other if buddies form a circle.
         length, count = cut.spans[0][1], len(cut.members)
         total = torch.empty_like(gradients[:length])
         nccl: Any = group  # gloo groups never get here
@@ -97,8 +91,7 @@ class PartExchange:
 
     def _send_copies(self, group: Group, place: int, cut: StatePartition, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
-        """Start to send the sums of own parts to their buddies, and to receive the sums of parts into `copies`. This
-        worker is the member with index `place`; `parts` has number, owner and gradients of each part."""
+        """Start to send own sums to buddies, and to receive those in `copies`."""
         works, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
         for number, owner, part in parts:
             buddy = cut.buddies[number]
@@ -112,10 +105,7 @@ class PartExchange:
         self._copies.append((works, arriving))
 
     def wait_for_copies(self) -> None:
-        """Wait until this worker has the sums of the parts that it copies, and has sent the sums of its own parts.
-
-        Raises CommunicationError.
-        """
+        """Wait until sums are with the buddies, here and elsewhere. Raises CommunicationError."""
         copies, self._copies = self._copies, []
         with one_line_errors("copying sums of gradients"):
             for works, arriving in copies:
@@ -125,11 +115,10 @@ class PartExchange:
                     target.copy_(source)
 
     def start_gather(self, layers: LayerRange, parameters: Tensor, cut: StatePartition) -> Callable[[], None]:
-        """Start to send each part, in the partition `cut`, of a range's flat parameters from its owner to all other
-        members.
+        """Start to send parts of a range's flat parameters from owners to all others.
 
-        Returns a function that waits until `parameters` contains all parts; until then `parameters` must not be used.
-        Both functions raise CommunicationError.
+        Returns a function that waits until `parameters` contains all parts; until then `parameters`
+        must not be used. Both functions raise CommunicationError.
         """
         group = self._session.sharer_group(layers)
         what = f"gathering the parameters of {layers_text(layers)}"
@@ -171,18 +160,15 @@ class PartExchange:
 
 
 class PartReducer:
-    """Sums of gradients, and gathering of parameters, of the layers that one worker holds whole or in
-    part.
-
-    The methods are those of `runtime.replay.seams.Reducer`.
-    """
+    """Sums of gradients, and gathering of parameters, of the layers that one worker holds. The
+    methods are those of `runtime.replay.seams.Reducer`."""
 
     def __init__(self, session: GenerationSession, held: HeldLayers) -> None:
         self._session, self._held = session, held
         self._parts = PartExchange(session)
 
     def sum_gradients(self, layers: LayerRange) -> None:
-        """Sum the gradients of a range of layers at the owners of its parts, or at all holders."""
+        """Sum a range's gradients at the owners of its parts, or at all holders."""
         whole = self._held.gradients_to_sum(layers)
         if (cut := self._held.sharded_partition(layers)) is not None:
             gradients, *whole = whole
@@ -194,10 +180,7 @@ class PartReducer:
         self._parts.wait_for_copies()
 
     def gather_parameters(self, iteration: int) -> None:
-        """Gather the parameters of all ranges with sharded state from their owners.
-
-        All transfers are in progress at once.
-        """
+        """Gather the parameters of all sharded ranges from their owners, all at once."""
         self._held.optimizer.mark_gathering(iteration)
         for finish in [self._parts.start_gather(*flat) for flat in self._held.flat_parameters()]:
             finish()
@@ -209,27 +192,24 @@ class PartReducer:
 
 
 def _has_all_members(cut: StatePartition) -> bool:
-    """Return whether no member has been lost since the partition was made, so that each one owns one part."""
+    """Return whether no member has been lost, so that each one owns one part."""
     return cut.owners == tuple(range(len(cut.members)))
 
 
 def _nonempty_parts(cut: StatePartition) -> list[tuple[int, int, Span]]:
-    """Return (number, owner, span) of each part that has elements, with the owner's index among the members."""
+    """Return (number, owner, span) of each part that has elements, with the owner's index."""
     return [(number, owner, span) for number, (owner, span) in enumerate(zip(cut.owners, cut.spans, strict=True))
             if span[0] < span[1]]
 
 
 def _transfer_tag(kind: int, part: int) -> int:
-    """Return the tag, by which gloo matches a send to a receive, of a transfer of part number `part`; `kind` is
-    `_REDUCE`, `_COPY` or `_GATHER`.
-
-    The part's number is needed because a member can own several parts after others have failed.
-    """
+    """Return the tag by which gloo matches the sends and receives of a part."""
+    # The part's number is needed because a member can own several parts after others have failed.
     return kind + _KINDS * part
 
 
 def _sum_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Sum tensors in the order of the list, in float32 or wider, into `total`, which may be one of them."""
+    """Sum tensors in order, in float32 or wider, into `total`."""
     accumulated = parts[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         accumulated.add_(part)

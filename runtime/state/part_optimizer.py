@@ -1,12 +1,13 @@
-"""Optimizer of one worker: steps can be undone bit for bit, and its state moves by parts of layers.
+"""Step parts of layers so that steps can be undone, and state can move.
 
-Most optimizers are elementwise, so the result for a parameter does not depend on which worker steps it. If nothing is
-sharded, a worker stores the state of all of its layers. It steps *pieces*: the elements of one parameter that a part
-has, flat, or in the parameter's shape if these are all, as optimizers of whole matrices need. Without master weights, a
-piece is a view of the parameter. With them, it is a float32 copy, from which the bfloat16 parameter is rounded after
-each step. Pieces of a part of which this worker is the buddy are copies, too, and are stepped late
-(`runtime.state.late_steps`): the parameter itself comes from the owner, like all elements that are not stored
-here.
+Most optimizers are elementwise, so the result for a parameter does not depend on which worker steps
+it. If nothing is sharded, a worker stores the state of all of its layers. It steps *pieces*: the
+elements of one parameter that a part has, flat, or in the parameter's shape if these are all, as
+optimizers of whole matrices need. Without master weights, a piece is a view of the parameter. With
+them, it is a float32 copy, from which the bfloat16 parameter is rounded after each step. Pieces of
+a part of which this worker is the buddy are copies, too, and are stepped late
+(`runtime.state.late_steps`): the parameter itself comes from the owner, like all elements that are
+not stored here.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from slipstream.runtime.state.undoable_steps import OptimizerSteps, UndoableStep
 
 
 class _Piece(NamedTuple):
-    """Elements of one parameter that lie in one part of a layer; the optimizer steps them as one tensor, `stepped`."""
+    """Elements of one parameter in one part of a layer, stepped as one tensor, `stepped`."""
 
     layer: int
     name: str
@@ -56,23 +57,21 @@ class _Piece(NamedTuple):
     """Buffers for the gradients, if the piece is a copy of another worker's; otherwise empty."""
 
     def parameter_view(self) -> Tensor:
-        """Return a view of the parameter's own elements that belong to the piece, not of `stepped` (which may be a
-        float32 copy)."""
+        """Return a view of the parameter's own elements of the piece, not of `stepped`."""
         return restore_shape(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def get_gradient(self) -> Tensor | None:
-        """Return the gradient of the piece's elements, converted to the dtype in which the optimizer steps them.
-
-        It is a view of `.grad` if that has this dtype, and None if there is no gradient.
-        """
+        """Return the gradient of the piece, in the dtype in which it is stepped. None without. It
+        is a view of `.grad` if that has this dtype."""
         gradient = self.parameter.grad
         return None if gradient is None else restore_shape(
             slice_of(gradient.view(-1), self.whole, self.span), self.parameter).to(self.stepped.dtype)
 
     def scaled_gradient(self, factor: float) -> Tensor:
-        """Return the piece's gradient as the last step used it, scaled by the step's `factor`.
+        """Return the piece's gradient as the last step used it, scaled by its `factor`.
 
-        A gradient that is a view of the parameter's own was scaled in place by the step, and is returned as it is.
+        A gradient that is a view of the parameter's own was scaled in place by the step, and is
+        returned as it is.
         """
         gradient, parameter = self.get_gradient(), self.parameter
         assert gradient is not None and parameter.grad is not None
@@ -84,11 +83,10 @@ NO_SUMS: CopyBuffers = {}
 
 
 class PartOptimizer(UndoableSteps):
-    """Optimizer of the parts `kept` of some layers: those in `own` are this worker's, the others are copies of other
-    workers' parts, with gradient buffers in `sums`.
+    """Optimizer of the parts `kept` of some layers, those in `own` and copies of others'.
 
-    The owners send the sums of gradients into these buffers. Other elements of the parameters come from other workers
-    after each step; the caller then calls `mark_gathered`.
+    The owners send the sums of gradients of copies into the buffers in `sums`. Other elements of
+    the parameters come from other workers after each step; the caller then calls `mark_gathered`.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
@@ -99,12 +97,12 @@ class PartOptimizer(UndoableSteps):
         self._modules = modules
         self._sharing = sharing
         self._tied: dict[nn.Parameter, nn.Parameter] = {}
-        """Tensor that is stepped for each parameter that layers share: only once if several of these layers are
-        held."""
+        """Tensor that is stepped for each shared parameter, once for all held layers."""
         pieces = [piece for layer, spans in kept.items() for part in spans
                   for piece in self._cut_pieces(layer, modules[layer], part, sums)]
         self._pieces = [piece for piece in pieces if not piece.late]
-        """Parts of parameters that are stepped within the iteration, unlike copies of other workers' parts."""
+        """Parts of parameters that are stepped within the iteration, unlike copies of other
+        workers' parts."""
         self._copies = [piece for piece in pieces if piece.late]
         super().__init__(self._piece_groups(self._pieces, config), config)
         self._late = LateSteps(self._piece_groups(self._copies, config), config, [
@@ -114,33 +112,33 @@ class PartOptimizer(UndoableSteps):
         self._unused: Collection[nn.Parameter] = ()
         """Parameters that the last step left as they were, because no worker had used them."""
         self.parameters = Version(-1, whole=False)
-        """Version of all elements of the parameters, including those that come from other workers."""
+        """Version of all elements of the parameters, including those that come from other
+        workers."""
 
     @property
     def copy_buffer(self) -> int:
-        """Index of the buffer (0 or 1) for the gradient sums of the copies of other workers' parts in the next step.
-        Waits until no step reads from that buffer."""
+        """Index of the buffer for the gradient sums of copies in the next step. Waits until no step
+        reads from that buffer."""
         return self._late.free_buffer
 
     @property
     def whole_after(self) -> int | None:
-        """Iteration after whose step all elements of the parameters have their present values; None while some are
-        being changed or received."""
+        """Iteration after whose step all parameters are as they are; None while some change."""
         return self.parameters.after if self.parameters.whole else None
 
     @property
     def last_final(self) -> int:
-        """Last iteration whose step can no longer be undone, because a later step, or the step of copies of other
-        workers' parts, has been made; -1 if there is none."""
+        """Last iteration whose step can no longer be undone; -1 if there is none. A later step, or
+        the step of copies of other workers' parts, has been made."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
     def compute_checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
-        """Yield a checksum of each layer's parameters and stored buffers, and one of each stored part with its
-        optimizer state.
+        """Yield a checksum of each layer's parameters, and of each stored part with its state.
 
-        Each comes as (layer, span, True if of a part with optimizer state, checksum). The state must be that after a
-        committed iteration. Raises VersionError if it is not.
+        Each comes as (layer, span, True if of a part with optimizer state, checksum); a layer's own
+        has its stored buffers, too. The state must be that after a committed iteration. Raises
+        VersionError if it is not.
         """
         self.require_version(after)
         self.parameters.require(after, "what this worker has of the parameters")
@@ -156,12 +154,12 @@ class PartOptimizer(UndoableSteps):
                 yield layer, (0, count_elements(module).total), False, compute_checksum(compared)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
-        """Flip one random bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
+        """Flip one random bit of a stored tensor; return whether there was such a tensor.
 
-        The bit is in the stepped parameters if `what` is "parameters", in their optimizer state if it is "state", and
-        in either of a copy of another worker's part if it is "copy". It is a high bit of the mantissa of a number other
-        than 0, because the next step may round the others away, and then nothing is wrong. Autograd does not notice the
-        change.
+        The bit is in the stepped parameters if `what` is "parameters", in their optimizer state if
+        it is "state", and in either of a copy of another worker's part if it is "copy". It is a
+        high bit of the mantissa of a number other than 0, because the next step may round the
+        others away, and then nothing is wrong. Autograd does not notice the change.
         """
         pieces = [piece for piece in (self._copies if what == "copy" else self._pieces) if piece.stepped.numel()]
         piece = rng.choice(pieces) if pieces else None
@@ -178,10 +176,10 @@ class PartOptimizer(UndoableSteps):
         return bool(elements)
 
     def layer_squares(self) -> dict[int, float]:
-        """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in float64.
+        """Return, by layer, the sum of squares of the gradients of own parts, in float64.
 
-        A parameter that layers share counts only for the first of them; one that all ranks of a worker have, only on
-        the first rank. Parameters with a step rule (a layer's own update function) do not count.
+        A parameter that layers share counts only for the first of them; one that all ranks of a
+        worker have, only on the first rank. Parameters with a step rule do not count.
         """
         counted = [piece for piece in self._pieces if piece.parameter.grad is not None
                    and piece.part in self.own.get(piece.layer, ())
@@ -196,9 +194,10 @@ class PartOptimizer(UndoableSteps):
         return sum_of_layer
 
     def step(self, iteration: int, factor: float | None = 1.0, unused: Collection[nn.Parameter] = ()) -> None:
-        """Make an iteration's step with the parameters' gradients times `factor`; it can be undone from now on.
+        """Make an iteration's step with gradients times `factor`; it can be undone from now on.
 
-        The parameters in `unused` stay as they are. If `factor` is None, all do, and the iteration counts as stepped.
+        The parameters in `unused` stay as they are. If `factor` is None, all do, and the iteration
+        counts as stepped.
         """
         self.mark_gathering(iteration)
         self._factor, self._unused = factor, unused
@@ -207,17 +206,16 @@ class PartOptimizer(UndoableSteps):
                                  [piece.stepped for piece in self._copies if piece.parameter in unused])
 
     def mark_gathering(self, iteration: int) -> None:
-        """Mark the parameters as being received from other workers, to become those after an iteration."""
+        """Mark the parameters as being received, to become those after an iteration."""
         self.parameters = Version(iteration, whole=False)
 
     def mark_gathered(self, iteration: int) -> None:
-        """Mark all elements of the parameters as those after iteration `iteration`, as they have arrived from other
-        workers."""
+        """Mark all elements of the parameters, which have arrived, as those after an iteration."""
         self.parameters = Version(iteration)
 
     def undo(self) -> None:
-        """Undo the last step, which must not be permanent (`return_to`): restore all stored state bit for bit. The step
-        can then be made again."""
+        """Undo the last step, which must not be permanent, bit for bit. It can then be made
+        again."""
         assert self.open_iteration is not None, "no step is open"
         self._late.cancel_step(self.open_iteration)
         self.mark_gathering(self.open_iteration - 1)
@@ -225,10 +223,10 @@ class PartOptimizer(UndoableSteps):
         self._round_parameters(self._pieces)
 
     def return_to(self, committed: int) -> None:
-        """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
-        permanent (it can no longer be undone).
+        """Return to the state after iteration `committed`: undo a later step, keep any other.
 
-        Copies of other workers' parts then equal their owners' parts. Raises VersionError if that is impossible.
+        A step that is kept can no longer be undone. Copies of other workers' parts then equal their
+        owners' parts. Raises VersionError if that is impossible.
         """
         super().return_to(committed)
         self._late.catch_up()
@@ -244,7 +242,7 @@ class PartOptimizer(UndoableSteps):
         self.version = self._late.version = Version(iteration)
 
     def require_version(self, after: int) -> None:
-        """Raise VersionError unless all stored state is that after iteration `after`, whose step must be committed."""
+        """Raise VersionError unless all stored state is that after a committed iteration."""
         if self._pieces:
             self.version.require(after, "what this worker keeps")
         if self._copies:
@@ -252,10 +250,10 @@ class PartOptimizer(UndoableSteps):
             self._late.version.require(after, "the copies that this worker keeps of others' parts")
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
-        """Return the state of a span that lies in one stored part, as live tensors; without `state`, leave out the
-        optimizer's.
+        """Return the state of a span that lies in one stored part, as live tensors.
 
-        For a copy of another worker's part, call it only when the last step is committed.
+        Without `state`, leave out the optimizer's. For a copy of another worker's part, call it
+        only when the last step is committed.
         """
         tensors: dict[str, Tensor] = {}
         part = next((kept for kept in self.kept.get(layer, ()) if kept[0] <= span[0] and span[1] <= kept[1]), span)
@@ -275,10 +273,10 @@ class PartOptimizer(UndoableSteps):
         return PartState(layer, *span, tensors, state, version.after if version.whole else None)
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
-        """Return the gradients, flat and by parameter name, that the last step used for a part; empty if the step was
-        skipped. Parameters that no worker had used are left out.
+        """Return the gradients, flat and by name, that the last step used for a part.
 
-        Most are live tensors, which the next backward changes.
+        Empty if the step was skipped. Parameters that no worker had used are left out. Most are
+        live tensors, which the next backward changes.
         """
         if self._factor is None:
             return {}
@@ -288,7 +286,7 @@ class PartOptimizer(UndoableSteps):
                 if (piece.layer, piece.part) == (layer, span) and self._is_stepped(piece)}
 
     def own_states(self, layer: int) -> list[PartState]:
-        """Return the state of each part of a layer that this worker owns, as live tensors."""
+        """Return the state of each own part of a layer, as live tensors."""
         return [self.part_state(layer, span) for span in self.own.get(layer, ())]
 
     def kept_states(self) -> list[PartState]:
@@ -296,16 +294,15 @@ class PartOptimizer(UndoableSteps):
         return [self.part_state(layer, span) for layer, spans in self.kept.items() for span in spans]
 
     def load_parts(self, parts: Iterable[PartState]) -> None:
-        """Copy the state in `parts` into the parts that are stored here. The last step must be permanent (`return_to`)
-        or undone."""
+        """Copy `parts` into those stored here. The last step must be permanent or undone."""
         self._load_pieces((*self._pieces, *self._copies), parts)
 
     def adopt_state(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
-        """Take over the state of the optimizer `before`, which must not be used afterwards, and then the state in
-        `parts`.
+        """Take over the state of the optimizer `before`, and then that in `parts`.
 
-        Optimizer state is taken over without copying where both optimizers step the same elements of a parameter as one
-        tensor; other state is copied. In both, the last step must be permanent (`return_to`) or undone.
+        `before` must not be used afterwards. Optimizer state is taken over without copying where
+        both optimizers step the same elements of a parameter as one tensor; other state is copied.
+        In both, the last step must be permanent (`return_to`) or undone.
         """
         theirs = {(piece.layer, piece.name, piece.span): piece for piece in (*before._pieces, *before._copies)}
         missing = []
@@ -323,8 +320,7 @@ class PartOptimizer(UndoableSteps):
         self.load_parts(parts)
 
     def _load_pieces(self, pieces: Sequence[_Piece], parts: Iterable[PartState]) -> None:
-        """Copy the state of received or saved `parts` into pieces (each the elements of one parameter in one stored
-        part): the elements that both have, with their optimizer state."""
+        """Copy the state of received or saved `parts` into the pieces that share elements."""
         assert self.open_iteration is None, "a step is open: undo or commit it first"
         with torch.no_grad():
             for part in parts:
@@ -334,16 +330,14 @@ class PartOptimizer(UndoableSteps):
                         self._load_piece(piece, part, overlap)
 
     def state_bytes(self) -> int:
-        """Return the memory, in bytes, of the optimizer's state, of master weights, and of copies of others' parts."""
+        """Return the bytes of the optimizer's state, master weights, and copies of others'
+        parts."""
         masters = self._stepped_parameters() if self._masters else ()
         return sum(tensor.nbytes for tensor in masters) + self._state_bytes() + self._late.memory_bytes()
 
     def _cut_pieces(self, layer: int, module: nn.Module, part: Span, sums: CopyBuffers) -> Iterable[_Piece]:
-        """Yield the pieces of a stored part of a layer, which are stepped as one tensor each: for each parameter, the
-        elements that are in the part.
-
-        A part with gradient buffers in `sums` is a copy of another worker's.
-        """
+        """Yield the pieces of a stored part: for each parameter, the elements in it."""
+        # A part with gradient buffers in `sums` is a copy of another worker's.
         for name, parameter, span in parameter_spans(module):
             overlap = intersect(span, part)
             if overlap is None:
@@ -358,8 +352,7 @@ class PartOptimizer(UndoableSteps):
             yield _Piece(layer, name, parameter, part, span, overlap, stepped, late)
 
     def _piece_groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> OptimizerGroups:
-        """Return torch's parameter groups of the tensors that are stepped for pieces (each the elements of one
-        parameter in one stored part). Each is in the group of its piece's parameter."""
+        """Return torch's parameter groups of the tensors that are stepped for pieces."""
         by_parameter: dict[nn.Parameter, list[nn.Parameter]] = {}
         names = dict[str, nn.Parameter]()
         for piece in pieces:
@@ -371,8 +364,7 @@ class PartOptimizer(UndoableSteps):
                 for group in build_groups(names, config, self._sharing.last, rules_of(self._modules))]
 
     def _make_step(self, factor: float) -> None:
-        """Step the tensors of this worker's own parts with their parameters' gradients times `factor`; then update the
-        parameters if the stepped tensors are master weights."""
+        """Step own parts with gradients times `factor`, and round parameters from masters."""
         for piece in self._pieces:
             piece.stepped.grad = piece.get_gradient() if self._is_stepped(piece) else None
         super()._make_step(factor)
@@ -381,34 +373,27 @@ class PartOptimizer(UndoableSteps):
         self._round_parameters(self._pieces)
 
     def _is_stepped(self, piece: _Piece) -> bool:
-        """Return whether the last step, if it was not skipped, changed a piece: some worker had used its parameter."""
+        """Return whether the last step, if made, changed a piece: its parameter was used."""
         return piece.parameter.grad is not None and piece.parameter not in self._unused
 
     def _optimizer_of(self, piece: _Piece) -> OptimizerSteps:
-        """Return the optimizer that steps a piece (the elements of one parameter in one stored part) and has its state:
-        a `LateSteps` for a copy of another worker's, otherwise this object."""
+        """Return the optimizer of a piece: a `LateSteps` for a copy, otherwise this object."""
         return self._late if piece.late else self
 
     def start_copy_steps(self) -> None:
-        """Start the optimizer steps of copies of others' parts for the last iteration that is known to be committed,
-        concurrently with computation."""
+        """Start the steps of copies for the last committed iteration, beside computation."""
         self._late.start_committed()
 
     def _round_parameters(self, pieces: Iterable[_Piece]) -> None:
-        """Copy the float32 master weights of pieces (each the elements of one parameter in one stored part) into the
-        parameters, rounded to their dtype; do nothing without master weights."""
+        """Copy master weights, if there are any, into the parameters, rounded to their dtype."""
         if self._masters:
             with torch.no_grad():
                 for piece in pieces:
                     piece.parameter_view().copy_(piece.stepped)
 
     def _load_piece(self, piece: _Piece, part: PartState, both: Span) -> None:
-        """Copy the elements of the span `both` from the state of a received or saved part of a layer into a piece (the
-        elements of one parameter in one stored part), with their optimizer state.
-
-        The span is that of the layer's elements which the part and the piece have in common. State of other parameters
-        in the part is ignored.
-        """
+        """Copy the span `both` of a part into a piece, with optimizer state."""
+        # State of other parameters in the part is ignored.
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
         stepped, states = piece.stepped, self._optimizer_of(piece).states
         slots = states[stepped]

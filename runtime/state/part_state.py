@@ -1,4 +1,4 @@
-"""Parts of layers' states, which workers send to each other and checkpoints store."""
+"""Describe parts of layers' states, which workers send and checkpoints store."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -14,10 +14,11 @@ from slipstream.runtime.tensor_codec import decode_tensors, encode_tensors
 class PartState(NamedTuple):
     """State of the elements [start, stop) of a layer.
 
-    Tensors are flat, and have the elements of their parameter that are in the span. An optimizer's tensor for a
-    parameter as a whole, such as a counter, is unchanged. Names are `model.NAME` as in the layer's state_dict, and
-    `optimizer.SLOT.NAME`; if the optimizer has master weights, `model.NAME` are those. Untrained tensors are whole, and
-    belong to the part that begins with element 0.
+    Tensors are flat, and have the elements of their parameter that are in the span. An optimizer's
+    tensor for a parameter as a whole, such as a counter, is unchanged. Names are `model.NAME` as in
+    the layer's state_dict, and `optimizer.SLOT.NAME`; if the optimizer has master weights,
+    `model.NAME` are those. Untrained tensors are whole, and belong to the part that begins with
+    element 0.
     """
 
     layer: int
@@ -37,7 +38,7 @@ class PartState(NamedTuple):
 
 
 def mark_uncut(module: nn.Module, names: Collection[str]) -> None:
-    """Mark parameters of a layer, by their names, as not cut into parts: all holders of the layer store them whole."""
+    """Mark parameters of a layer, by name, as stored whole by all its holders."""
     module.kept_whole = frozenset(names)  # type: ignore[assignment]
 
 
@@ -48,24 +49,21 @@ def uncut_names(module: nn.Module) -> Collection[str]:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a layer's trained parameters by name, in the order in which their elements are counted.
-
-    Parameters that are not cut into parts (`mark_uncut`) come last.
-    """
+    """Return a layer's trained parameters by name, in the order of their elements. Parameters that
+    are not cut into parts (`mark_uncut`) come last."""
     whole, parameters = uncut_names(module), dict(module.named_parameters())
     return {name: parameter for last in (False, True) for name, parameter in parameters.items()
             if parameter.requires_grad and (name in whole) is last}
 
 
 def untrained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the layer's state_dict that are not trained: buffers and frozen parameters."""
+    """Return the tensors of a layer's state_dict that are buffers or frozen parameters."""
     parameters = trained_parameters(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
 
 
 def count_elements(module: nn.Module) -> ElementCounts:
-    """Return the numbers of trained elements of a layer: of those that are cut into parts, and of each uncut
-    parameter."""
+    """Return the numbers of trained elements of a layer, cut and of each uncut parameter."""
     sizes, whole = {name: parameter.numel() for name,
                     parameter in trained_parameters(module).items()}, uncut_names(module)
     return ElementCounts(sum(size for name, size in sizes.items() if name not in whole),
@@ -81,35 +79,36 @@ def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span
 
 
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
-    """Return the elements `wanted` of a layer from a flat tensor that has the layer's elements `has`, both given as
-    (start, end).
+    """Return the elements `wanted` from a flat tensor that has the elements `has`.
 
-    A tensor that does not have one value for each of these elements, such as a step counter, is returned unchanged.
+    A tensor that does not have one value for each of these elements, such as a step counter, is
+    returned unchanged.
     """
     return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
 
 
 def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
-    """Return elements of a parameter in the parameter's shape if they are all of it, as some optimizers need; otherwise
-    unchanged, flat."""
+    """Return elements in the parameter's shape if they are all of it; otherwise flat."""
     whole = parameter.dim() > 1 and elements.numel() == parameter.numel()
     return elements.view(parameter.shape) if whole else elements
 
 
 def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return an optimizer's tensor flat if it has the shape of its parameter `like`; otherwise unchanged."""
+    """Return an optimizer's tensor flat if it has the shape of its parameter `like`. Otherwise
+    unchanged."""
     return tensor.reshape(-1) if tensor.shape == like.shape else tensor
 
 
 def is_elementwise(tensor: Tensor, has: Span) -> bool:
-    """Return whether a tensor is flat and has one number for each element of the span `has`, unlike a step counter."""
+    """Return whether a tensor is flat, with a number for each element of `has`."""
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 
 def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
-    """Return a layer's whole `state`, as `assemble_state` returns it, as one part with all elements.
+    """Return a layer's whole `state`, as `assemble_state` returns it, as one part.
 
-    It is the state after iteration `after`; None: unknown. Raises ValueError if the state does not fit the layer.
+    It is the state after iteration `after`; None: unknown. Raises ValueError if the state does not
+    fit the layer.
     """
     parameters = trained_parameters(module)
     part = PartState(layer, 0, count_elements(module).total, {
@@ -120,8 +119,11 @@ def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], af
 
 
 def require_fits(module: nn.Module, part: PartState) -> None:
-    """Raise ValueError unless a part has all `model` tensors of its span, with the right numbers of elements, and
-    otherwise only the optimizer's tensors for these parameters."""
+    """Raise ValueError unless a part has exactly the tensors of its span.
+
+    It must have all `model` tensors, with the right numbers of elements, and otherwise only the
+    optimizer's tensors for these parameters.
+    """
     expected = {f"model.{name}": both[1] - both[0] for name, _, span in parameter_spans(module)
                 if (both := intersect(span, (part.start, part.stop))) is not None}
     if part.start == 0:
@@ -135,7 +137,7 @@ def require_fits(module: nn.Module, part: PartState) -> None:
 
 
 def select_span(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
-    """Return the tensors of a part, cut to the elements `wanted`; without `state`, leave out the optimizer's."""
+    """Return the tensors of a part, cut to `wanted`; without `state`, not the optimizer's."""
     tensors: dict[str, Tensor] = {}
     spans = {name: span for name, _, span in parameter_spans(module)}
     for key, tensor in part.tensors.items():
@@ -149,7 +151,7 @@ def select_span(module: nn.Module, part: PartState, wanted: Span, *, state: bool
 
 
 def copy_to_module(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -> None:
-    """Copy the tensors of parts into a layer's parameters, and with `untrained_too` into its untrained tensors."""
+    """Copy parts into a layer's parameters and, with `untrained_too`, its other tensors."""
     with torch.no_grad():
         for part in parts:
             for name, parameter, span in parameter_spans(module):
@@ -164,10 +166,8 @@ def copy_to_module(module: nn.Module, parts: Iterable[PartState], *, untrained_t
 
 
 def assemble_state(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
-    """Return a layer's whole state in host memory, copied from parts that together have all elements.
-
-    Copies from a GPU are complete when its current stream has finished.
-    """
+    """Return a layer's whole state in host memory, copied from parts that have all elements. Copies
+    from a GPU are complete when its current stream has finished."""
     state: dict[str, Tensor] = {}
     shapes = {name: (parameter.shape, span) for name, parameter, span in parameter_spans(module)}
     for part in parts:

@@ -1,19 +1,19 @@
-"""Parts: the division of a layer's optimizer state among workers.
+"""Divide a layer's optimizer state among workers, and say which iteration state is of.
 
-If state is sharded (ZeRO stage 1, Rajbhandari et al., SC 2020), the elements of a range of layers, in the order of its
-gradients, are cut into equal parts, one for each worker that reduces the range. Each worker owns a part, which it
-steps. It also is the *buddy* of another worker: it keeps a copy of that one's part and makes the same steps. Buddies
-are in different failure domains (machines) if there are several. So no state is lost in a failure that spares one of
-each pair of owner and buddy.
+If state is sharded (ZeRO stage 1, Rajbhandari et al., SC 2020), the elements of a range of layers,
+in the order of its gradients, are cut into equal parts, one for each worker that reduces the range.
+Each worker owns a part, which it steps. It also is the *buddy* of another worker: it keeps a copy
+of that one's part and makes the same steps. Buddies are in different failure domains (machines) if
+there are several. So no state is lost in a failure that spares one of each pair of owner and buddy.
 
-Elements are those of the trained parameters, in the order of `named_parameters`; those of a layer count from 0. They
-are followed by the elements of parameters that are not cut but stored whole by all holders of the layer: parameters
-that layers share, which holders of other layers also have, and parameters of another dtype.
+Elements are those of the trained parameters, in the order of `named_parameters`; those of a layer
+count from 0. They are followed by the elements of parameters that are not cut but stored whole by
+all holders of the layer: parameters that layers share, which holders of other layers also have, and
+parameters of another dtype.
 
-Versions: the iteration that some state is the result of, and whether all of it is.
-
-Each of these has a version: parameters, optimizer states, copies of others' parts, and state sent between workers. Code
-that uses state names the version that it needs, so parts of two iterations are never mixed.
+Parameters, optimizer states, copies of others' parts, and state sent between workers have a
+version: the iteration that they result from, and whether all of them do. Code that uses state names
+the version that it needs, so parts of two iterations are never mixed.
 """
 
 from collections import Counter
@@ -26,20 +26,19 @@ from slipstream.schedules.schedule import Worker
 
 
 class VersionError(RuntimeError):
-    """Error for state that is not that after the expected iteration. The message is one line."""
+    """Error, in one line, for state that is not that after the expected iteration."""
 
 
 class Version(NamedTuple):
-    """Version of some state: the iteration that it results from, and whether all of it does."""
+    """Version of state: the iteration that it results from, and whether all does."""
 
     after: int
-    """Iteration after which the state has these values; -1 for the state before the first iteration."""
+    """Iteration after which the state has these values; -1 before the first one."""
     whole: bool = True
-    """True if all of the state has this version; False while it is being changed, when any part of it may have any
-    value."""
+    """True if all of the state has this version. False while any of it may be changing."""
 
     def require(self, after: int, what: str) -> None:
-        """Raise VersionError, in which `what` names the state, unless all of it is that after iteration `after`."""
+        """Raise VersionError, naming `what`, unless all state is that after iteration `after`."""
         if self != Version(after):
             found = f"is the state after iteration {self.after}" if self.whole else \
                 f"is being changed to the state after iteration {self.after}"
@@ -49,21 +48,16 @@ class Version(NamedTuple):
 Span = tuple[int, int]
 """Elements [start, stop) of a layer or of a range of layers."""
 Parts = Mapping[int, tuple[Span, ...]]
-"""Spans of each layer's elements, by the layer's number.
-
-They are not joined: every worker that stores a span steps it by itself, to the same bits.
-"""
+"""Spans of each layer's elements, each stepped by itself wherever it is stored, to the same
+bits."""
 Domains = Sequence[Sequence[Worker]]
-"""Groups of workers that fail together, such as those of one machine (`runtime.failure_domains`)."""
+"""Groups of workers that fail together (`runtime.failure_domains`)."""
 OriginalMembers = Mapping[LayerRange, Sequence[Worker]]
-"""Original members of each range of layers that has lost members since.
-
-The remaining members keep the same parts (`StatePartition.after_losses`).
-"""
+"""Original members of each range that has lost some, whose parts stay as they were."""
 
 
 class ElementCounts(NamedTuple):
-    """Numbers of trained elements of a layer: `cut` are cut into parts, the others are stored whole by all holders."""
+    """Numbers of trained elements of a layer: `cut` into parts, or stored whole."""
 
     cut: int
     whole: tuple[int, ...] = ()
@@ -76,26 +70,23 @@ class ElementCounts(NamedTuple):
 
     @property
     def whole_spans(self) -> tuple[Span, ...]:
-        """Spans, within the layer's elements, of the parameters that all holders store whole because they are not cut
-        into parts."""
+        """Spans, within the layer's elements, of the parameters that are stored whole."""
         ends = tuple(accumulate(self.whole, initial=self.cut))
         return tuple(pairwise(ends))
 
 
 class StatePartition(NamedTuple):
-    """Partition of the elements of a range of layers into parts, each with an owner and perhaps a buddy.
-
-    If state is not sharded, there is one part, which all members store and step.
-    """
+    """Partition of a range's elements into parts, each with an owner and perhaps a buddy. If state
+    is not sharded, there is one part, which all members store and step."""
 
     members: tuple[Worker, ...]
     """Workers that reduce the range, ascending."""
     spans: tuple[Span, ...]
-    """Parts, of equal length except for the last ones. If state is not sharded, one part has all elements."""
+    """Parts, of equal length except for the last ones. One with all elements if not sharded."""
     owners: tuple[int, ...]
     """Index among the members of the owner of each part, which steps it."""
     buddies: tuple[int | None, ...]
-    """Index among the members of the buddy of each part; None if there is no copy, or it is still being received."""
+    """Index among the members of the buddy of each part. None if it has no copy (yet)."""
     sharded: bool
 
     @property
@@ -104,7 +95,7 @@ class StatePartition(NamedTuple):
         return self.spans[0][1] * len(self.spans)
 
     def own_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts that a member owns; if state is not sharded, the first member owns all."""
+        """Return the parts that a member owns; unsharded, the first member owns all."""
         return self._parts_of(worker, self.owners)
 
     def copied_parts(self, worker: Worker) -> tuple[Span, ...]:
@@ -116,14 +107,14 @@ class StatePartition(NamedTuple):
         return (*self.own_parts(worker), *self.copied_parts(worker)) if self.sharded else self.spans
 
     def stepped_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts that a member steps and sends to others within the iteration: its own, without its copies of
-        others; all if state is not sharded."""
+        """Return the parts that a member steps, all if not sharded."""
         return self.own_parts(worker) if self.sharded else self.spans
 
     def after_losses(self, members: Sequence[Worker]) -> "StatePartition | None":
-        """Return the same partition for the remaining members: a buddy becomes the owner of a lost member's part.
+        """Return the same partition for the remaining members.
 
-        Returns None if neither owner nor buddy of some part remains, or if state is not sharded.
+        A buddy becomes the owner of a lost member's part. Returns None if neither owner nor buddy
+        of some part remains, or if state is not sharded.
         """
         places = {self.members.index(worker): place for place, worker in enumerate(members)}
         keepers = [[places[keeper] for keeper in pair if keeper in places]
@@ -134,20 +125,17 @@ class StatePartition(NamedTuple):
                              buddies=tuple(remaining[1] if len(remaining) > 1 else None for remaining in keepers))
 
     def _parts_of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
-        """Return the nonempty parts of which a member is the keeper (owner or buddy).
-
-        For each part, `keepers` has the index of its keeper among the members; None if it has none.
-        """
+        """Return the nonempty parts whose keeper, by index in `keepers`, a member is."""
         place = self.members.index(worker)
         return tuple(span for span, keeper in zip(self.spans, keepers, strict=True)
                      if keeper == place and span[0] < span[1])
 
 
 def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> StatePartition:
-    """Return a partition of `total` elements over members. If state is not sharded, or there is one member, the only
-    part is all elements, which each member stores.
+    """Return a partition of `total` elements over members.
 
-    Owner and buddy of a part are in different `domains` (groups of workers that fail together), if possible.
+    If state is not sharded, or there is one member, the only part is all elements, which each
+    member stores. Owner and buddy of a part are in different `domains`, if possible.
     """
     members = tuple(sorted(members))
     count = len(members)
@@ -165,9 +153,10 @@ def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: Ori
                      domains: Domains, *, sharded: bool) -> dict[LayerRange, StatePartition]:
     """Return the partition of each range of layers over the members that hold it.
 
-    A range in `cut_for` is cut for the original members named there, and lost members' parts go to their buddies. Owner
-    and buddy are in different `domains` (groups of workers that fail together), if possible. The function `elements`
-    returns the numbers of a layer's elements. Raises ValueError if neither owner nor buddy of some part remains.
+    A range in `cut_for` is cut for the original members named there, and lost members' parts go to
+    their buddies. Owner and buddy are in different `domains`, if possible. The function `elements`
+    returns the numbers of a layer's elements. Raises ValueError if neither owner nor buddy of some
+    part remains.
     """
     cuts = {}
     for layers, members in ranges.items():
@@ -182,11 +171,10 @@ def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: Ori
 
 
 def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of each member's buddy, from the number of each member's failure domain.
-
-    Each member is the buddy of one other, in another domain if possible: in the circle of members sorted by domain, the
-    buddy is n places ahead, where n is the number of members of the largest domain.
-    """
+    """Return the index of each member's buddy, from its failure domain."""
+    # Each member is the buddy of one other, in another domain if possible: in the circle of members
+    # sorted by domain, the buddy is n places ahead, where n is the number of members of the largest
+    # domain.
     order = sorted(range(len(domains)), key=lambda place: (domains[place], place))
     ahead = max(Counter(domains).values()) % len(order) or 1
     buddy = {place: order[(index + ahead) % len(order)] for index, place in enumerate(order)}
@@ -194,10 +182,8 @@ def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
 
 
 def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int]) -> Iterator[tuple[int, Span]]:
-    """Yield a span of the elements of a range as pairs of a layer and a span of that layer.
-
-    The function `elements` returns the number of a layer's elements that are cut into parts.
-    """
+    """Yield a span of a range's elements as pairs of layer and span. The function `elements`
+    returns the number of a layer's elements that are cut into parts."""
     begins = 0
     for layer in range(*layers):
         start, stop = max(span[0] - begins, 0), min(span[1] - begins, elements(layer))
@@ -209,10 +195,10 @@ def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int
 def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], elements: Callable[[int], ElementCounts],
                     which: Callable[[StatePartition, Worker],
                                     tuple[Span, ...]] = StatePartition.stored_parts) -> dict[int, tuple[Span, ...]]:
-    """Return, for each layer, the spans that a member stores under the partitions `cuts`, or those that `which`
-    selects: `StatePartition.own_parts` or `StatePartition.stepped_parts`.
+    """Return, by layer, the spans that a member stores under `cuts`, or that `which` selects.
 
-    Parameters that are not cut are owned by the first member; all members store and step them.
+    `which` is `StatePartition.own_parts` or `stepped_parts`. Parameters that are not cut are owned
+    by the first member; all members store and step them.
     """
     parts: dict[int, tuple[Span, ...]] = {}
     for layers, cut_of_range in cuts.items():
@@ -227,7 +213,7 @@ def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], e
 
 
 def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
-    """Return the elements of a span (start, end) that are in none of the other spans, as spans in ascending order."""
+    """Return the elements of a span that are in no other, as ascending spans."""
     remaining, (start, stop) = [], span
     for first, end in sorted(others):
         if first > start:
@@ -241,6 +227,6 @@ def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def intersect(one: Span, other: Span) -> Span | None:
-    """Return the intersection of two spans (start, end) of elements; None if it is empty."""
+    """Return the intersection of two spans; None if it is empty."""
     start, stop = max(one[0], other[0]), min(one[1], other[1])
     return (start, stop) if start < stop else None

@@ -1,4 +1,4 @@
-"""Factors of an optimizer step: the learning rate of an iteration, and what clipping multiplies the gradients by."""
+"""Compute an iteration's learning rate, and the factor of its gradients by clipping."""
 
 import functools
 import math
@@ -16,15 +16,14 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,  # Loshchilov and Hutter, ICLR 2017
     "wsd": lambda progress: 1 - progress,
 }
-"""Functions, by name of the schedule, from the share of the decay's iterations that have passed to the share of the
-decay that is still ahead, from 1 to 0."""
+"""Functions, by schedule, from the decay's share that has passed to that ahead."""
 
 
 def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
     """Return the learning rate of an iteration.
 
-    It equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or CosineAnnealingLR; "wsd" is the
-    schedule of MiniCPM (Hu et al., 2024).
+    It equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or
+    CosineAnnealingLR; "wsd" is the schedule of MiniCPM (Hu et al., 2024).
     """
     return config.learning_rate * rate_factor(config, iteration)
 
@@ -52,8 +51,8 @@ def rate_factor(config: TrainingConfig, iteration: int) -> float:
 
 
 def _user_factor(config: TrainingConfig, iteration: int) -> float:
-    """Return the factor of the learning rate that the user's own schedule returns for an iteration. Raises ConfigError
-    if the schedule fails, or the factor is negative or not finite."""
+    """Return the user's own factor of the learning rate."""
+    # Raises ConfigError if the schedule fails, or the factor is negative or not finite.
     name = config.learning_rate_schedule
     try:
         found = float(_load_schedule(name)(config, iteration))
@@ -70,24 +69,23 @@ def _user_factor(config: TrainingConfig, iteration: int) -> float:
 
 @functools.cache
 def _load_schedule(name: str) -> Callable[[TrainingConfig, int], float]:
-    """Import and return a user's function that computes the factor of the learning rate; `name` is
-    `module:function`."""
+    """Import a user's function `module:function` for the factor of the learning rate."""
     found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
     return found
 
 
 CHUNK_SIZE = {"cpu": 2**18, "cuda": 2**22}
-"""Number of gradient elements converted to float64 at a time, by type of device.
+"""Gradient elements converted to float64 at a time, by type of device.
 
-On the host, 2 MiB stay in the cache; with 32 MiB, which are new pages each time, the sum took three times as long. On a
-GPU, chunks are larger, for fewer and larger kernels.
+On the host, 2 MiB stay in the cache; with 32 MiB, which are new pages each time, the sum took three
+times as long. On a GPU, chunks are larger, for fewer and larger kernels.
 """
 NORM_EPSILON = 1e-6
-"""Number added to the norm that gradients are divided by, as in torch.nn.utils.clip_grad_norm_ and its users."""
+"""Number added to the norm that divides gradients, as in torch.nn.utils.clip_grad_norm_."""
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of squares of a gradient, in float64, without a whole copy of the gradient."""
+    """Return the sum of squares of a gradient, in float64, without copying it."""
     flat = gradient.detach().reshape(-1)
     sums = [chunk.to(torch.float64, copy=True).square_().sum()
             for chunk in torch.split(flat, CHUNK_SIZE[flat.device.type])]
@@ -95,16 +93,17 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
 
 
 def needs_gradient_norm(config: TrainingConfig) -> bool:
-    """Return whether a step depends on the gradients of other stages: to clip by their norm, or to skip a step."""
+    """Return whether a step depends on other stages' gradients: to clip, or to be skipped."""
     return config.clip_norm is not None or config.skip_nonfinite
 
 
 def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
-    """Return the factor by which a step scales all gradients to clip their norm; None if the step is skipped.
+    """Return the factor by which a step scales all gradients; None if it is skipped.
 
-    It is skipped if the norm is not finite and `[training] skip_nonfinite` is set. The argument `squares` has, for each
-    layer, the sum of squares of its gradients (`PartOptimizer.layer_squares`). The total is rounded once, so it depends
-    neither on the order of layers nor on which worker holds which: all workers get the same bits.
+    It is skipped if the norm is not finite and `[training] skip_nonfinite` is set. `squares` has,
+    for each layer, the sum of squares of its gradients (`PartOptimizer.layer_squares`). The total
+    is rounded once, so it depends neither on the order of layers nor on which worker holds which:
+    all workers get the same bits.
     """
     norm = math.sqrt(_exact_sum(squares))
     if config.skip_nonfinite and not math.isfinite(norm):
@@ -114,7 +113,7 @@ def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | Non
 
 
 def _exact_sum(squares: Iterable[float]) -> float:
-    """Return the sum of the layers' sums of squares, rounded only once; infinity if it overflows."""
+    """Return the sum of sums of squares, rounded only once; infinity if it overflows."""
     try:
         return math.fsum(squares)
     except OverflowError:

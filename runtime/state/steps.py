@@ -1,17 +1,19 @@
-"""Optimizer steps of one worker that depend on the gradients of all layers, made on a guess and validated afterwards.
+"""Step on a guess where steps depend on all layers' gradients.
 
-Clipping by the global norm, and skipping steps with non-finite gradients, make every worker's step wait for the
-gradients of all layers, which loses the gain of staggering. So a worker steps at once, on the guess that nothing is
-clipped, while the sums of squares of all layers travel. If these show that the guess was wrong, the step is undone and
-made again. The idea is from Zero Bubble (Qi et al., ICLR 2024, section 4); undoing by copies keeps it exact.
+Clipping by the global norm, and skipping steps with non-finite gradients, make every worker's step
+wait for the gradients of all layers, which loses the gain of staggering. So a worker steps at once,
+on the guess that nothing is clipped, while the sums of squares of all layers travel. If these show
+that the guess was wrong, the step is undone and made again. The idea is from Zero Bubble (Qi et
+al., ICLR 2024, section 4); undoing by copies keeps it exact.
 
-While the sums travel, the worker runs the first forwards of the next iteration. Forwards that ran on a wrong guess are
-void: until the end of the iteration all workers then pass empty tensors to each other and compute nothing, and they run
-the iteration once more. All workers decide this alike, from the same bits, and before any backward (which needs the
-last layer's step), so gradients of two iterations never mix. Workers that own parts of layers' states gather the
-parameters of the second step at the end of the void iteration, which all of them reach. After an iteration that was
-clipped, no guess is made for some iterations. So if clipping is frequent, timing is that of a synchronous optimizer,
-and nothing runs twice.
+While the sums travel, the worker runs the first forwards of the next iteration. Forwards that ran
+on a wrong guess are void: until the end of the iteration all workers then pass empty tensors to
+each other and compute nothing, and they run the iteration once more. All workers decide this alike,
+from the same bits, and before any backward (which needs the last layer's step), so gradients of two
+iterations never mix. Workers that own parts of layers' states gather the parameters of the second
+step at the end of the void iteration, which all of them reach. After an iteration that was clipped,
+no guess is made for some iterations. So if clipping is frequent, timing is that of a synchronous
+optimizer, and nothing runs twice.
 """
 
 import math
@@ -27,18 +29,17 @@ from slipstream.runtime.state.parts import VersionError
 from slipstream.runtime.state.step_factors import clip_factor, needs_gradient_norm
 
 UNCLIPPED_TO_GUESS = 4
-"""Number of iterations without clipping after which guessing is worthwhile again: a wrong guess costs less than one
-iteration."""
+"""Iterations without clipping after which guessing pays: a wrong guess costs less than one."""
 
 
 class PendingSums(Protocol):
-    """Interface to numbers that are being summed over all workers, such as sums of squares of gradients."""
+    """Interface to numbers that are being summed over all workers."""
 
     def has_arrived(self) -> bool:
         """Return whether `wait_for_sums` would return at once."""
 
     def wait_for_sums(self) -> Sequence[float]:
-        """Wait for the sums and return them. Raises CommunicationError if they cannot be received."""
+        """Wait for the sums and return them. Raises CommunicationError."""
 
 
 StartSum = Callable[[Sequence[float]], PendingSums]
@@ -48,11 +49,12 @@ StartSum = Callable[[Sequence[float]], PendingSums]
 class StepState(Enum):
     """State of a worker's last optimizer step.
 
-    Until the sums over all workers that it depends on arrive, a step is GUESSED (made on the guess that nothing is
-    clipped), WAITING (not made), or REFUTED (not made, because this worker's gradients show that the guess is wrong).
-    Then it is FINAL, unless a guess was wrong. After a wrong guess it is CORRECTED until all ranks of the worker
-    `validate`, and VOID until `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any
-    state to FINAL.
+    Until the sums over all workers that it depends on arrive, a step is GUESSED (made on the guess
+    that nothing is clipped), WAITING (not made), or REFUTED (not made, because this worker's
+    gradients show that the guess is wrong). Then it is FINAL, unless a guess was wrong. After a
+    wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID until
+    `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any state to
+    FINAL.
     """
 
     FINAL = "made or skipped for good"
@@ -64,21 +66,23 @@ class StepState(Enum):
 
 
 class StepController:
-    """Optimizer steps of the layers that one worker holds: made at once where possible, on the guess that nothing is
-    clipped, and checked when the gradient norm over all workers is known.
+    """Optimizer steps of one worker's layers, made at once on a guess where possible.
 
-    Parameters
+    A guess is checked when the gradient norm over all workers is known.
+
+     Parameters
     ----------
     layers
         Number of layers of the whole model.
     share
-        Function that starts to sum numbers (each layer's sum of squares of gradients, and the loss) over all workers;
-        None if steps do not depend on them (`needs_gradient_norm` is false).
+        Function that starts to sum numbers (each layer's sum of squares of gradients, and the loss)
+        over all workers; None if steps do not depend on them (`needs_gradient_norm` is false).
     staggered
-        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
+        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon
+        anyway.
     stepped
-        Function called with each iteration whose step is final, or is known to be skipped, while the gradients are
-        still those that it was made with.
+        Function called with each iteration whose step is final, or is known to be skipped, while
+        the gradients are still those that it was made with.
     """
 
     def __init__(self, holding: HeldLayers, config: TrainingConfig, *, layers: int, share: StartSum | None,
@@ -92,7 +96,7 @@ class StepController:
         self._on_stepped = stepped
         self._unclipped_iterations = UNCLIPPED_TO_GUESS  # in each order: a worker that joins must guess as others do
         self.squares = 0.0
-        """Sum of squares of the last iteration's gradients, before clipping, over the parts that this worker owns."""
+        """Sum of squares of the last gradients of own parts, before clipping."""
         self.iteration = 0
         """Iteration whose step is being made, or was made last."""
         self.state = StepState.FINAL
@@ -101,18 +105,17 @@ class StepController:
         """Sums that a WAITING, GUESSED or REFUTED step depends on; None in the other states."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
-        """Last iteration whose step is known to be right, with its `clip_factor`; None before the first, and if steps
-        need no validation."""
+        """Last iteration whose step is known to be right, with its `clip_factor`, if any."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
-        """Run O: step all held layers. If the step depends on the gradient norm over all workers, it is made on the
-        guess that nothing is clipped, or else waits for the norm.
+        """Run O: step all held layers, on the guess that nothing is clipped if necessary.
 
-        A guessed step is checked later (`validate`), and made again if it was wrong. This worker's share of the mean
-        loss is `loss`. `until_unread` waits until no other worker reads this worker's gradients. Raises
-        CommunicationError, as `until_unread` may.
+        A guessed step is checked later (`validate`), and made again if it was wrong; without a
+        guess, a step that depends on the gradient norm waits for it. This worker's share of the
+        mean loss is `loss`. `until_unread` waits until no other worker reads this worker's
+        gradients. Raises CommunicationError, as `until_unread` may.
         """
         self.iteration = iteration
         if self._share is None:
@@ -135,23 +138,23 @@ class StepController:
             self._conclude_sums()
 
     def validate_if_arrived(self) -> None:
-        """Validate the last step, as `validate` does, if the gradient norm that it depends on has arrived on all ranks
-        of this worker; otherwise do nothing.
+        """Validate the last step, as `validate` does, if the norm has arrived on all ranks.
 
-        To be called before a forward. If the step was guessed wrong, `state` is VOID afterwards: the forward must not
-        be computed. All ranks of the worker must call this together, because they agree by a collective, unless `state`
-        is FINAL (the step was right, or no guess was made) or VOID. Raises CommunicationError.
+        To be called before a forward. If the step was guessed wrong, `state` is VOID afterwards:
+        the forward must not be computed. All ranks of the worker must call this together, because
+        they agree by a collective, unless `state` is FINAL or VOID. Raises CommunicationError.
         """
         arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
         if arrived if group is None or self.state in (StepState.FINAL, StepState.VOID) else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
-        """Wait for the gradient norm that the last step depends on. If the step was guessed wrong, undo it, make it
-        again with the right clip factor, and set `state` to VOID: what was computed since must be discarded.
+        """Wait for the norm that the last step depends on, and correct a wrong guess.
 
-        Returns at once if the last step is final. Required before a backward, because the gradients of the iteration
-        before are kept for a second step until then. Raises CommunicationError.
+        Such a step is undone and made again with the right clip factor, and `state` becomes VOID:
+        what was computed since must be discarded. Returns at once if the last step is final.
+        Required before a backward, because the gradients of the iteration before are kept for a
+        second step until then. Raises CommunicationError.
         """
         self._conclude_sums()
         if self.state is StepState.CORRECTED:
@@ -168,13 +171,12 @@ class StepController:
         return self.state is StepState.VOID
 
     def leave_void_state(self) -> None:
-        """Set the state from VOID (what workers compute is based on a wrong guess) to FINAL. To be called when all
-        workers have gathered the parameters of the corrected step."""
+        """Set the state from VOID to FINAL. To be called when all workers have gathered the
+        parameters of the corrected step."""
         self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
-        """Wait for the sums over all workers, if any are under way. Compute the clip factor from the sums of squares,
-        and make the step final with it (`_conclude_step`). Stores the mean loss."""
+        """Wait for any sums under way, and make the step final by their clip factor."""
         if self._sums is None:
             return
         *squares, loss = self._sums.wait_for_sums()
@@ -182,12 +184,13 @@ class StepController:
         self._conclude_step(clip_factor(squares, self._config))
 
     def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
-        """Recover from a failure: make exactly the steps of all iterations up to `committed`, permanently.
+        """Make exactly the steps of all iterations up to `committed`, permanently, at a failure.
 
-        The clip factor of iteration `committed` is `factor` (None: its step is skipped). If the factor is unknown,
-        `known` is false, and recovery is possible only if the sums have reached this worker. At most one later step has
-        been made by any worker. Gradients are zero afterwards, and no step follows, as the next order has its own
-        controller. Raises VersionError if recovery is not possible.
+        The clip factor of iteration `committed` is `factor` (None: its step is skipped). If the
+        factor is unknown, `known` is false, and recovery is possible only if the sums have reached
+        this worker. At most one later step has been made by any worker. Gradients are zero
+        afterwards, and no step follows, as the next order has its own controller. Raises
+        VersionError if recovery is not possible.
         """
         self._when_validated.clear()
         if self._sums is not None and self.iteration == committed:
@@ -198,8 +201,8 @@ class StepController:
         self._sums, self.state = None, StepState.FINAL
 
     def _conclude_step(self, factor: float | None) -> None:
-        """Make the step final, with gradients times `factor` (None: skip it): keep a step that was guessed right,
-        otherwise undo any guess and step again."""
+        """Make the step final, with gradients times `factor` (None: skip it)."""
+        # A step that was guessed right stays; any other guess is undone first.
         if self.state is StepState.GUESSED and factor != 1.0:
             self._holding.optimizer.undo()
         if self.state is not StepState.GUESSED or factor != 1.0:
@@ -213,16 +216,14 @@ class StepController:
         self._finish_step()
 
     def when_validated(self, call: Callable[[], None]) -> None:
-        """Call a function as soon as the last step is final: now if it is, otherwise when the gradient norm that it
-        depends on has arrived and the step is known to be right or was corrected."""
+        """Call a function once the last step is final: now, or later."""
         if self._sums is None:
             call()
         else:
             self._when_validated.append(call)
 
     def _finish_step(self) -> None:
-        """Call `stepped` for the iteration whose step is now final, set the gradients to zero, and make the calls that
-        `when_validated` has stored."""
+        """Call `stepped`, zero the gradients, and make the calls stored by `when_validated`."""
         self._on_stepped(self.iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []

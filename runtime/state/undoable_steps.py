@@ -1,14 +1,14 @@
-"""Optimizer steps that can be undone bit for bit.
+"""Make optimizer steps that can be undone bit for bit, with the built-in optimizers.
 
-With a staggered optimizer a worker steps before it knows that all others will. Until it knows, it keeps copies of the
-parameters and of the optimizer's state from before the step, and undoes the step by copying them back. Computing the
-step backwards (as in Zero Bubble, Qi et al., ICLR 2024) needs no copies but is not exact in floating point, so a worker
-that undid a step would drift from its peers.
+With a staggered optimizer a worker steps before it knows that all others will. Until it knows, it
+keeps copies of the parameters and of the optimizer's state from before the step, and undoes the
+step by copying them back. Computing the step backwards (as in Zero Bubble, Qi et al., ICLR 2024)
+needs no copies but is not exact in floating point, so a worker that undid a step would drift from
+its peers.
 
-Muon (Jordan et al., 2024): steps along the gradients' momentum, whose matrices are made orthogonal.
-
-In bfloat16 the result is bit for bit that of `torch.optim.Muon`, which supports neither float32 nor stacks of matrices,
-as those of experts. Embeddings, heads and vectors are stepped by AdamW.
+Muon (Jordan et al., 2024) steps along the gradients' momentum, whose matrices are made orthogonal.
+In bfloat16 the result is bit for bit that of `torch.optim.Muon`, which supports neither float32 nor
+stacks of matrices, as those of experts. Embeddings, heads and vectors are stepped by AdamW.
 """
 
 import math
@@ -28,8 +28,8 @@ from slipstream.runtime.torch_private import copy_tensors
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer that steps the parameter groups with a true value of the key "muon" by Muon, the others by AdamW. Each
-    matrix must be whole, not cut into parts."""
+    """Optimizer that steps groups with a true key "muon" by Muon, the others by AdamW. Each matrix
+    must be whole, not cut into parts."""
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
                  adamw: Callable[[OptimizerGroups, TrainingConfig], torch.optim.Optimizer]) -> None:
@@ -63,9 +63,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, options: MuonConfig) -> Tensor:
-    """Return, approximately, the matrices with orthonormal rows or columns that are nearest to `matrices` [..., M, N].
+    """Return, approximately, the nearest matrices with orthonormal rows or columns.
 
-    A polynomial of odd powers brings all singular values near 1.
+    They have the shape of `matrices`, [..., M, N]. A polynomial of odd powers brings all singular
+    values near 1.
     """
     a, b, c = options.coefficients
     add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
@@ -82,7 +83,7 @@ def orthogonalize(matrices: Tensor, options: MuonConfig) -> Tensor:
 
 
 def _rate_scale(shape: torch.Size, options: MuonConfig) -> float:
-    """Return the factor by which Muon multiplies the learning rate for matrices of shape [..., M, N]."""
+    """Return the factor of Muon's learning rate for matrices of shape [..., M, N]."""
     rows, columns = shape[-2:]
     if options.adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -112,17 +113,17 @@ _build_muon.whole_parameters = True  # type: ignore[attr-defined]
 OPTIMIZERS: dict[str, OptimizerFactory] = {"adamw": _build_adamw, "sgd": _build_sgd, "muon": _build_muon}
 """Factories of optimizers by the value of `[training] optimizer`.
 
-A user's own factory is named `module:function` there. Its optimizer remembers only tensors, in its `state`. It must
-update each element of a parameter from that element's gradient and state alone, unless the function has a true
-attribute `whole_parameters`.
+A user's own factory is named `module:function` there. Its optimizer remembers only tensors, in its
+`state`. It must update each element of a parameter from that element's gradient and state alone,
+unless the function has a true attribute `whole_parameters`.
 """
 
 
 def optimizer_factory(config: TrainingConfig) -> OptimizerFactory:
-    """Return the function that builds the optimizer that `config` names, from parameter groups and `config`.
+    """Return the function that builds an optimizer from parameter groups and `config`.
 
-    Raises ConfigError if there is none of that name, or if the optimizer needs whole parameters, but optimizer state is
-    sharded or parameters are divided among the ranks of a worker.
+    Raises ConfigError if there is none of that name, or if the optimizer needs whole parameters,
+    but optimizer state is sharded or parameters are divided among the ranks of a worker.
     """
     name = config.optimizer
     if name not in OPTIMIZERS and not is_reference(name):
@@ -139,55 +140,48 @@ def optimizer_factory(config: TrainingConfig) -> OptimizerFactory:
 
 
 class OptimizerSteps:
-    """Base class of optimizers that step the tensors in parameter groups by their `.grad`, with the learning rate of
-    each iteration. Subclasses decide when to step."""
+    """Base class of optimizers that step the tensors in parameter groups by their `.grad`. Each
+    iteration has its learning rate. Subclasses decide when to step."""
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         self._config = config
         self._rules: dict[nn.Parameter, StepRule] = {
             parameter: group["rule"] for group in groups if "rule" in group for parameter in group["params"]}
-        """Step rule of each parameter that a rule of its layer steps, and not the optimizer."""
+        """Rule of each parameter that its layer steps, not the optimizer."""
         self._optimizer = optimizer_factory(config)([group for group in groups if "rule" not in group], config)
         self._rates = self._scheduled_rates()
         self.states: Any = self._optimizer.state
         """State that the optimizer keeps of each stepped tensor, by the tensor."""
 
     def _stepped_parameters(self) -> Sequence[nn.Parameter]:
-        """Return all stepped tensors, each once: those of the optimizer, and those of step rules (a layer's own update
-        functions)."""
+        """Return all stepped tensors, each once, with those of step rules."""
         return [*(parameter for group in self._optimizer.param_groups for parameter in group["params"]), *self._rules]
 
     @torch.no_grad()
     def _apply_update(self) -> None:
-        """Step all tensors that have a gradient, by the optimizer or by their step rule (a layer's own update
-        function)."""
+        """Step all tensors that have a gradient, by the optimizer or by their step rule."""
         self._optimizer.step()
         for parameter, rule in self._rules.items():
             if parameter.grad is not None:
                 rule(parameter, parameter.grad)
 
     def state_tensors(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """Return the optimizer's tensors for a parameter, by slot (its key for them, such as "exp_avg").
-
-        The result is empty before the parameter's first step.
-        """
+        """Return the optimizer's tensors for a parameter, by slot (such as "exp_avg"). The result
+        is empty before the parameter's first step."""
         return {slot: value for slot, value in self.states.get(stepped, {}).items() if isinstance(value, Tensor)}
 
     def _state_bytes(self) -> int:
-        """Return the memory of the optimizer's tensors for all parameters, in bytes."""
         return sum(value.nbytes for stepped in self._stepped_parameters()
                    for value in self.state_tensors(stepped).values())
 
     def _set_rates(self, iteration: int) -> None:
-        """Set the learning rates of all parameter groups to those of an iteration."""
         for group, rate in self._rates:
             group["lr"] = rate * rate_factor(self._config, iteration)
 
     def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
-        """Return each parameter group with its learning rate before scheduling; empty if learning rates are constant.
-
-        Raises ConfigError if the groups of a user's optimizer have no learning rate that could be set.
-        """
+        """Return each group with its unscheduled learning rate; empty if rates are constant."""
+        # Raises ConfigError if the groups of a user's optimizer have no learning rate that could be
+        # set.
         if not is_scheduled(self._config):
             return []
         groups = self._optimizer.param_groups
@@ -197,10 +191,8 @@ class OptimizerSteps:
         return [(group, group["lr"]) for group in groups]
 
     def _slot_device(self, slot: str, parameter: nn.Parameter) -> torch.device:
-        """Return the device of the optimizer's tensor `slot`, such as "step", of a parameter.
-
-        It is the parameter's device, but the CPU for step counters of unfused kernels.
-        """
+        """Return the device of the optimizer's tensor `slot`, such as "step", of a parameter."""
+        # Step counters of unfused kernels are on the CPU.
         options = self._optimizer.defaults
         with_parameter = slot != "step" or options.get("fused") or options.get("capturable")
         return parameter.device if with_parameter else torch.device("cpu")
@@ -209,10 +201,11 @@ class OptimizerSteps:
 class UndoableSteps(OptimizerSteps):
     """Optimizer whose last step can be undone bit for bit.
 
-    An iteration's step is *open* from `step` until it is committed or undone. At most one step is open: stepping an
-    iteration commits the step before, because no worker steps an iteration until all have stepped the one before it.
-    So, if c is the last committed iteration of the run, each survivor recovers with `return_to(c)`. Parameters and
-    their state are then bit for bit those after iteration c.
+    An iteration's step is *open* from `step` until it is committed or undone. At most one step is
+    open: stepping an iteration commits the step before, because no worker steps an iteration until
+    all have stepped the one before it. So, if c is the last committed iteration of the run, each
+    survivor recovers with `return_to(c)`. Parameters and their state are then bit for bit those
+    after iteration c.
     """
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
@@ -220,8 +213,8 @@ class UndoableSteps(OptimizerSteps):
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the last step that was not skipped."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Optimizer's state of each saved parameter before the last step, with the live tensors; None if it had no
-        state. Empty if the last step was skipped, so that `undo` restores nothing."""
+        """Optimizer's state of each saved parameter before the last step, or None. It is empty if
+        the last step was skipped, so that `undo` restores nothing."""
         self.open_iteration: int | None = None
         """Iteration whose step can be undone; None if no step is open."""
         self.version = Version(-1)
@@ -230,9 +223,10 @@ class UndoableSteps(OptimizerSteps):
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
         """Make an iteration's step, with gradients times `factor`; it can be undone from now on.
 
-        Afterwards `.grad` holds the scaled gradients. Parameters with a step rule (a layer's own update function, in
-        place of the optimizer) are stepped by unscaled gradients. If `factor` is None, parameters stay as they are, and
-        the iteration counts as stepped. Raises VersionError unless the parameters are those after the iteration before.
+        Afterwards `.grad` holds the scaled gradients. Parameters with a step rule are stepped by
+        unscaled gradients. If `factor` is None, parameters stay as they are, and the iteration
+        counts as stepped. Raises VersionError unless the parameters are those after the iteration
+        before.
         """
         self.version.require(iteration - 1, "what is to be stepped")
         self.open_iteration, self.version = iteration, Version(iteration, whole=False)
@@ -252,8 +246,7 @@ class UndoableSteps(OptimizerSteps):
         self._apply_update()
 
     def undo(self) -> None:
-        """Undo the last step, which must not be permanent (`commit`): restore parameters and state bit for bit;
-        gradients stay as they are."""
+        """Undo the last step, which must not be permanent, bit for bit; gradients stay."""
         assert self.open_iteration is not None, "no step is open"
         after = self.open_iteration - 1
         self.version = Version(after, whole=False)
@@ -268,10 +261,10 @@ class UndoableSteps(OptimizerSteps):
         self.open_iteration, self.version = None, Version(after)
 
     def return_to(self, committed: int) -> None:
-        """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
-        permanent (it can no longer be undone).
+        """Return to the state after iteration `committed`: undo a later step, keep any other.
 
-        Raises VersionError if the parameters are then not those after that iteration.
+        A step that is kept can no longer be undone. Raises VersionError if the parameters are then
+        not those after that iteration.
         """
         if self.open_iteration is not None and self.open_iteration > committed:
             self.undo()
@@ -280,17 +273,15 @@ class UndoableSteps(OptimizerSteps):
             self.version.require(committed, "what this worker keeps")
 
     def commit(self) -> None:
-        """Make the last step permanent: it can no longer be undone. The memory of the copies is kept for the next
-        step."""
+        """Make the last step permanent. The memory of the copies is kept for the next step."""
         self.open_iteration = None
 
     def undo_bytes(self) -> int:
-        """Return the memory, in bytes, of the copies by which the last step can be undone."""
+        """Return the bytes of the copies by which the last step can be undone."""
         return sum(copy.nbytes for _, copy in self._saved)
 
     def _save_copies(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Copy the parameters that are about to be stepped, and their optimizer state, for `undo`; memory of earlier
-        copies is used again."""
+        """Copy the parameters and optimizer state that a step will change, for `undo`."""
         spare, self._saved = {id(pair[0]): pair for pair in self._saved}, []
         live: list[Tensor] = [*stepped]
         for parameter in stepped:

@@ -1,4 +1,4 @@
-"""Profile a model in one of several processes: it computes at the same time as the others, then exchanges tensors."""
+"""Profile a model in one of several processes, which compute and then exchange tensors."""
 
 import math
 import statistics
@@ -33,14 +33,13 @@ from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, time_
 from slipstream.schedules.schedule import Worker
 
 MAX_DOCUMENTS, MIN_DOCUMENT_TOKENS = 8, 16
-"""Largest number of documents in a sample, and smallest number of tokens in a document, for which ops are measured."""
+"""Largest number of documents in a sample, and smallest one's tokens, for measured ops."""
 LARGE_BYTES = 1 << 24
 """Size in bytes of the tensor that is sent to measure the bandwidth between workers."""
 MAX_REDUCTIONS = 1000
-"""Largest number of consecutive all-reduces that run while compute is measured, to find how much they slow it down."""
+"""Largest number of consecutive all-reduces during compute, to find how much they slow it."""
 _LAYERS = (0, 1)
-"""Range of layers that names the process group in which tensors are reduced. The tensors need not be gradients of these
-layers."""
+"""Range of layers that names the group of reductions; tensors need not be their gradients."""
 
 
 class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +55,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """Number of workers that measure."""
     computing: int
-    """Number of workers that measure compute at the same time: those of the lowest numbers. All workers exchange
-    tensors."""
+    """Workers that measure compute at once, of the lowest numbers; all exchange tensors."""
     reduce_group: int
     device: str
     cards: int
@@ -65,7 +63,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: Rendezvous
     rounds: int
     copies: int
-    """Number of workers of the job that hold each stage, among which optimizer state is sharded."""
+    """Workers of the job that hold each stage, among which optimizer state is sharded."""
     by_lengths: bool = False
     """True to measure ops also with samples of several documents and of half the length."""
 
@@ -76,8 +74,8 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured_stages(self) -> Sequence[int]:
-        """Indices of the stages that this worker measures. Every stage is measured by some worker; with more computing
-        workers than stages, several measure the same one."""
+        """Indices of the stages that this worker measures. Every stage is measured by some worker;
+        with more computing workers than stages, several measure the same one."""
         if self.worker >= self.computing:
             return ()
         last = max(len(self.ranges), self.worker + 1)
@@ -85,14 +83,14 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredNetwork(msgspec.Struct, frozen=True):
-    """Latency and bandwidth between workers, and how much reductions slow simultaneous compute."""
+    """Latency and bandwidth between workers, and how much reductions slow compute."""
 
     latency: float = 0.0
-    """Time to send the smallest tensor from one worker to another, in seconds."""
+    """Seconds to send the smallest tensor from one worker to another."""
     bandwidth: float = 0.0
-    """Bandwidth from one worker to another, in bytes per second; 0 if there is only one worker."""
+    """Bandwidth from one worker to another, in bytes per second; 0 with only one worker."""
     slowdown: float = 0.0
-    """Fraction of the time of a reduction in which simultaneous compute makes no progress."""
+    """Fraction of a reduction's time in which simultaneous compute makes no progress."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -101,7 +99,7 @@ class Measurement(msgspec.Struct, frozen=True):
     stages: dict[int, StageProfile]
     all_reduce: list[float]
     gather: list[float]
-    """Seconds of gathering the parameters of each stage after a step. 0 unless the optimizer's state is sharded."""
+    """Seconds of gathering each stage's parameters after a step; 0 unless state is sharded."""
     transfer: float
     network: MeasuredNetwork
     waiting: float
@@ -131,8 +129,7 @@ class _Measurer:
         self._benches: dict[int, StageBench] = {}
 
     def measure_all(self) -> Measurement:
-        """Measure compute at the same time as the other processes, then exchange tensors with them. Return all
-        results."""
+        """Measure compute beside the other processes, then exchange tensors; return all results."""
         task = self._task
         everyone = [Worker(worker, 0) for worker in range(task.workers)]
         me, reduce_group = everyone[task.worker], everyone[:task.reduce_group]
@@ -155,8 +152,8 @@ class _Measurer:
         return Measurement(stages, all_reduce, gather, transfer, network, waiting, outside)
 
     def _measure_outside_bytes(self) -> int:
-        """Return the bytes of GPU memory that this process uses in addition to torch's tensors; 0 without a GPU. All
-        processes that share a GPU are assumed to use the same amount."""
+        """Return the GPU memory that this process uses besides torch's tensors, in bytes."""
+        # All processes that share a GPU are assumed to use the same amount.
         task = self._task
         if self._device.type == "cpu":
             return 0
@@ -168,8 +165,8 @@ class _Measurer:
         return max(0, (total - free) // sharing - torch.cuda.memory_reserved(self._device))
 
     def _measure_stages(self) -> tuple[dict[int, StageProfile], float]:
-        """Return the profiles of the stages that this worker measures, by stage, and the fraction of time in which this
-        thread did not run because others had the core: 0 on a GPU, and for a worker of several processes."""
+        """Return the profiles of this worker's stages, and the share of time without a core."""
+        # The share is 0 on a GPU, and for a worker of several processes.
         task = self._task
         self._benches = benches = {index: self._build_bench(index, task.config) for index in task.measured_stages}
         # Torch's modes do not see what compiled layers keep, which is at most as much as without compilation.
@@ -198,12 +195,10 @@ class _Measurer:
         return stages, waiting
 
     def _measure_by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
-        """Yield the times of ops (rows of `StageProfile.by_lengths`) for samples that are divided into 1, 2, 4, ...
-        documents: first for samples of the whole context, then of half of it. Yields none unless the task asks for
-        them.
-
-        Each value is the median of several measurements.
-        """
+        """Yield the times of ops for samples of 1, 2, 4, ... documents, if the task asks for
+        them."""
+        # They are rows of `StageProfile.by_lengths`: first for samples of the whole context, then
+        # of half of it. Each value is the median of several measurements.
         task = self._task
         if not task.by_lengths:
             return
@@ -227,11 +222,7 @@ class _Measurer:
         return bench
 
     def _measure_recomputed(self, index: int) -> dict[str, int]:
-        """Return a dict of one item: `recomputed_bytes`, the bytes that a micro-batch takes in stage `index` if all
-        layers are recomputed.
-
-        The dict is empty unless the planner may choose recomputation.
-        """
+        """Return `recomputed_bytes` of a stage, in a dict; empty unless the planner may choose."""
         if self._task.config.training.recompute != "auto":
             return {}
         return {"recomputed_bytes": self._build_changed_bench(index,
@@ -248,13 +239,12 @@ class _Measurer:
 
     def _measure_communication(self, session: GenerationSession, everyone: Sequence[Worker]
                                ) -> tuple[list[float], list[float], float]:
-        """Measure collectives and transfers between the workers `everyone`, together with all other processes.
-
-        Returns three results: the seconds of each stage's all-reduce, the seconds to gather each stage's parameters (0
-        unless the optimizer's state is sharded), and the seconds to transfer the largest activation from one worker to
-        another (0 except on the first two workers). All ranks of a worker measure at the same time, each with the ranks
-        of its own index.
-        """
+        """Measure collectives and transfers between workers, together with all other processes."""
+        # Returns three results: the seconds of each stage's all-reduce, the seconds to gather each
+        # stage's parameters (0 unless the optimizer's state is sharded), and the seconds to
+        # transfer the largest activation from one worker to another (0 except on the first two
+        # workers). All ranks of a worker measure at the same time, each with the ranks of its own
+        # index.
         task = self._task
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
         largest = max(passed[:-1], key=_count_bytes, default=passed[-1])
@@ -274,8 +264,7 @@ class _Measurer:
         return all_reduce, gather, transfer
 
     def _measure_network(self, session: GenerationSession, everyone: Sequence[Worker]) -> MeasuredNetwork:
-        """Return the latency and bandwidth between the first two workers, valid only on these two, and the fraction of
-        a reduction's time in which simultaneous compute makes no progress."""
+        """Return latency and bandwidth, valid on the first two workers, and the slowdown."""
         task = self._task
         little, much = (self._measure_median(lambda: _time_round_trip(
             session, task.worker, everyone, TensorForm((size,), torch.uint8), self._device) / 2)  # noqa: B023
@@ -285,11 +274,9 @@ class _Measurer:
         return MeasuredNetwork(little, LARGE_BYTES / max(1e-9, much - little), slowdown)
 
     def _measure_slowdown(self, session: GenerationSession) -> float:
-        """Return the fraction of the time of a reduction in which simultaneous compute makes no progress.
-
-        It compares rounds of compute alone with rounds during which another thread reduces gradients of the longest
-        stage.
-        """
+        """Return the fraction of a reduction's time in which compute makes no progress."""
+        # It compares rounds of compute alone with rounds during which another thread reduces
+        # gradients of the longest stage.
         task = self._task
         gradients = self._allocate_gradients(max(task.ranges, key=lambda layers: layers[1] - layers[0]))
         bench = self._benches.get(min(self._benches, default=-1))
@@ -329,11 +316,8 @@ class _Measurer:
 
     def _measure_part_exchange(self, session: GenerationSession, total: int, members: Sequence[Worker]
                                ) -> tuple[float, float]:
-        """Return the seconds to reduce the gradients of `total` elements, and to gather as many parameters, if
-        optimizer state is sharded over `members`, each of which owns one part.
-
-        Both are 0 if nothing is sharded, as with one member.
-        """
+        """Return the seconds to reduce and to gather `total` elements sharded over `members`."""
+        # Each owns one part. Both are 0 if nothing is sharded, as with one member.
         training, shares = self._task.config.training, build_partition(total, members, (), sharded=True)
         if not shares.sharded:
             return 0.0, 0.0
@@ -363,10 +347,8 @@ class _Measurer:
         return [torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()]
 
     def _measure_median(self, measure: Callable[[], float]) -> float:
-        """Return the median of several results of `measure`, such as seconds, after a first one that is ignored.
-
-        The ranks of a worker begin each measurement together.
-        """
+        """Return the median of several results of `measure`, after a first one that is ignored."""
+        # The ranks of a worker begin each measurement together.
         results = []
         for _ in range(1 + self._task.rounds):
             self._all_ranks_ready(True)
@@ -374,12 +356,11 @@ class _Measurer:
         return statistics.median(results[1:])
 
     def _all_ranks_ready(self, ready: bool) -> bool:
-        """Return whether `ready` is true on all ranks of this worker, which must call this method together."""
+        """Return whether `ready` is true on all ranks of this worker, which call this together."""
         return ready if self._group is None else self._group.all_ready(ready)
 
     def _wait_for_processes(self, what: str, workers: int) -> None:
-        """Wait until all processes of the first `workers` workers have called this method with the barrier name `what`,
-        which may be used only once."""
+        """Wait until the first `workers` workers' processes have called this with `what`, once."""
         self._store.add(what, 1)
         while self._store.add(what, 0) < workers * self._task.ranks_per_worker:
             time.sleep(0.002)
@@ -387,8 +368,7 @@ class _Measurer:
 
 def _time_round_trip(session: GenerationSession, worker: int, everyone: Sequence[Worker], form: TensorForm,
                      device: torch.device) -> float:
-    """Return the seconds that a tensor of shape and dtype `form` takes from the first worker of `everyone` to the
-    second and back. This process is of worker number `worker`; the result is 0 unless that is one of the two."""
+    """Return a tensor's seconds from the first worker to the second and back. 0 on others."""
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)
@@ -412,7 +392,8 @@ def _count_bytes(form: TensorForm) -> int:
 
 
 def measure(data: bytes) -> bytes:
-    """Run one measuring process: decode its `MeasuringTask`, and return the encoded `Measurement`."""
+    """Run one measuring process: decode its `MeasuringTask`, and return the encoded
+    `Measurement`."""
     task = _TASK.decode(data)
     configure_interface(task.rendezvous)
     if task.config.training.share_devices:

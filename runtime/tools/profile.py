@@ -1,11 +1,11 @@
-"""Measure a model's stages on this machine: seconds of each op, bytes of memory, transfers and all-reduces.
+"""Measure a model's stages here: seconds of ops, bytes, transfers and all-reduces.
 
-Stages are measured by workers that compute at the same time, as many as the machine will run (on CPUs: as many as have
-cores of their own), since workers share caches and memory. Ops are the runtime's own (`SliceRunner`,
-`PartOptimizer`, `GenerationSession`), timed over a few micro-batches in a row; the result is the median of the rounds.
-
-If a worker has several processes, an op takes until the last of its ranks is done, and transfers and all-reduces go
-from rank r to rank r, all ranks at the same time.
+Stages are measured by workers that compute at the same time, as many as the machine will run (on
+CPUs: as many as have cores of their own), since workers share caches and memory. Ops are the
+runtime's own (`SliceRunner`, `PartOptimizer`, `GenerationSession`), timed over a few micro-batches
+in a row; the result is the median of the rounds. If a worker has several processes, an op takes
+until the last of its ranks is done, and transfers and all-reduces go from rank r to rank r, all
+ranks at the same time.
 """
 
 import os
@@ -25,12 +25,11 @@ from slipstream.runtime.tools.stage_bench import StageProfile
 
 TIMEOUT_SECONDS = 600.0
 MAX_REDUCE_GROUP = 4
-"""Largest number of workers that take part in a measured all-reduce. With more workers of one machine, the speed of its
-memory would be measured."""
+"""Largest number of workers of a measured all-reduce: more would measure the memory's speed."""
 
 
 class ProfileError(RuntimeError):
-    """Error for a measurement that failed. The message is one line."""
+    """Error, in one line, for a measurement that failed."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +44,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     sharing: int
     """Number of processes of the job that share the memory of `device_bytes`."""
     outside_bytes: int = 0
-    """Memory that a process uses of a GPU besides torch's tensors: CUDA context, communicators, workspaces of
-    libraries."""
+    """GPU memory of a process besides torch's tensors: CUDA context, communicators, workspaces."""
     workers: int
     """Number of workers that computed at the same time."""
     ranks: int
@@ -55,11 +53,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Number of workers that took part in an all-reduce."""
     transport: str
     waiting: float
-    """Fraction of the time in which a measuring process waited for others of this machine. On CPUs, about 0 is right.
-    It is 0 if unknown: on GPUs, and if a worker has several ranks, which wait for each other."""
+    """Fraction of the time in which a process waited for others, about 0 on CPUs. It is 0 if
+    unknown: on GPUs, and for workers of several ranks, which wait for each other."""
     network: MeasuredNetwork = MeasuredNetwork()
-    """Latency and bandwidth between two workers of this machine, and the effect of all-reduces on simultaneous
-    compute."""
+    """Latency and bandwidth between two workers here, and the effect of all-reduces on compute."""
 
 
 _ANSWER = msgspec.json.Decoder(Measurement)
@@ -68,14 +65,27 @@ _ANSWER = msgspec.json.Decoder(Measurement)
 def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int,
                    microbatches: int,
                    rounds: int = 7, fork_server: ForkServer | None = None, by_lengths: bool = False) -> Profile:
-    """Measure the ops, memory and transfers of stages, each of which holds one of `ranges`, ranges of the model's
-    layers.
+    """Measure the ops, memory and transfers of stages, one for each range of layers.
 
-    The job has `workers` workers, of which `copies` hold each stage. All that hold the measured stages compute at the
-    same time, or as many as fit on this machine. The number of `microbatches` of all pipelines together determines the
-    scale of the loss. Times are medians of `rounds` measurements. With `by_lengths`, ops are measured also with samples
-    of several documents and of half the length. A `fork_server` may serve several profiles, one after the other; None:
-    start one. Raises ConfigError and ProfileError.
+    Workers that hold the measured stages compute at the same time, or as many as fit on this
+    machine. Raises ConfigError and ProfileError.
+
+     Parameters
+    ----------
+    ranges
+        Range of the model's layers of each stage.
+    copies
+        Number of workers that hold each stage.
+    workers
+        Number of workers of the job.
+    microbatches
+        Micro-batches of all pipelines together, which determine the scale of the loss.
+    rounds
+        Number of measurements, of which times are medians.
+    fork_server
+        Fork server that may serve several profiles, one after the other; None: start one.
+    by_lengths
+        True to measure ops also with samples of several documents and of half the length.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
@@ -105,8 +115,7 @@ def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copi
 
 
 def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -> list[Measurement]:
-    """Run one process for each task, all at the same time, and return their results in order. Raises ProfileError. No
-    process is left at the end."""
+    """Run a process for each task at once; return their results in order. Raises ProfileError."""
     try:
         with ChildProcesses("slipstream.runtime.tools.measurer:measure", tasks, fork_server) as children:
             return [_ANSWER.decode(answer) for answer in children.collect_results(TIMEOUT_SECONDS)]
@@ -117,11 +126,10 @@ def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -
 
 
 def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
-    """Return the profile of each stage, made of the results of all measuring processes.
-
-    All-reduces, and gathers of parameters (part of `optimizer`), were measured by worker number 0; all else is from the
-    first worker that measured the stage. Each value is the largest of any rank of that worker.
-    """
+    """Return the profile of each stage, made of the results of all measuring processes."""
+    # All-reduces, and gathers of parameters (part of `optimizer`), were measured by worker number
+    # 0; all else is from the first worker that measured the stage. Each value is the largest of any
+    # rank of that worker.
     profiles = []
     for stage in range(len(tasks[0].ranges)):
         first = next(task.worker for task in tasks if stage in task.measured_stages)
@@ -135,7 +143,7 @@ def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measuremen
 
 
 def _max_over_ranks(ranks: Sequence[StageProfile]) -> StageProfile:
-    """Return a profile in which each value is the largest of the `ranks`' profiles of one stage."""
+    """Return a profile with the largest values of the ranks' profiles of one stage."""
     if len(ranks) == 1:
         return ranks[0]
     values = {name: [getattr(rank, name) for rank in ranks] for name in StageProfile.__struct_fields__}

@@ -1,6 +1,7 @@
-"""Run the same training in one process, as plainly as torch allows: the result that the runtime must reproduce.
+"""Run the same training in one process, as plainly as torch allows.
 
-It shares the model, the text and the optimizer with the runtime, but none of the code that runs stages.
+The runtime must reproduce the result. It shares the model, the text and the optimizer with the
+runtime, but none of the code that runs stages.
 """
 
 from collections.abc import Sequence
@@ -41,19 +42,18 @@ class ReferenceResult:
     digest: str
     """Hash of all parameters after the last iteration (`parameter_digest`)."""
     evaluations: dict[int, float]
-    """Loss of the validation data, by the number of the iteration after which it was evaluated."""
+    """Loss of the validation data, by the iteration after which it was evaluated."""
     masters: dict[str, Tensor] = field(default_factory=dict)
-    """Float32 master weights of the parameters by "layer.name"; empty if the training has none."""
+    """Float32 master weights by "layer.name"; empty if the training has none."""
 
 
 def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
                   device: torch.device = CPU) -> ReferenceResult:
-    """Train the whole model in this process on the micro-batches that all pipelines together read, and return the
-    result.
+    """Train the whole model in this process on the micro-batches of all pipelines.
 
-    The number of micro-batches of each pipeline is in `microbatches`. Uses as many threads as a worker: with one thread
-    for each core, threads would mostly wait for each other in the ops of a small model. Raises ConfigError if the model
-    or the text cannot be loaded.
+    The number of micro-batches of each pipeline is in `microbatches`. Uses as many threads as a
+    worker: with one thread for each core, threads would mostly wait for each other in the ops of a
+    small model. Raises ConfigError if the model or the text cannot be loaded.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(config.training.threads)
@@ -105,10 +105,8 @@ def _train_model(config: RunConfig, microbatches: Sequence[int], iterations: int
 
 
 class PlainSteps(OptimizerSteps):
-    """Optimizer that steps a model's parameters, or float32 master weights of bfloat16 parameters.
-
-    Gradients of parameters with master weights are accumulated in the configured dtype.
-    """
+    """Optimizer that steps a model's parameters, or float32 masters of bfloat16 ones. Gradients of
+    parameters with master weights are accumulated in the configured dtype."""
 
     def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
         last, rules = len(layers) - 1, rules_of(dict(enumerate(layers)))
@@ -125,21 +123,18 @@ class PlainSteps(OptimizerSteps):
                          config)
 
     def compute_squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's gradient, except for parameters with a step rule (a layer's own
-        update function, in place of the optimizer). They give the norm by which gradients are clipped."""
+        """Return the sum of squares of each gradient, except for parameters with a step rule. They
+        give the norm by which gradients are clipped."""
         return [sum_of_squares(parameter.grad).item() for parameter in self._without_rules()
                 if parameter.grad is not None]
 
     def _without_rules(self) -> list[nn.Parameter]:
-        """Return all trained parameters except those with a step rule (a layer's own update function, in place of the
-        optimizer)."""
+        """Return all trained parameters except those with a step rule."""
         return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
     def step(self, iteration: int, factor: float) -> None:
-        """Step all parameters by their gradients multiplied by `factor`, with the learning rate of an iteration.
-
-        Parameters with a step rule (a layer's own update function) are stepped by it, with unscaled gradients.
-        """
+        """Step all parameters by gradients times `factor`, at an iteration's learning rate.
+        Parameters with a step rule are stepped by it, with unscaled gradients."""
         self._set_rates(iteration)
         for name, (parameter, stepped) in self._stepped_by.items():
             scale = 1.0 if name in self._ruled else factor
@@ -150,8 +145,8 @@ class PlainSteps(OptimizerSteps):
                 parameter.copy_(stepped)
 
     def get_master_weights(self) -> dict[str, Tensor]:
-        """Return the weights that the optimizer steps, by "layer.name": float32 master weights if there are any, else
-        the parameters."""
+        """Return the weights that the optimizer steps, masters if there are any, by
+        "layer.name"."""
         return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 

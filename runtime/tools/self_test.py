@@ -1,4 +1,4 @@
-"""Test that two processes of this machine can train together: they connect as workers, and exchange tensors."""
+"""Test that two processes of this machine can connect as workers, and exchange tensors."""
 
 import time
 
@@ -17,17 +17,16 @@ from slipstream.schedules.schedule import Worker
 WORKERS = (Worker(0, 0), Worker(1, 0))
 LAYERS = (0, 1)
 TENSOR_ELEMENTS = 2**18
-"""Number of float32 elements of the tensor that goes back and forth: 1 MiB."""
+"""Float32 elements of the tensor that goes back and forth: 1 MiB."""
 ROUNDS = 8
 
 
 class SelfTestError(RuntimeError):
-    """Error for two processes that did not connect, or received other numbers than were sent. The message is one
-    line."""
+    """Error, in one line, for two processes that did not connect, or received other numbers."""
 
 
 class SelfTestResult(msgspec.Struct, frozen=True):
-    """Seconds to connect two processes, with the creation of their groups, and mean seconds to send 1 MiB one way."""
+    """Seconds to connect two processes, and mean seconds to send 1 MiB one way."""
 
     meeting_seconds: float
     transfer_seconds: float
@@ -43,8 +42,8 @@ _RESULT = msgspec.json.Decoder(SelfTestResult)
 
 
 class SelfTest(ChildProcesses):
-    """Test that two processes can connect and exchange tensors over gloo. The processes start when the object is
-    created and end when it is closed."""
+    """Test that two processes can connect and exchange tensors over gloo. They start when the
+    object is created and end when it is closed."""
 
     def __init__(self) -> None:
         self._store, opened = host_store()
@@ -52,8 +51,8 @@ class SelfTest(ChildProcesses):
         super().__init__("slipstream.runtime.tools.self_test:run_test_process", tasks)
 
     def wait(self, timeout: float) -> SelfTestResult:
-        """Wait up to `timeout` seconds for both processes, and return the times that the second one measured. Raises
-        SelfTestError."""
+        """Wait for both processes, and return the times that the second one measured. Raises
+        SelfTestError, also after `timeout` seconds."""
         try:
             return _RESULT.decode(self.collect_results(timeout)[1])
         except ChildError as error:
@@ -63,11 +62,9 @@ class SelfTest(ChildProcesses):
 
 
 def _exchange_tensors(task: _MeetingTask) -> SelfTestResult:
-    """Connect to the other process, exchange a tensor with it for several rounds, and return the measured seconds.
-
-    The first worker sends a tensor, and the second sends it back with 1 added. Raises SelfTestError if the numbers are
-    wrong.
-    """
+    """Exchange a tensor with the other process for several rounds; return the seconds."""
+    # The first worker sends a tensor, and the second sends it back with 1 added. Raises
+    # SelfTestError if the numbers are wrong.
     began = time.perf_counter()
     store = connect_store(task.rendezvous)
     membership = Membership(1, {worker: rank for rank, worker in enumerate(WORKERS)}, task.worker)
@@ -93,7 +90,7 @@ def _exchange_tensors(task: _MeetingTask) -> SelfTestResult:
 
 
 def run_test_process(data: bytes) -> bytes:
-    """Run one of the two processes of a self-test: decode its task, and return the encoded result."""
+    """Run one process of a self-test: decode its task, and return the encoded result."""
     task = _TASK.decode(data)
     configure_interface(task.rendezvous)
     return msgspec.json.encode(_exchange_tensors(task))

@@ -1,4 +1,4 @@
-"""Measure a stage: seconds of its ops and bytes of the memory it holds, in a process that does nothing else."""
+"""Measure a stage's seconds and bytes, in a process that does nothing else."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +21,15 @@ from slipstream.runtime.torch_private import LiveStorages, TensorWatchMode
 from slipstream.schedules.schedule import Worker
 
 ROW_MICROBATCHES = 4
-"""Number of micro-batches whose same op is timed in a row: as in a run, each op finds caches filled by others."""
+"""Micro-batches whose same op is timed in a row, with caches filled by others."""
 
 
 class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the ops of one stage for one micro-batch, and bytes of its memory. If a worker has several processes,
-    seconds are those until its last rank is done, and bytes those of the rank that holds most."""
+    """Seconds of one stage's ops for one micro-batch, and bytes of its memory.
+
+    If a worker has several processes, seconds are those until its last rank is done, and bytes
+    those of the rank that holds most.
+    """
 
     forward: float
     backward_input: float
@@ -38,25 +41,17 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     stash_bytes: int
     """Memory, in bytes, that a micro-batch takes from its I to its W."""
     recomputed_bytes: int | None = None
-    """Memory, in bytes, that a micro-batch takes from its F to its I if all layers are recomputed.
-
-    It is None if the planner may not choose that.
-    """
+    """Bytes of a micro-batch from its F to its I if all is recomputed, if that may be chosen."""
     static_bytes: int
-    """Memory, in bytes, of parameters, gradients, optimizer state, and the copies by which a step is undone."""
+    """Memory, in bytes, of parameters, gradients, optimizer state, and undo copies."""
     undo_bytes: int
     sent_bytes: int = 0
-    """Size, in bytes, of the gradient that a micro-batch sends to the stage before.
-
-    It stays on the device until it has been sent.
-    """
+    """Bytes of the gradient for the stage before, on the device until it is sent."""
     state_bytes: int | None = None
-    """Memory, in bytes, of the optimizer state of all members together, with undo copies; None unless it is sharded."""
+    """Bytes of all members' optimizer state with undo copies, if it is sharded."""
     by_lengths: tuple[tuple[float, ...], ...] = ()
-    """Measured seconds of ops for samples that consist of several documents or have half the length.
-
-    Each row has the number of tokens, the sum of the squares of document lengths, and the seconds of F, I and W.
-    """
+    """Measured seconds of ops for samples of several documents or half the length. Each row has the
+    number of tokens, the sum of the squares of document lengths, and the seconds of F, I and W."""
 
 
 class StageBench:
@@ -75,12 +70,11 @@ class StageBench:
         """Micro-batch to run instead of the data's; None to run the data's."""
 
     def measure_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
-        """Run micro-batches whose samples consist of `documents` documents of nearly equal length, and measure their
-        ops.
+        """Measure the ops of micro-batches with several documents of nearly equal length.
 
-        Returns the number of tokens, the sum of the squares of document lengths, and the seconds of F, I and W, as in
-        `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the output of the last,
-        for samples of this length.
+        Returns the number of tokens, the sum of the squares of document lengths, and the seconds of
+        F, I and W, as in `StageProfile.by_lengths`. `at_layer` has the form of the input of each
+        layer, and of the output of the last, for samples of this length.
         """
         stage, usual_forms = self._stage, (self._takes, self._gives)
         self._takes, self._gives = at_layer[stage.layers[0]], at_layer[stage.layers[1]]
@@ -98,8 +92,8 @@ class StageBench:
                 seconds["backward_input"], seconds["backward_weight"])
 
     def keep_member_part(self, members: int) -> None:
-        """Keep only the share of the stage's optimizer state that one worker stores if the state is sharded over
-        `members` workers. Its values are initialized again."""
+        """Keep only the optimizer state of one of `members` workers, initialized again. That is all
+        of it unless the state is sharded."""
         self._holding = HeldLayers(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(count_elements(module).cut for module in self._holding.modules.values())
@@ -107,9 +101,11 @@ class StageBench:
         self._holding.hold_layers(self._holding.modules, {self._stage.layers: partition}, workers[0], [], -1)
 
     def measure_round(self) -> dict[str, float]:
-        """Run and time the ops of a few micro-batches and a step; return the seconds, by the names of `StageProfile`.
-        Those of F, I and W are means over `ROW_MICROBATCHES` micro-batches, of which all F run first, then all I, then
-        all W."""
+        """Time the ops of a few micro-batches and a step; return seconds by `StageProfile`'s names.
+
+        Those of F, I and W are means over `ROW_MICROBATCHES` micro-batches, of which all F run
+        first, then all I, then all W.
+        """
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW_MICROBATCHES)]
         self._rounds += 1
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives), 5e-4)
@@ -122,8 +118,11 @@ class StageBench:
         }
 
     def measure_memory(self) -> dict[str, int]:
-        """Return sizes in bytes, by the names of `StageProfile`: of a micro-batch from F to I and from I to W, of the
-        memory that the stage always takes, of its undo copies, and of its optimizer state if that is sharded."""
+        """Return sizes in bytes, by the names of `StageProfile`.
+
+        They are of a micro-batch from F to I and from I to W, of the memory that the stage always
+        takes, of its undo copies, and of its optimizer state if that is sharded.
+        """
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives))
         living = LiveStorages([*self._holding.parameters_by_name().values(), *self._holding.flat_gradients()])
@@ -181,7 +180,7 @@ class StageBench:
 
 
 def _split_lengths(documents: int, tokens: int) -> list[int]:
-    """Return the lengths of `documents` documents, as equal as possible, that together have `tokens` tokens."""
+    """Return the lengths of documents, as equal as possible, that together have `tokens`."""
     return [len(part) for part in np.array_split(np.arange(tokens), documents)]
 
 
@@ -190,7 +189,7 @@ def _count_elements(spans: Iterable[Span]) -> int:
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a call takes, with all work that it starts on the device."""
+    """Return the seconds of a call, with all its work on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -1,29 +1,29 @@
 """The process of a worker. Its most important threads:
 
     thread           number       purpose
-    generation N     one an       computes, and waits for other workers; it may have to be abandoned when gloo
-                     order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
-    reductions       while it     reduces gradients while the generation computes, if the schedule has
+    generation N     one an       computes, and waits for other workers; may be abandoned when gloo
+                     order        deadlocks (`runtime.replay.stuck_calls`), which no call ends
+    reductions       while it     reduces gradients meanwhile, if the schedule has
                      reduces      ops left to compute (`runtime.replay.background_queue`)
     finish           at the end   writes and digests parameters, while heartbeats continue
-    steps of copies  one a step   steps the worker's copies of others' optimizer states, while it computes
+    steps of copies  one a step   steps copies of others' optimizer states, while it computes
                                   (`runtime.state.late_steps`)
-    saving           now and      writes a checkpoint while training continues (`runtime.checkpoints.checkpoint`)
+    saving           now and      writes a checkpoint meanwhile (`runtime.checkpoints.checkpoint`)
                      then
-    layer sender     one          sends state and gradients to workers that join, as fast as they can take them, while
-                                  this worker trains (`moving.layer_sender`, `moving.layer_server`)
-    layers from D.S  one a        receives layers from one sender, which the worker will need, and applies the sender's
-                     sender       steps to them, each sender at its own pace (`moving.layer_receiver`)
+    layer sender     one          sends state and gradients to workers that join, at their pace, in
+                                  training (`moving.layer_sender`, `moving.layer_server`)
+    layers from D.S  one a        receives layers that the worker will need from one, and applies
+                     sender       its steps to them, each at its own pace (`moving.layer_receiver`)
 
 Its modules:
 
     main_thread          the process, from joining to its end; actions for each message
-    context              the objects that last from order to order, and those of one order; the present activity
+    context              what lasts from order to order, or is of one order; the present activity
     order_threads        long work, each in a thread
     generation           one order for training, from connecting to closing; gets the layers for it
     training_loop        the iterations of an order, and evaluations
     iteration_reports    reports of each iteration, and their acknowledgements
-    device_memory        reaction to a device out of memory; return of freed memory to the system after an order
+    device_memory        reaction to a device out of memory; return of freed memory to the system
     injected_faults      failures on purpose, and a slow worker
     checkpointer         when checkpoints are written, and which ones can be read
     fork_server_process  the process that imports what workers need, and forks them

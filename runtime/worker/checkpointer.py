@@ -1,4 +1,4 @@
-"""Decide when a worker writes checkpoints, write them, and read the checkpoints that it can restore."""
+"""Decide when a worker writes checkpoints, write them, and read those to restore."""
 
 import threading
 import time
@@ -34,17 +34,18 @@ from slipstream.schedules.schedule import Worker
 
 _POLL_SECONDS = 0.05
 ReadDataState = Callable[[int], StreamState | None]
-"""Function that returns the state of data that are read in order before an iteration; None if it is not known."""
+"""Function that returns the state of ordered data before an iteration. None if it is not known."""
 CopyLayers = Callable[[], Mapping[int, Mapping[str, Tensor]]]
-"""Function that returns copies of the whole states of layers, by layer and name of the tensor."""
+"""Function that returns copies of whole layers' states, by layer and name of the tensor."""
 
 
 class Checkpointer:
     """Writer and reader of a worker's checkpoints.
 
-    It saves committed state every few iterations and at the end; each layer is saved by one worker. It reads the
-    checkpoints in the folder of the run, and the one that the run began from. A checkpoint that cannot be written does
-    not end training: the reason is reported to the coordinator, and the earlier checkpoints stay.
+    It saves committed state every few iterations and at the end; each layer is saved by one worker.
+    It reads the checkpoints in the folder of the run, and the one that the run began from. A
+    checkpoint that cannot be written does not end training: the reason is reported to the
+    coordinator, and the earlier checkpoints stay.
     """
 
     def __init__(self, setup: WorkerSetup, settings: NodeSettings, layers: int, worker: Worker,
@@ -71,8 +72,7 @@ class Checkpointer:
         self._damaged: set[int] = set()
 
     def begin_order(self, order: int, first_iteration: int) -> None:
-        """Begin an order, which trains or ends before `first_iteration`: all iterations before it are committed, so
-        that their drafts may become checkpoints; other drafts are dropped."""
+        """Begin an order before whose `first_iteration` all is committed; drop other drafts."""
         self.allow_committed(first_iteration - 1)
         with self._lock:
             drafts, self._drafts, self._order = self._drafts, [], order
@@ -80,7 +80,7 @@ class Checkpointer:
             draft.drop()
 
     def allow_committed(self, iteration: int) -> None:
-        """Let the drafts of all iterations up to `iteration`, which is committed, become checkpoints."""
+        """Let drafts become checkpoints up to `iteration`, which is committed."""
         with self._lock:
             committed = [draft for draft in self._drafts if draft.iteration <= iteration]
             self._drafts = [draft for draft in self._drafts if draft.iteration > iteration]
@@ -88,19 +88,18 @@ class Checkpointer:
             draft.allow()
 
     def is_due(self, iteration: int, asked: int | None) -> bool:
-        """Return whether to save the state before an iteration, by the configured interval.
-
-        Without an interval, it is saved before iteration `asked`, which node 0 has requested of all members (None: none
-        yet).
-        """
+        """Return whether to save the state before an iteration, by the configured interval. Without
+        one, it is saved before iteration `asked`, which node 0 has requested (None: none yet)."""
         if self._every is None:
             return iteration == asked
         return self._every > 0 and iteration > self._first and iteration % self._every == 0
 
     def save(self, iteration: int, copied: CopyLayers, require: Callable[[], None] = lambda: None) -> None:
-        """Start to save the layers that `copied` returns, as they are before an iteration. Returns when the previous
-        save has been written and these layers have been copied. `require` is called during the wait for the disk, and
-        may end it by raising."""
+        """Start to save the layers that `copied` returns, as they are before an iteration.
+
+        Returns when the previous save has been written and these layers have been copied. `require`
+        is called during the wait for the disk, and may end it by raising.
+        """
         if self._every == 0:
             return
         began = time.monotonic()
@@ -117,38 +116,35 @@ class Checkpointer:
                 self._drafts = [*self._drafts, self._saving]
 
     def save_last(self, order: Finish, copied: CopyLayers) -> None:
-        """Save the layers that `copied` returns, in the state with which `order` ends training, and wait until they are
-        written to the draft of the checkpoint."""
+        """Save the layers that `copied` returns to a draft, as `order` ends training."""
         self.save(order.first_iteration, copied)
         if self._saving is not None:
             with suppress(CheckpointError):  # the error has already been reported
                 self._saving.wait()
 
     def publish_last(self, iteration: int) -> None:
-        """Let the draft of the state before `iteration`, with which training has ended, become a checkpoint, and wait
-        for that."""
+        """Let the draft of the last state become a checkpoint, and wait for that."""
         self.allow_committed(iteration)
         if self._saving is not None:
             with suppress(CheckpointError):  # the error has already been reported
                 self._saving.wait()
 
     def drop_later(self, iteration: int) -> None:
-        """Remove the checkpoints of iterations after `iteration`, to which all workers return because no later one is
-        readable. They will be saved again."""
+        """Remove checkpoints after `iteration`, to which all return; they will be saved again."""
         self._damaged = {damaged for damaged in self._damaged if damaged <= iteration}
         if self._every != 0:
             remove_newer(self._folder, iteration)
 
     def list_iterations(self) -> tuple[int, ...]:
-        """Return the iterations that this worker can return to. Their checkpoints are complete, as far as is known
-        without reading them."""
+        """Return the iterations that this worker can return to, by their complete checkpoints.
+        Whether these can be read is not known until then."""
         found = {self._first} if self._first == 0 or self._open_initial_checkpoint() is not None else set()
         found |= {iteration for iteration in find_complete(self._folder) if iteration >= self._first}
         return tuple(sorted(found - self._damaged))
 
     def find_data_state(self, iteration: int) -> tuple[int, StreamState] | None:
-        """Return the latest saved state of the data before an iteration or an earlier one, with that iteration; None if
-        there is none."""
+        """Return the latest saved state of the data up to an iteration, with that one's. Returns
+        None if there is none."""
         found = {number: path for number, path in find_complete(self._folder).items()
                  if self._first <= number <= iteration}
         if self._resume is not None:
@@ -162,12 +158,14 @@ class Checkpointer:
         return None
 
     def _has_same_data(self, run: RunIdentity | None) -> bool:
-        """Return whether a checkpoint's run read the same training data as this one, as far as both are known."""
+        """Return whether a checkpoint's run read the same training data, as far as known."""
         return run is None or self._run is None or run.data.get("training data") == self._run.data.get("training data")
 
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-        """Return the states of some layers before an iteration, by layer and tensor; empty for iteration 0, whose
-        layers must be built instead. Raises CheckpointError; the iteration is then no longer among `list_iterations`.
+        """Return the states of some layers before an iteration, by layer and tensor.
+
+        Empty for iteration 0, whose layers must be built instead. Raises CheckpointError; the
+        iteration is then no longer among `list_iterations`.
         """
         try:
             if iteration == 0:
@@ -183,8 +181,7 @@ class Checkpointer:
             raise
 
     def _open_initial_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint that the run began from; None if there is none, if it cannot be read, or if its folder
-        now holds a checkpoint of another iteration."""
+        """Return the checkpoint that the run began from, if it can still be read."""
         if self._resume is None:
             return None
         try:
@@ -194,12 +191,10 @@ class Checkpointer:
         return checkpoint if checkpoint.iteration == self._first else None
 
     def _report_saved(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
-        """Report to the coordinator that saving has succeeded, or failed with `error`. Called in the thread that wrote,
-        and once more when the draft may have become the checkpoint.
-
-        The reported seconds are the most that training can have lost: the wait of `held_up` seconds, and the CPU time
-        of that thread.
-        """
+        """Report that saving has ended, with `error` if it failed."""
+        # Called in the thread that wrote, and once more when the draft may have become the
+        # checkpoint. The seconds are the most that training can have lost: the wait of `held_up`
+        # seconds, and the CPU time of that thread.
         if error is not None:
             self._tell(Note(self._worker, str(error)))
         self._tell(CheckpointSaved(self._worker, iteration, held_up + time.thread_time(),

@@ -1,8 +1,7 @@
-"""Objects that a worker keeps from order to order, and those of one order.
+"""Hold what a worker keeps between orders, what one order needs, and its activity.
 
-Describe the present activity of a generation, for a coordinator that has waited long for a commit.
-
-Build the objects that a worker needs before it is ready: device, model, data, and what lasts from order to order.
+The activity is what a coordinator asks for that has waited long for a commit. What lasts (device,
+model, data) is built before a worker is ready.
 """
 
 import threading
@@ -64,26 +63,27 @@ WAITING_PREFIX = "waits"
 
 
 class Activity:
-    """Present activity of a worker in a generation, written by the thread that computes and read by the main thread."""
+    """Present activity of a worker, set by the thread that computes."""
 
     def __init__(self) -> None:
         self._doing: tuple[str | tuple[int, int], float, tuple[Worker, ...]] = "begins an order", time.monotonic(), ()
 
     @property
     def doing(self) -> str | tuple[int, int]:
-        """Description of the activity, or the iteration and the index of an op in the program."""
+        """Description of the activity, or an iteration and an op's index."""
         return self._doing[0]
 
     def set_activity(self, what: str | tuple[int, int], awaited: Collection[Worker] = ()) -> None:
-        """Record the activity that begins now: a description, or an iteration and an op's index in the program.
+        """Record the activity that begins now: a description, or an iteration and an op's index.
 
-        A description that begins with `WAITING_PREFIX` is that of a wait, for the workers in `awaited`, or for node 0.
+        A description that begins with `WAITING_PREFIX` is that of a wait, for the workers in
+        `awaited`, or for node 0.
         """
         self._doing = what, time.monotonic(), tuple(awaited)
 
     def build_status(self, worker: Worker, program: WorkerProgram, thread: int | None) -> WorkerStatus:
-        """Return the activity as a message. If the computing thread, whose identifier is `thread` (None: there is
-        none), is in a call into a process group, the message names that call, and gives the time since it began."""
+        """Return the activity as a message. If the computing thread (None: there is none) is in a
+        call into a process group, the message names that call and its time."""
         doing, since, awaited = self._doing
         if not isinstance(doing, str):
             iteration, place = doing
@@ -122,8 +122,7 @@ class WorkerContext:
     identity: RunIdentity = NO_IDENTITY
     """What this worker trains, as it was when the worker was started."""
     forms: Sequence[Form]
-    """Forms (shapes and dtypes), on this rank, of the input of each layer of the schedules, then of the last one's
-    output."""
+    """Forms, on this rank, of each layer's input, and of the last one's output."""
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
     """Record of the layers whose ops have been run once."""
     layer_store: LayerStore
@@ -149,13 +148,13 @@ class WorkerContext:
         return 0 if self.group is None else self.group.rank()
 
     def list_lasting_sockets(self) -> Sockets:
-        """Return the sockets that outlive an order: those over which layers are sent or received."""
+        """Return the sockets that outlive an order, over which layers are sent or received."""
         return self.layer_sender.list_sockets() | self.layer_receiver.list_sockets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """Objects for carrying out one order to train on this worker: its program, connections and samples."""
+    """Objects for carrying out one order to train on this worker."""
 
     context: WorkerContext
     order: Train
@@ -174,7 +173,7 @@ class OrderContext:
 
 
 STORE_TIMEOUT = timedelta(seconds=10)
-"""Time limit for reaching the store of a coordinator, which either listens or is gone."""
+"""Time limit for reaching the store of a coordinator, which listens or is gone."""
 
 
 def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
@@ -219,8 +218,7 @@ def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext
 
 
 def _connect_to_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
-    """Return a connection to node 0's store, or to the store of a new node 0 if the first has died. Raises
-    RendezvousError."""
+    """Connect to the store of node 0, or of a new one if it dies. Raises RendezvousError."""
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     hello = JoinWorker(spec.worker, link.setup.epoch, spec.rank)
     while True:
@@ -239,8 +237,9 @@ def _connect_to_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
 class _FetchReporter(ReceiverCallbacks):
     """Callbacks that report the progress of fetches to the coordinator.
 
-    A worker that joins late may have to read a stream of data from its last saved state on, by `move_data`. It does so
-    in a thread during its first fetch, and is up to date only after that: nobody waits for it meanwhile.
+    A worker that joins late may have to read a stream of data from its last saved state on, by
+    `move_data`. It does so in a thread during its first fetch, and is up to date only after that:
+    nobody waits for it meanwhile.
     """
 
     def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector, move_data: Callable[[int], None]

@@ -1,11 +1,12 @@
-"""Handle a device that is out of memory: an iteration is run once more, after cached memory has been released.
+"""Handle a device out of memory: run the iteration once more with its cache released.
 
-If the worker died instead, its peers would have more to do in as little memory, and would fail, too. So a second
-failure ends the run, with a line that says what was held.
+If the worker died instead, its peers would have more to do in as little memory, and would fail,
+too. So a second failure ends the run, with a line that says what was held.
 
-Host memory that a worker has freed is returned to the system when an order has ended. Each order has a thread of its
-own, and its process groups have several. glibc gives threads their own heaps, of which there are many, and keeps freed
-memory in each. Without this, the worker's process would grow with every order, while it uses no more memory.
+Host memory that a worker has freed is returned to the system when an order has ended. Each order
+has a thread of its own, and its process groups have several. glibc gives threads their own heaps,
+of which there are many, and keeps freed memory in each. Without this, the worker's process would
+grow with every order, while it uses no more memory.
 """
 
 import ctypes
@@ -34,8 +35,11 @@ class DeviceMemory:
         self._tried: int | None = None
 
     def handle_out_of_memory(self, iteration: int, holding: HeldLayers) -> str:
-        """Record that an iteration ran out of memory, and return the reason for which the order ends: a sentence with
-        the bytes of `holding`, the held layers. Raises NoRoomError if this iteration has run out of memory before."""
+        """Record that an iteration ran out of memory; return why the order ends.
+
+        The reason is a sentence with the bytes of the layers in `holding`. Raises NoRoomError if
+        this iteration has run out of memory before.
+        """
         if self._tried == iteration:
             raise NoRoomError(
                 f"worker {self._worker} ran out of memory in iteration {iteration} twice, "

@@ -1,7 +1,5 @@
-"""Process of the fork server. It has a single thread, so that forking is safe.
-
-`runtime.processes.fork_server` starts it, and explains its purpose.
-"""
+"""Run the fork server in one thread, so that forking is safe. `runtime.processes.fork_server`
+starts it, and explains its purpose."""
 
 import contextlib
 import gc
@@ -39,7 +37,7 @@ IDLE_SECONDS = 600.0
 
 
 class _Server:
-    """Loop that serves one launcher and, after its death, each launcher that adopts the server's processes."""
+    """Loop that serves one launcher, and then each that adopts the server's processes."""
 
     def __init__(self) -> None:
         self._asked = LineReader(0)
@@ -54,7 +52,7 @@ class _Server:
         self._launcher: socket.socket | None = None
         """Connection to a launcher that has adopted this server."""
         self._clean_up: dict[CleanUp, None] = {}
-        """Files and folders to remove at the end, unless a launcher has asked this server to end."""
+        """Files and folders to remove at the end, unless a launcher ended this server."""
 
     def serve(self) -> None:
         try:
@@ -70,7 +68,6 @@ class _Server:
                     load_target(request.target)(request.path)
 
     def _serve_launcher(self) -> None:
-        """Serve one launcher until its connection closes."""
         while not self._asked.closed:
             for key, _ in self._selector.select(IDLE_SECONDS):
                 if key.fd == self._control:
@@ -79,11 +76,9 @@ class _Server:
                     self._report_end(key.fd, key.data)
 
     def _wait_for_adoption(self) -> bool:
-        """Wait for another launcher after the last one is gone, and return whether one has connected.
-
-        The wait ends after the seconds that the last launcher asked for (`HoldProcesses`; without that, at once), or
-        when no process is alive.
-        """
+        """Wait for another launcher after the last one is gone; return whether one has come."""
+        # The wait ends after the seconds that the last launcher asked for (`HoldProcesses`; without
+        # that, at once), or when no process is alive.
         hold, listener = self._hold, self._listener
         if hold is None or listener is None:
             return False
@@ -174,8 +169,7 @@ class _Server:
         self._send_reports(ProcessStarted(spec.name, pid))
 
     def _run_child(self, spec: ProcessSpec, parent: int) -> None:
-        """Run the target of `spec` in this forked process, and end the process with the status that it returns;
-        `parent` is the server's process. Never returns."""
+        """Run the target of `spec` in this forked process, and end it. Never returns."""
         status = 1
         try:
             _die_with_parent(parent)
@@ -201,8 +195,7 @@ class _Server:
 
 
 def _redirect_output(log: Path, append: bool) -> None:
-    """Connect standard input to the null device, and standard output and error to the log, emptied first unless
-    `append`."""
+    """Connect input to the null device, and output and errors to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for path, descriptor in ((Path(os.devnull), 0), (log, 1)):
         fresh = 0 if append else os.O_TRUNC
@@ -213,15 +206,14 @@ def _redirect_output(log: Path, append: bool) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the system kill this process when the fork server, process `parent`, dies (Linux only). If the server is
-    dead already, this process ends at once."""
+    """Have the system kill this process with the fork server (Linux)."""
     request_parent_death_signal(signal.SIGKILL)
     if sys.platform.startswith("linux") and os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Run the fork server until its launcher ends it, or is gone and no other launcher adopts the server."""
+    """Run the fork server until its launcher ends it, or none adopts it."""
     from slipstream.runtime.worker import main_thread
 
     name_process("fork server")

@@ -1,9 +1,9 @@
-"""Run a generation: one worker's part in one order for training. It connects to other members, gets layers, and trains.
+"""Run a generation: one worker's part in one order, from connecting to its last step.
 
-It ends with the order: because all iterations are done, because the order stops before the next iteration, or because
-of an error. In all cases, `return_to_committed` returns to the last committed iteration.
-
-Get the layers that a worker needs for an order, from a checkpoint or other workers, and drop the rest.
+It gets the layers that the order needs, from a checkpoint or other workers, drops the rest, and
+trains. It ends with the order: because all iterations are done, because the order stops before the
+next iteration, or because of an error. In all cases, `return_to_committed` returns to the last
+committed iteration.
 """
 
 import math
@@ -37,11 +37,13 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 
 def take_layers(part: OrderContext) -> None:
-    """Hold exactly the layers that the order's schedule needs of this worker, from a checkpoint or from other members.
+    """Hold exactly the layers that the order's schedule needs of this worker.
 
-    A member drops its old layers only after all members have what they need of them; until then, it reports the parts
-    that it has received, too, as held. So if a worker dies meanwhile, nothing is lost: members that have not learned
-    that all are ready hold both the old layers and the new ones, the others the new ones. Raises CommunicationError.
+    They come from a checkpoint or from other members. A member drops its old layers only after all
+    members have what they need of them; until then, it reports the parts that it has received, too,
+    as held. So if a worker dies meanwhile, nothing is lost: members that have not learned that all
+    are ready hold both the old layers and the new ones, the others the new ones. Raises
+    CommunicationError.
     """
     order, context, store = part.order, part.context, part.context.layer_store
     context.injector.fail_if_due(order.first_iteration, "met")
@@ -67,10 +69,11 @@ def take_layers(part: OrderContext) -> None:
 
 def move_layers(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0
                 ) -> list[PartState]:
-    """Send the parts that others lack for `order`, and return those that this worker lacks, while all workers wait.
+    """Send the parts that others lack for `order`, and return those that this worker lacks.
 
-    Parts fetched during training under the number `fetch` (0: there are none) are returned, too. The function `require`
-    is called meanwhile, and may raise. Raises CommunicationError.
+    All workers wait. Parts fetched during training under the number `fetch` (0: there are none) are
+    returned, too. The function `require` is called meanwhile, and may raise. Raises
+    CommunicationError.
     """
     senders = find_layer_sources(context.worker, order.moves, order.addresses, context.rank)
     context.layer_receiver.start_fetch(FetchRequest(0, order.order, senders, follow=False))
@@ -81,8 +84,7 @@ def move_layers(context: WorkerContext, order: Train | Finish, require: Callable
 
 
 def _restore_layers(part: OrderContext, layers: tuple[int, ...]) -> None:
-    """Read layers from a checkpoint. Raises CommunicationError if it is damaged; the coordinator then chooses another
-    checkpoint."""
+    """Read layers from a checkpoint. Raises CommunicationError if it is damaged."""
     part.activity.set_activity("reads a checkpoint")
     iteration = part.order.first_iteration
     try:
@@ -93,9 +95,9 @@ def _restore_layers(part: OrderContext, layers: tuple[int, ...]) -> None:
 
 
 STUCK_SECONDS = 1.0
-"""Time after which a call is stuck: once connections are cut, calls return in milliseconds, or never."""
+"""Time after which a call is stuck: with connections cut, others return in milliseconds."""
 ABORT_SECONDS = 60.0
-"""Time limit of an abort, after which the process is unusable. NCCL may need seconds for many communicators."""
+"""Time limit of an abort, after which the process is unusable; NCCL may need seconds."""
 
 
 class StuckDeviceError(Exception):
@@ -105,8 +107,8 @@ class StuckDeviceError(Exception):
 class GenerationRunner:
     """One worker's part in one order for training.
 
-    `run` is for a thread of its own, which computes, and opens and closes connections. The main thread calls
-    `end_order`, `handle_acknowledgement` and `abandon_if_stuck`, which return at once.
+    `run` is for a thread of its own, which computes, and opens and closes connections. The main
+    thread calls `end_order`, `handle_acknowledgement` and `abandon_if_stuck`, which return at once.
     """
 
     def __init__(self, context: WorkerContext, order: Train, program: WorkerProgram, whole: Schedule | None) -> None:
@@ -143,8 +145,7 @@ class GenerationRunner:
 
     @property
     def _validated_factor(self) -> StepFactor | None:
-        """Last iteration of this order whose clip factor this worker knows, with the factor, by which all members scale
-        that iteration's gradients; None if it knows none."""
+        """Last iteration of this order whose clip factor this worker knows, with the factor."""
         last = None if self._training is None else self._training.steps.validated
         return None if last is None else StepFactor(*last)
 
@@ -155,8 +156,8 @@ class GenerationRunner:
         self._reports.cancel_wait()
 
     def build_recovery_report(self) -> RecoveryReport:
-        """Return a report for a new coordinator: how far this worker got in the order, and the layers it holds. The
-        generation must have paused."""
+        """Return how far this worker got and what it holds, for a new coordinator. The generation
+        must have paused."""
         assert self.paused
         begins, reached = self._order.first_iteration, self._reports.reached
         validated = self._validated_factor or self._order.factor
@@ -169,16 +170,17 @@ class GenerationRunner:
                               {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
-        """Pass the coordinator's acknowledgement of a reported iteration to the thread that waits for it."""
+        """Pass the coordinator's acknowledgement of a reported iteration to the thread that waits
+        for it."""
         self._reports.handle_acknowledgement(message)
 
     def abandon_if_stuck(self) -> None:
-        """Abandon the thread of `run` if it is stuck in a process group after the order has ended, and report `Paused`
-        in its place.
+        """Abandon the thread of `run` if a process group holds it.
 
-        See `runtime.replay.stuck_calls`. If the call ever returns, the thread ends. The thread's tensors of this order
-        are freed. The thread is not abandoned while the device may still write to tensors that this worker holds.
-        Raises StuckDeviceError if the device is still busy long after the abort.
+        `Paused` is reported in its place. See `runtime.replay.stuck_calls`. If the call ever
+        returns, the thread ends. The thread's tensors of this order are freed. The thread is not
+        abandoned while the device may still write to tensors that this worker holds. Raises
+        StuckDeviceError if the device is still busy long after the abort.
         """
         assert self._ended_at is not None
         if self._thread is None:
@@ -206,8 +208,8 @@ class GenerationRunner:
                                            None if self._thread is None else self._thread.ident)
 
     def run(self) -> None:
-        """Carry out the order, report how it ended, and close the connections that have failed. Raises AbandonedError,
-        and errors of this worker's own."""
+        """Carry out the order, report how it ended, and close connections that have failed. Raises
+        AbandonedError, and errors of this worker's own."""
         self._thread = threading.current_thread()
         self._context.injector.cut = self._session.cut_connections
         self._context.injector.flip = self._context.layer_store.flip_bit
@@ -248,11 +250,10 @@ class GenerationRunner:
         trim_host_memory()
 
     def return_to_committed(self, order: Order) -> None:
-        """Return to the last committed iteration, which is the one before the first iteration of the next order,
-        `order`. Raises VersionError if this is impossible.
+        """Return to the last committed iteration, after which `order`, the next one, begins.
 
-        That order came after `Paused`, so `run` changes nothing any more. It still closes connections: gloo takes 10 ms
-        and more for that.
+        Raises VersionError if this is impossible. That order came after `Paused`, so `run` changes
+        nothing any more. It still closes connections: gloo takes 10 ms and more for that.
         """
         assert self.paused
         committed, factor = order.first_iteration - 1, order.factor

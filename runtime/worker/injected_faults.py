@@ -1,4 +1,4 @@
-"""Failures on purpose: a worker that fails at a given place, and the recorder of one that is slow."""
+"""Fail on purpose at a given place, and slow a worker down."""
 
 import os
 import signal
@@ -22,13 +22,13 @@ class InjectedError(RuntimeError):
 class Injector:
     """Failures to inject into one worker that have not happened yet.
 
-    Parameters
+     Parameters
     ----------
     injections
         Failures of this worker, each with its index among all failures of the run.
     announce
-        Function that reports a failure to the coordinator; called just before it, with its index. It must return only
-        when the report is certain to arrive.
+        Function that reports a failure, by its index, just before it. It must return only when the
+        report is certain to arrive.
     """
 
     def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
@@ -38,17 +38,18 @@ class Injector:
         self.cut: Callable[[], None] = lambda: None
         """Function that breaks the worker's connections; to be set by their owner."""
         self.flip: Callable[[str, Random], object] = lambda *_: None
-        """Function that flips a random bit of the worker's state of the named kind; to be set by its owner."""
+        """Function that flips a random bit of the worker's state of the named kind. To be set by
+        its owner."""
 
     def replace_injections(self, injections: Iterable[tuple[int, Injection]]) -> None:
-        """Replace all pending failures of this worker, because a new node 0 may have others to inject."""
+        """Replace all pending failures, because a new node 0 may have others to inject."""
         self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
 
     def fail_if_due(self, iteration: int, place: Place) -> None:
-        """Fail in the way that an injection asks for, if one is due at this place of an iteration: an op, by its number
-        among the ops of the program, or a point that has a name (`Place`).
+        """Fail as an injection asks, if one is due at this place of an iteration.
 
-        Raises InjectedError and torch.OutOfMemoryError; other failures kill, stop or end this process, break its
+        The place is an op's number in the program, or a named point (`Place`). Raises InjectedError
+        and torch.OutOfMemoryError; other failures kill, stop or end this process, break its
         connections, or flip a bit.
         """
         if not self._mine:
@@ -75,19 +76,19 @@ class Injector:
 
 
 MATRIX_SIZE = 64
-"""Size of the matrices that are multiplied to spend time. A product takes microseconds."""
+"""Size of the matrices that are multiplied to spend time, in microseconds each."""
 
 
 def create_recorder(slowdowns: Sequence[Slowdown], device: torch.device, group: WorkerGroup | None) -> Recorder:
-    """Return the recorder of a worker with these slowdowns. Of a `group` of processes, only the first one is slow;
-    None: the worker is one process."""
+    """Return the recorder of a worker with these slowdowns. Of a `group` of processes, only the
+    first one is slow; None: the worker is one process."""
     first = group is None or group.rank() == 0
     return SlowedRecorder(slowdowns, device, sleeps=group is None) if slowdowns and first else Recorder(device)
 
 
 class SlowedRecorder(Recorder):
-    """Recorder that makes compute ops take longer, and records their times. With `sleeps`, the time that an op sleeps
-    is multiplied, too, and not only its compute."""
+    """Recorder that makes compute ops take longer, and records their times. With `sleeps`, the time
+    that an op sleeps is multiplied, too, and not only its compute."""
 
     def __init__(self, slowdowns: Sequence[Slowdown], device: torch.device, *, sleeps: bool = True) -> None:
         super().__init__(device)
@@ -97,8 +98,7 @@ class SlowedRecorder(Recorder):
 
     @contextmanager
     def record_op(self, op: Op) -> Iterator[None]:
-        """Record the time spent within the context as the duration of `op`. The context of a compute op is prolonged by
-        the present slowdown's factor."""
+        """Record the time within the context as that of `op`, prolonged by the present factor."""
         factor = find_slowdown_factor(self._slowdowns, self._iteration) if op.kind in COMPUTE_KINDS else 1.0
         with super().record_op(op), prolong_block(factor, self._device, sleeps=self._sleeps):
             yield
@@ -106,8 +106,8 @@ class SlowedRecorder(Recorder):
 
 @contextmanager
 def prolong_block(factor: float, device: torch.device, *, sleeps: bool = True) -> Iterator[None]:
-    """Make what runs within the context take `factor` times as long, by more compute on the GPU or in this thread. With
-    `sleeps`, the time that this thread slept is multiplied, too."""
+    """Make what runs within the context take `factor` times as long, by more compute. The GPU or
+    this thread computes. With `sleeps`, the time that this thread slept is multiplied, too."""
     if factor == 1.0:
         yield
         return

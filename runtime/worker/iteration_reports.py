@@ -14,16 +14,16 @@ from slipstream.runtime.state.steps import StepController
 from slipstream.runtime.worker.context import WAITING_PREFIX, OrderContext
 
 ANSWER_SECONDS = 600.0
-"""Time limit for an acknowledgement. The coordinator usually acknowledges an iteration in a millisecond."""
+"""Time limit for an acknowledgement, which usually comes within a millisecond."""
 
 
 class OrderStoppedError(Exception):
-    """Exception that ends an order because all members stop before the next iteration. Nothing of that iteration has
-    been passed on to other workers."""
+    """Exception that ends an order because all members stop before the next iteration. Nothing of
+    that iteration has been passed on to other workers."""
 
 
 class IterationReports:
-    """Sender of a worker's iteration reports in one generation, which also waits for their acknowledgements."""
+    """Sender of a worker's reports in one generation, which waits for acknowledgements."""
 
     def __init__(self, part: OrderContext) -> None:
         self._part = part
@@ -31,30 +31,39 @@ class IterationReports:
         self._open: IterationReport | None = None
         """Last report, if it has not been acknowledged; otherwise None."""
         self.reached = part.order.first_iteration - 1
-        """Last iteration that this worker may have stepped. Its evaluation or report may have begun."""
+        """Last iteration that this worker may have stepped. Its evaluation or report may have
+        begun."""
         self.save_before: int | None = None
-        """Iteration of this order before whose step all members save, if node 0 has chosen one."""
+        """Iteration before whose step all save, if node 0 has chosen one."""
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
         """Pass the coordinator's acknowledgement on to the waiting thread."""
         self._acknowledged.put(message)
 
     def cancel_wait(self) -> None:
-        """End another thread's wait for an acknowledgement, which may never come: it requires reports of other workers,
-        which may be gone."""
+        """End another thread's wait for an acknowledgement, which may never come. It requires
+        reports of other workers, which may be gone."""
         self._acknowledged.put(None)
 
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
                     evaluation: float | None, checksums: tuple[Checksum, ...],
                     samples: tuple[SampleDigest, ...] = ()) -> None:
-        """Report to the coordinator that this worker has stepped an iteration, with its op times
-        (`recorder`), sum of squared gradients (`steps`), the `checksums` of held state that were
-        computed for it, if any, and the digests of the samples that it has read, if they are
-        compared.
+        """Report to the coordinator that this worker has stepped an iteration.
 
-        The values `loss` and `evaluation` are this worker's parts of the losses; `evaluation` is
-        None without an evaluation. The first member also reports the factor by which all members
-        scaled the gradients, as soon as it is known.
+        `loss` and `evaluation` (None: there was none) are this worker's parts of the losses. The
+        first member also reports the factor by which all members scaled the gradients, as soon as
+        it is known.
+
+         Parameters
+        ----------
+        steps
+            Controller that has the sum of squared gradients.
+        recorder
+            Recorder of the op times.
+        checksums
+            Checksums of held state that were computed for it, if any.
+        samples
+            Digests of the samples that the worker has read, if they are compared.
         """
         context, number = self._part.context, self._part.order.order
         self.reached = iteration
@@ -67,13 +76,12 @@ class IterationReports:
             steps.when_validated(lambda: self._send_validated(steps))
 
     def wait_until_acknowledged(self) -> None:
-        """Wait until the coordinator has acknowledged the last report, before this worker sends anything of the next
-        iteration to others.
+        """Wait for the acknowledgement of the last report, before anything of the next is sent.
 
-        A worker can step an iteration only after all others have sent something of it. So once it steps, their reports
-        of the iteration before have arrived, even those of workers that have died since. Raises OrderStoppedError if
-        all members stop before the next iteration, and CommunicationError if the generation has ended or no answer
-        comes.
+        A worker can step an iteration only after all others have sent something of it. So once it
+        steps, their reports of the iteration before have arrived, even those of workers that have
+        died since. Raises OrderStoppedError if all members stop before the next iteration, and
+        CommunicationError if the generation has ended or no answer comes.
         """
         if self._open is None:
             return
@@ -94,8 +102,7 @@ class IterationReports:
         activity.set_activity(doing)
 
     def _wait_for_answer(self, report: IterationReport) -> Acknowledged | None:
-        """Wait for the coordinator's acknowledgement of a report, and return it; None if the order is over. Raises
-        CommunicationError."""
+        """Wait for the answer to a report; None if the order is over. Raises CommunicationError."""
         reporter = self._part.context.reporter
         while True:
             try:
@@ -114,5 +121,5 @@ class IterationReports:
 
 
 def finite_or_none(number: float) -> float | None:
-    """Return a number in a form that JSON can represent: None if it is not finite."""
+    """Return a number, or None, as JSON needs it, if it is not finite."""
     return number if math.isfinite(number) else None

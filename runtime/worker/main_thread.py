@@ -1,7 +1,5 @@
-"""Run a worker's main thread: it reads messages and sends heartbeats, however long computing takes in other threads.
-
-Run one worker's process: it joins the run, and follows the coordinator until it may leave.
-"""
+"""Run a worker's process: join the run, and follow the coordinator until it may leave. The main
+thread reads messages and sends heartbeats, however long computing takes in other threads."""
 
 import contextlib
 import faulthandler
@@ -83,7 +81,7 @@ class CoordinatorGoneError(Exception):
 
 
 class MainThread:
-    """Main thread of a worker's process, from joining the run until the worker may leave it."""
+    """Main thread of a worker's process, from joining to leaving the run."""
 
     def __init__(self, spec: WorkerSpec, channel: WorkerLink) -> None:
         self._spec = spec
@@ -97,15 +95,17 @@ class MainThread:
         self._down: tuple[Worker, ...] = ()
         """Workers that took no part in the last order for training."""
         self._doubted = False
-        """True if the last order for training has ended because copies of its members' state differ."""
+        """True if the last order ended because copies of state differ."""
         self._trusted_from = 0
         """Latest `Train.trusted_from` that has come."""
         self._assigned: AssignedShare | None = None
-        """This worker's share of the next order's schedule, as received last; None if none has come."""
+        """This worker's share of the next order's schedule, as received last. None if none has
+        come."""
         self._contents: dict[str, bytes] = {}
         """Contents of schedules that were received, by digest, in order of arrival."""
         self._losses: dict[int, float] = {}
-        """Losses of the last committed iterations: a coordinator that dies may not have written them."""
+        """Losses of the last committed iterations: a coordinator that dies may not have written
+        them."""
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
         self._told_to_end = False
@@ -113,8 +113,8 @@ class MainThread:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked until now, as in the fork server
 
     def _handle_sigterm(self, *_: object) -> None:
-        """Handle SIGTERM: leave when the others can do without this worker. Repeated signals, as of schedulers, are
-        ignored."""
+        """Leave, after SIGTERM, when the others can do without this worker."""
+        # Repeated signals, as of schedulers, are ignored.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._told_to_end = True
         self._waker.send(b"!")
@@ -124,7 +124,7 @@ class MainThread:
         self._waker.send(b"!")
 
     def serve(self) -> int:
-        """Handle the coordinator's messages until this worker may leave, and return the exit status. Raises
+        """Handle messages until this worker may leave, and return the exit status. Raises
         RendezvousError if node 0 is gone and no other comes, and errors of this worker's own."""
         if self._spec.restarted:
             # The worker will most likely play its own role: build its layers while the others train.
@@ -141,7 +141,8 @@ class MainThread:
                 known = self._build_recovery_report()
 
     def _follow_coordinator(self) -> int:
-        """Handle the messages of one coordinator, and return the exit status. Raises CoordinatorGoneError."""
+        """Handle one coordinator's messages; return the exit status. Raises
+        CoordinatorGoneError."""
         interval = self._context.setup.common.resilience.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
         beat = time.monotonic() + interval
         with selectors.DefaultSelector() as selector:
@@ -181,11 +182,9 @@ class MainThread:
             raise CoordinatorGoneError(str(error)) from None
 
     def _find_new_coordinator(self, gone: str) -> bool:
-        """Wait until another coordinator is reached, and return True; return False if this worker may leave.
-
-        The text `gone` says how the last connection ended. Raises RendezvousError if no coordinator comes in time, and
-        errors of this worker's own.
-        """
+        """Reach another coordinator, and return True; False if this worker may leave."""
+        # `gone` says how the last connection ended. Raises RendezvousError if no coordinator comes
+        # in time, and errors of this worker's own.
         seconds = self._spec.settings.coordinator_timeout_seconds
         print(f"{gone}; waiting up to {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
         deadline = time.monotonic() + seconds
@@ -217,7 +216,7 @@ class MainThread:
         raise RendezvousError(f"{gone}; no other coordinator came within {seconds:g} s")
 
     def _build_recovery_report(self) -> RecoveryReport | None:
-        """Return the report for a new coordinator. None: the coordinator continues without this worker's state."""
+        """Return the report for a new coordinator; None if this worker's state no longer counts."""
         generation = self._generation
         if self._channel.setup.forget:
             self._generation = None
@@ -291,8 +290,6 @@ class MainThread:
             self._losses.pop(iteration - MAX_STORED_LOSSES, None)
 
     def _build_status(self) -> WorkerStatus:
-        """Return this worker's present activity, as a message. Without a generation, it waits for an order or writes
-        parameters."""
         if self._generation is not None:
             return self._generation.build_status()
         if self._threads.is_finishing:
@@ -305,8 +302,8 @@ _SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
-    """Run the worker that `task`, a `WorkerSpec` in JSON, describes; return the exit status. Errors are reported to the
-    coordinator."""
+    """Run the worker that `task` describes; return the exit status. The task is a `WorkerSpec` in
+    JSON. Errors are reported to the coordinator."""
     spec = _SPEC.decode(task)
     name_process(f"worker {format_process_name(spec.worker, spec.rank)}", "/".join(Path(spec.settings.out).parts[-2:]))
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes the stacks of a hanging worker to its log
@@ -336,8 +333,8 @@ def main(task: bytes) -> int:
 
 
 def _join_run(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToWorker], WorkerSetup]:
-    """Connect to node 0 by calling `connect`, and return the connection and node 0's answer. Raises RendezvousError. If
-    node 0 dies before it has answered, this tries again, to reach another node 0."""
+    """Connect to node 0, and return its answer, too; try again if it dies before."""
+    # Raises RendezvousError.
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     while True:
         channel = connect(JoinWorker(spec.worker, rank=spec.rank), CONNECT_SECONDS)
@@ -351,10 +348,8 @@ def _join_run(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToW
 
 
 def import_slow_modules() -> None:
-    """Trigger slow imports once, before workers are forked.
-
-    At first use, torch and the code that orders transfers import many modules.
-    """
+    """Trigger slow imports once, before workers are forked. At first use, torch and the code that
+    orders transfers import many modules."""
     preload_solver()
     config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
     model = build_model(config.model, 0, torch.float32, torch.device("cpu"))

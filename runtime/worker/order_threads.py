@@ -1,4 +1,4 @@
-"""Run the long work of a worker, its part in orders, each in a thread of its own."""
+"""Run a worker's long work for orders, each piece in a thread of its own."""
 
 import sys
 import threading
@@ -25,14 +25,17 @@ from slipstream.runtime.worker.generation import GenerationRunner, move_layers
 
 
 class OrderThreads:
-    """Threads that carry out the coordinator's orders on a worker. An error in one of them is passed to the function
-    `failed`. In all methods, `previous` ran this worker's generation of the order before; None if there is none."""
+    """Threads that carry out the coordinator's orders on a worker.
+
+    An error in one of them is passed to the function `failed`. In all methods, `previous` ran this
+    worker's generation of the order before; None if there is none.
+    """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._finishing = threading.Lock()
-        """Lock that is held while layers are written at the end, and while an order changes the held layers. It is
-        needed because an order to finish may end early."""
+        """Lock held while layers are written at the end, or changed by an order. An order to finish
+        may end early."""
         self._between_ranks: GenerationSession | None = None
         """Connections between the worker's ranks in the last order to finish."""
         self._next = threading.Event()
@@ -45,11 +48,7 @@ class OrderThreads:
 
     def start_training(self, context: WorkerContext, order: Train, generation: GenerationRunner,
                        previous: GenerationRunner | None) -> None:
-        """Start a thread that ends the generation before, `previous`, and runs `generation`, the one that `order`
-        starts.
-
-        The argument `previous` is None if this worker took no part in the order before.
-        """
+        """Start a thread that ends the generation before, and runs that of `order`."""
         self._begin_order()
 
         def work() -> None:
@@ -67,10 +66,10 @@ class OrderThreads:
         self.start_thread(context.device, f"generation {order.order}", work)
 
     def sit_out(self, context: WorkerContext, order: Train, previous: GenerationRunner | None) -> None:
-        """Start a thread that leaves the last generation (`previous`; None: there is none), because this worker takes
-        no part in an order, and drops all layers.
+        """Start a thread that leaves the last generation, and drops all layers.
 
-        This worker's state is then out of date, but other workers may first need parts of it, which it sends.
+        This worker takes no part in the order. Its state is then out of date, but other workers may
+        first need parts of it, which it sends.
         """
         over = self._begin_order()
 
@@ -88,11 +87,10 @@ class OrderThreads:
         self.start_thread(context.device, "leaving the order", work)
 
     def start_finishing(self, context: WorkerContext, order: Finish, previous: GenerationRunner | None) -> None:
-        """Start a thread that writes the layers that `order` assigns to this worker, and reports digests of all held
-        parameters.
+        """Start a thread that writes the layers assigned by `order`, and reports digests.
 
-        The generation before is `previous`; None if this worker took no part in it. Digests must agree between peers.
-        If another worker that has parts of these layers is lost, there will be another order.
+        Digests, of all held parameters, must agree between peers. If another worker that has parts
+        of these layers is lost, there will be another order.
         """
         over = self._begin_order()
 
@@ -114,8 +112,8 @@ class OrderThreads:
         self.start_thread(context.device, "finish", work)
 
     def start_publishing(self, context: WorkerContext, order: Finish) -> None:
-        """Start a thread that publishes what this worker has written for `order`, and reports that: the coordinator has
-        found that all members hold the same state."""
+        """Start a thread that publishes what was written for `order`, and reports that. The
+        coordinator has found that all members hold the same state."""
         def work() -> None:
             with self._finishing:
                 for layer, worker in order.writers if order.parameters and context.rank == 0 else ():
@@ -132,15 +130,13 @@ class OrderThreads:
             context.layer_store.drop_all()
 
     def _begin_order(self) -> threading.Event:
-        """Begin an order, which ends the waits of the last one. Return an event that is set when the next order
-        begins."""
+        """End the waits of the last order. Return an event for the end of this one."""
         self._next.set()
         self._next = threading.Event()
         return self._next
 
     def start_thread(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Start a thread of this name that runs `work` with `device` as its GPU, and return it. Errors are passed to
-        `failed`."""
+        """Start a thread that runs `work` with `device` as its GPU; errors go to `failed`."""
         def run() -> None:
             try:
                 if device.type == "cuda":
@@ -157,16 +153,15 @@ class OrderThreads:
 
 
 def _raise_if_over(over: threading.Event) -> None:
-    """Raise CommunicationError if the order is over."""
     if over.is_set():
         raise CommunicationError("the order is over")
 
 
 def leave_generation(context: WorkerContext, previous: GenerationRunner | None, order: Order) -> None:
-    """Undo what the last generation has not committed, and tell receivers of layers that `order` begins.
+    """Undo what the last generation has not committed, and tell receivers of `order`.
 
-    Does nothing if `previous` is None. All layers are dropped if this worker cannot return to the state from which the
-    order continues.
+    Does nothing if `previous` is None. All layers are dropped if this worker cannot return to the
+    state from which the order continues.
     """
     if previous is not None:
         try:
@@ -179,8 +174,7 @@ def leave_generation(context: WorkerContext, previous: GenerationRunner | None, 
 
 
 def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession | None:
-    """Return a session that connects the ranks of this worker, which gather their shards; None if the worker is one
-    process."""
+    """Connect the ranks of this worker to gather shards; None if it is one process."""
     if context.group is None:
         return None
     alone = Membership(order.order, {context.worker: 0}, context.worker, context.group)
@@ -188,8 +182,8 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession |
 
 
 def _write_layers(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
-    """Write drafts of the layers that an order assigns to this worker, and report digests of all parameters that it
-    holds, and checksums of all its state. `received` are the parts of these layers that other workers keep."""
+    """Write drafts of the assigned layers; report digests of parameters and checksums."""
+    # `received` are the parts of these layers that other workers keep.
     holding = context.layer_store.holding
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:

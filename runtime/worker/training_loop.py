@@ -1,9 +1,9 @@
-"""Run a worker's iterations of one order: it runs its program, steps, evaluates if that is due, and reports.
+"""Run a worker's iterations of one order: the program, steps, evaluations and reports.
 
-Evaluation: compute the loss of validation data with the forwards of the schedule that trains.
-
-All members evaluate after the same iterations, before they report them. No part of the training is pending then: each
-member has stepped permanently, and no tensor of the next iteration has been requested.
+Evaluation computes the loss of validation data with the forwards of the schedule that trains. All
+members evaluate after the same iterations, before they report them. No part of the training is
+pending then: each member has stepped permanently, and no tensor of the next iteration has been
+requested.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ from slipstream.schedules.schedule import OpKind, Schedule, Worker
 class EvaluationMode:
     """Switch of modules to evaluation mode, which turns off dropout, and back.
 
-    If the evaluating thread is stuck and abandoned, another thread calls `leave_mode`, because the modules are used
-    again.
+    If the evaluating thread is stuck and abandoned, another thread calls `leave_mode`, because the
+    modules are used again.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,7 @@ class EvaluationMode:
             submodule.training = False
 
     def leave_mode(self) -> None:
-        """Put the modules that `enter_mode` has changed back into training mode; does nothing if that was done
-        before."""
+        """Put the changed modules back into training mode, unless that was done before."""
         modules, self._modules = self._modules, []
         for module in modules:
             module.training = True
@@ -76,7 +75,7 @@ class EvaluationMode:
 class Evaluation:
     """One worker's part in the evaluations of a generation.
 
-    Parameters
+     Parameters
     ----------
     exchange
         Function that creates an `Exchange` for a program and its iterations.
@@ -106,9 +105,10 @@ class Evaluation:
             recorder=self._recorder, before_op=before_op)
 
     def run(self) -> float:
-        """Evaluate together with all members: return this worker's part of the mean loss of the validation data.
+        """Evaluate with all members; return this worker's part of the mean validation loss.
 
-        The parts of all workers sum to that loss. Raises CommunicationError, and any error of `before_op`.
+        The parts of all workers sum to that loss. Raises CommunicationError, and any error of
+        `before_op`.
         """
         self._exchange.add_iterations(self._iterations)
         total = 0.0
@@ -126,8 +126,8 @@ class Evaluation:
 
 
 class TrainingLoop:
-    """Loop over the iterations of an order, with the layers and connections of this order. It holds no reference to the
-    executor, which calls it back: both are freed as soon as the order is over."""
+    """Loop over the iterations of an order, with its layers and connections. It holds no reference
+    to the executor, which calls it back: both are freed as soon as the order is over."""
 
     def __init__(self, part: OrderContext, reports: IterationReports) -> None:
         context, program = part.context, part.program
@@ -143,10 +143,10 @@ class TrainingLoop:
         self._holds = weakref.WeakSet[WorkerSlices | Exchange]()
         """Objects that hold tensors of micro-batches."""
         self._checksums: Callable[[], tuple[Checksum, ...]] = _no_checksums
-        """Function that returns the checksums of the state before the iteration's step, if copies are compared."""
-        self._samples: set[SampleDigest] | None = None
-        """Digests of the samples that this worker has read in the iteration; None if they are not
+        """Function that returns the checksums before the iteration's step, if copies are
         compared."""
+        self._samples: set[SampleDigest] | None = None
+        """Digests of the samples read in the iteration, if they are compared."""
         self._writers = context.placement.choose_writers(program)
         self.steps = StepController(
             context.layer_store.holding, training, layers=context.model.layers,
@@ -154,8 +154,7 @@ class TrainingLoop:
             staggered=program.optimizer == "staggered", stepped=partial(_queue_step, context))
 
     def run(self) -> None:
-        """Run the order's iterations until the last one, or until all members stop before the next one. Raises
-        CommunicationError."""
+        """Run iterations until the last, or until all members stop. Raises CommunicationError."""
         part, context, setup = self._part, self._part.context, self._part.context.setup
         common = setup.common
         first, steps = part.order.first_iteration, self.steps
@@ -204,8 +203,8 @@ class TrainingLoop:
         exchange.flush()
 
     def _rehearse_ops(self, slices: WorkerSlices, iteration: int) -> None:
-        """Run each kind of op once on data that are discarded, so that kernels are loaded before NCCL keeps the device
-        busy. Start the order's first checksums for the same reason."""
+        """Run each kind of op once, and the first checksums, on data that are discarded."""
+        # Kernels are loaded so before NCCL keeps the device busy.
         part, context = self._part, self._part.context
         for number, runner in slices.runners.items():
             first, end = part.program.layers_of(number)
@@ -216,13 +215,13 @@ class TrainingLoop:
         self._checksums = context.layer_store.start_checksums(iteration - 1)
 
     def free_microbatches(self) -> None:
-        """Free the tensors of micro-batches after the thread that runs the program has been abandoned."""
+        """Free the tensors of micro-batches after the computing thread has been abandoned."""
         for holder in self._holds:
             holder.free_microbatches()
 
     def _until_evaluation(self, first: int) -> range:
-        """Return the iterations from `first` to the next one that is followed by an evaluation, or to the last one.
-        Tensors of later iterations are not received before that evaluation."""
+        """Return the iterations from `first` to the next evaluation, or the last."""
+        # Tensors of later iterations are not received before that evaluation.
         context = self._part.context
         every, end = context.config.training.evaluate_every, context.setup.common.iterations
         return range(first, end if every is None else min(end, (first // every + 1) * every))
@@ -234,16 +233,16 @@ class TrainingLoop:
         return exchange
 
     def _validate_last_step(self, executor: Executor) -> None:
-        """Make sure that the last optimizer step was made with the right clip factor, if no forward of the next
-        iteration has been run to check it; otherwise correct it, and gather parameters again."""
+        """Correct the last step if its clip factor was wrong, and gather parameters again."""
+        # No forward of a next iteration checks it.
         self.steps.validate()
         if self.steps.state is StepState.VOID:
             executor.regather_parameters()
 
     def _build_evaluation(self, slices: WorkerSlices, executor: Executor, weights: LossWeights
                           ) -> Callable[[int], float]:
-        """Return the function that evaluates after an iteration, and returns this worker's part of the loss. What it
-        needs is built at its first call, so that no recovery waits for that."""
+        """Return the function that evaluates, and returns this worker's part of the loss."""
+        # What it needs is built at its first call, so that no recovery waits for that.
         part, context, evaluations = self._part, self._part.context, list[Evaluation]()
         validation = None if context.validation is None else LossWeights(
             context.validation, context.config.training, context.setup.common.microbatches,
@@ -274,8 +273,8 @@ class TrainingLoop:
         return evaluate
 
     def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
-        """Raise GenerationEndedError if the order is over, and inject failures that are due. Called before op number
-        `place` of the program."""
+        """Inject failures that are due before an op. Raises GenerationEndedError if the order is
+        over."""
         context = self._part.context
         self._part.activity.set_activity((iteration, place))
         self._session.raise_if_ended()
@@ -284,8 +283,8 @@ class TrainingLoop:
             context.injector.fail_if_due(iteration, "A" if kind is OpKind.A else "O")
 
     def _before_step(self, iteration: int) -> None:
-        """Save or send the state that a step overwrites, if a checkpoint is due or another worker has requested it, and
-        start to compute its checksums if due. The step before must be committed."""
+        """Save, send or checksum the state that a step overwrites, if that is due."""
+        # The step before must be committed.
         context, activity, require = self._part.context, self._part.activity, self._session.raise_if_ended
         if saves := context.checkpointer.is_due(iteration, self._reports.save_before):
             doing = activity.doing
@@ -301,7 +300,7 @@ class TrainingLoop:
             context.layer_sender.send_state_before_step(iteration, context.layer_store)
 
     def _wait_for_receivers(self) -> None:
-        """Wait until the workers that fetch layers have taken what is queued for them; say which one is too slow."""
+        """Wait until workers that fetch layers have taken what is queued; name slow ones."""
         context, activity = self._part.context, self._part.activity
         receivers = context.layer_sender.find_full_receivers()
         if not receivers:
@@ -317,16 +316,17 @@ class TrainingLoop:
                                           "and gives up sending"))
 
     def _are_copies_compared(self, iteration: int) -> bool:
-        """Return whether the copies that peers hold of the state before an iteration are compared, by checksums. They
-        are compared at the first iteration of an order, before the last step, and at a fixed interval."""
+        """Return whether the copies that peers hold before an iteration are compared."""
+        # They are at the first iteration of an order, before the last step, and at a fixed
+        # interval.
         common = self._part.context.setup.common
         every = common.resilience.verify_every
         return iteration in (self._part.order.first_iteration, common.iterations - 1) \
             or (every > 0 and iteration % every == 0)
 
     def _gather_whole_states(self, after: int) -> dict[int, dict[str, Tensor]]:
-        """Return the layers that this worker saves, as they are after an iteration. If states are sharded, all members
-        send their own parts to the worker that saves."""
+        """Return the layers that this worker saves, as they are after an iteration."""
+        # If states are sharded, all members send their own parts to the worker that saves.
         store, me, received = self._part.context.layer_store, self._part.worker, list[PartState]()
         for layers, cut in store.holding.cuts.items():
             for layer, member in product(range(*layers), cut.members) if cut.sharded else ():

@@ -1,7 +1,5 @@
-"""Validation of the values in messages: decoding has checked their types, and this module checks their ranges.
-
-A worker that sends an impossible value is disconnected before any part of the message is used.
-"""
+"""Validate the ranges of the values in messages, whose types decoding has checked. A worker that
+sends an impossible value is disconnected before any part of the message is used."""
 
 import math
 from collections.abc import Sequence
@@ -31,12 +29,12 @@ from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import Worker
 
 MAX_ITERATIONS_AHEAD = 8
-"""Number of iterations, counted from the first that is not committed, that a message may report. Members are one ahead,
-or two if clipping is decided later."""
+"""Iterations from the first uncommitted one that a message may report. Members are one ahead, or
+two if clipping is decided later."""
 MAX_RANKS = 64
 """Largest number of ranks of a worker, by `[training] tensor_parallel`."""
 MAX_TEXT_CHARACTERS = 1000
-"""Number of characters to which a worker's text for users, such as an error message, is cut."""
+"""Characters to which a worker's text for users is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +43,14 @@ class MessageBounds:
 
     setup: WorkerSetup
     injections: int
-    """Number of failures that the run is set to inject; a worker reports one by its index below this number."""
+    """Number of failures that the run is set to inject. A worker reports one by its index below
+    this number."""
     workers: frozenset[Worker] = frozenset()
     """All workers of the job's grid, live or not."""
 
     def find_violation(self, message: ToCoordinator, next_iteration: int) -> str | None:
-        """Return a description of the impossible value in a message, or None if all its values are possible.
-
-        The argument `next_iteration` is the first iteration that is not committed.
-        """
+        """Return a description of the impossible value in a message; None if all are possible.
+        `next_iteration` is the first iteration that is not committed."""
         iterations = range(self.setup.first_iteration - 1,
                            min(self.setup.common.iterations, next_iteration + MAX_ITERATIONS_AHEAD))
         match message:
@@ -105,7 +102,7 @@ def _find_time_violation(times: Sequence[OpTime]) -> str | None:
 
 
 def make_printable(message: ToCoordinator) -> ToCoordinator:
-    """Return a copy of the message whose text for users, if any, is one line of printable characters."""
+    """Return the message with any text for users as one line of printable characters."""
     match message:
         case Note():
             return replace(message, text=_clean_text(message.text))
@@ -122,7 +119,6 @@ def _clean_text(text: str) -> str:
 
 
 def _is_ascending(ranges: Sequence[LayerRange], layers: int) -> bool:
-    """Return whether the ranges are in ascending order with a gap between any two, and lie within the first `layers`
-    layers."""
+    """Return whether the ranges ascend with gaps and lie within the first `layers` layers."""
     edges = [edge for one in ranges for edge in one]
     return all(before < after for before, after in pairwise(edges)) and all(0 <= edge <= layers for edge in edges)

@@ -1,4 +1,4 @@
-"""Node agents: tracks which nodes are connected, and exchanges messages and batches of reports with their agents."""
+"""Track which nodes are connected, and exchange messages and reports with their agents."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -23,16 +23,14 @@ from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 ANNOUNCE_SECONDS = 2.0
-"""Time that agents have to disconnect after they have been sent the end of the run."""
+"""Time for agents to disconnect after they have been sent the end of the run."""
 POLL_SECONDS = 0.005
 """Interval of the checks whether all agents have disconnected."""
 
 
 class NodeAgents:
-    """Connections to the agents of the other nodes.
-
-    A report is acknowledged the way it came: over the worker's own connection, or by the agent of its node.
-    """
+    """Connections to the agents of the other nodes. A report is acknowledged the way it came: over
+    the worker's own connection, or by its node's agent."""
 
     def __init__(self, run: RunSpec, processes: ProcessManager, workers: WorkerConnections,
                  bounds: MessageBounds) -> None:
@@ -42,10 +40,10 @@ class NodeAgents:
         self._bounds = bounds
         self._connections: dict[int, Connection] = {}
         self._node_of: dict[Worker, int] = {}
-        """Node whose agent forwarded the last report of each worker; workers that reported directly are not in it."""
+        """Node whose agent forwarded the last report of each worker. Workers that reported directly
+        are not in it."""
         self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
-        """Acknowledgements collected for each node's agent until `send_answers`, each with the workers whose reports it
-        answers."""
+        """Acknowledgements for each node's agent until `send_answers`, with their workers."""
 
     @property
     def connected_nodes(self) -> Collection[int]:
@@ -53,20 +51,20 @@ class NodeAgents:
         return self._connections.keys()
 
     def find_represented_workers(self, connection: Connection) -> Collection[Worker]:
-        """Return all workers of the node whose agent uses this connection; empty if it is not the current connection of
-        a node."""
+        """Return the workers of the node whose current connection this is; otherwise none."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return ()
         return self._processes.get_node_workers(node)
 
     def admit_node(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
-        """Answer a node agent that has connected; return True if the agent now starts all workers of its node.
+        """Answer a node agent that has connected; return whether it now starts all its workers.
 
-        These workers join like any that return. An agent that followed the coordinator whose run this one continues
-        keeps its live workers; any other agent that has followed a coordinator is sent away. The agent of a node that
-        is still connected, or whose loss has not been noticed yet, is told to ask again. Set `restarted` to True if the
-        run has given an order before, so that the agent's workers join a run in progress.
+        They join like workers that return. An agent that followed the coordinator whose run this
+        one continues keeps its live workers; any other that has followed a coordinator is sent
+        away. The agent of a node that is still connected, or whose loss has not been noticed yet,
+        is told to ask again. `restarted` says that the run has given an order before, so that
+        workers join a run in progress.
         """
         node = join.node
         setup, shares, is_known = self._run.setup, self._run.facts.shares, 0 < node < self._run.setup.common.nodes
@@ -94,7 +92,7 @@ class NodeAgents:
         return is_known and not join.epoch
 
     def handle_disconnect(self, connection: Connection) -> bool:
-        """Remove a connection that has ended; return whether it was the current one of its node."""
+        """Remove a connection that has ended. Return whether it was the current one of its node."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return False
@@ -108,12 +106,11 @@ class NodeAgents:
 
     def receive_reports(self, node: int, here: Collection[Worker], gathered: GatheredReports,
                         following: int) -> tuple[IterationReport, ...]:
-        """Add the iteration reports in a batch (`gathered`) from a node's agent, and return those of workers all of
-        whose ranks have reported.
+        """Add a batch of reports from a node's agent; return those of complete workers.
 
-        Reports of workers other than the node's own (`here`) are ignored. A worker that reports an impossible value is
-        disconnected. The argument `following` is the iteration to be committed next. The agent is answered by
-        `send_answers`, even if no worker's report is complete.
+        Reports of workers that are not `here`, on the node, are ignored. A worker that reports an
+        impossible value is disconnected. `following` is the iteration to be committed next. The
+        agent is answered by `send_answers`, even if no worker's report is complete.
         """
         self._answers[node], completed = [], list[IterationReport]()
         for one in gathered.reports:
@@ -131,12 +128,12 @@ class NodeAgents:
         return tuple(completed)
 
     def mark_direct_report(self, worker: Worker) -> None:
-        """Record that the last report of a worker came over its own connection, over which it is to be acknowledged."""
+        """Record that a worker reported over its own connection, by which it is acknowledged."""
         self._node_of.pop(worker, None)
 
     def acknowledge_reports(self, workers: Sequence[Worker], message: Acknowledged) -> None:
-        """Send the acknowledgement `message` to workers: at once over their own connections, or, for workers whose last
-        report came by their node's agent, with the next `send_answers`."""
+        """Send `message` to workers at once, or with the next `send_answers`. The latter concerns
+        workers whose last report came by their node's agent."""
         by_node: dict[int, list[Worker]] = {}
         for worker in workers:
             node = self._node_of.get(worker)
@@ -159,9 +156,11 @@ class NodeAgents:
             self.send(node, StillRunning())
 
     async def announce_end(self, error: str | None, *, anew: bool) -> None:
-        """Tell all agents that the run has ended, with the `error` (None if it is complete), wait up to
-        `ANNOUNCE_SECONDS` until they have disconnected, and close all connections. With `anew`, the run starts again
-        from its beginning, and the agents must join it again."""
+        """Tell all agents that the run has ended, and close their connections.
+
+        They have `ANNOUNCE_SECONDS` to disconnect. `error` is None if the run is complete. With
+        `anew`, it starts again from its beginning, and the agents must join it again.
+        """
         for node in self._connections:
             self.send(node, RunEnded(error, anew))
         with suppress(TimeoutError):

@@ -1,8 +1,8 @@
-"""Rank reports: combines the messages of a worker's processes into messages of the worker.
+"""Combine the messages of a worker's processes into messages of the worker.
 
-A worker that is a group of processes counts as one: it is ready when all of its ranks are, and has run an iteration or
-paused when all have. A message that one rank sends for itself passes at once. If a worker is one process, every message
-does.
+A worker of several processes counts as one: it is ready, has run an iteration or has paused when
+all of its ranks have. A message that one rank sends for itself passes at once, as all do of a
+worker with one process.
 """
 
 import math
@@ -33,30 +33,27 @@ from slipstream.schedules.schedule import Worker
 
 MessageKey = tuple[type, int, int]
 BreakOffCallback = Callable[[Worker, int], None]
-"""Function that makes the remaining ranks of a worker stop when one has stopped in the order of the given number."""
+"""Function that stops a worker's remaining ranks when one has stopped in an order."""
 
 
 class RankReports:
-    """Collector of the messages that the ranks of workers send, which combines those of a worker's ranks into one
-    message.
+    """Collector that combines the messages of a worker's ranks into one message.
 
-    Each worker has `processes` ranks. When a rank reports an error that ends an order, the function `break_off` is
-    called with the worker and the order's number, to make the other ranks stop, too.
+    Each worker has `processes` ranks. When a rank reports an error that ends an order, `break_off`
+    is called with the worker and the order's number, to make the other ranks stop, too.
     """
 
     def __init__(self, processes: int, break_off: BreakOffCallback) -> None:
         self._processes = processes
         self._break_off = break_off
         self._open: dict[Worker, dict[MessageKey, dict[int, ToCoordinator]]] = {}
-        """Messages of each worker of which some ranks have not sent theirs yet, by the key of the message and by
-        rank."""
+        """Messages of each worker that some ranks have yet to send, by key and rank."""
 
     def add_message(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
-        """Add a message of a rank, and return the worker's message once all of its ranks have sent theirs; until then,
-        None.
+        """Add a rank's message; return the worker's once all ranks have sent theirs.
 
-        A message that a rank sends only for itself is returned at once. All ranks send the same `StepValidated`; that
-        of rank 0 is returned.
+        Returns None until then. A message that a rank sends only for itself is returned at once.
+        All ranks send the same `StepValidated`; that of rank 0 is returned.
         """
         processes = self._processes
         if processes == 1:
@@ -80,17 +77,16 @@ class RankReports:
 
     @property
     def incomplete_workers(self) -> list[Worker]:
-        """Workers of which some ranks, but not all, have reported that they are ready for an order."""
+        """Workers of which some ranks, but not all, are ready for an order."""
         return [worker for worker, said in self._open.items() if any(kind is Ready for kind, *_ in said)]
 
     def drop_worker(self, worker: Worker) -> None:
-        """Drop the messages of a worker that is lost, or whose messages are out of date."""
+        """Drop the messages of a worker that is lost, or whose messages are outdated."""
         self._open.pop(worker, None)
 
 
 def _find_message_key(message: ToCoordinator) -> MessageKey | None:
-    """Return a key that is equal for the messages of all ranks of a worker that are combined into one, such as their
-    reports on one iteration; None if the rank sends the message for itself alone."""
+    """Return a key that all ranks' messages of one kind share. None for those not combined."""
     match message:
         case IterationReport():
             return IterationReport, message.order, message.iteration
@@ -104,8 +100,7 @@ def _find_message_key(message: ToCoordinator) -> MessageKey | None:
 
 
 def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -> ToCoordinator:
-    """Return one message for a worker, made of the messages of its ranks. The same messages are given twice: `in_time`
-    in the order of their arrival, `by_rank` in the order of the ranks."""
+    """Combine the ranks' messages, given in the order of arrival and by rank."""
     first = by_rank[0]
     match first:
         case Ready():
@@ -134,11 +129,9 @@ def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoor
 
 
 def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> IterationReport:
-    """Return the report of a worker on one iteration, made of the reports of its ranks.
-
-    Each rank has the whole loss. Sums of squares of gradients are of one shard each, so they are added. The busy
-    window, from the first op to the end of the step, is the longest of any rank.
-    """
+    """Combine the ranks' reports on one iteration."""
+    # Each has the whole loss, but the squared gradients of its own shard. The longest window
+    # counts.
     squares = [one.squares for one in reports]
     return replace(first, window_seconds=max(one.window_seconds for one in reports),
                    checksums=_combine_checksums([one.checksums for one in reports]),
@@ -148,7 +141,6 @@ def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> 
 
 
 def _combine_checksums(by_rank: Sequence[Sequence[Checksum]]) -> tuple[Checksum, ...]:
-    """Return one checksum for the same elements of a layer, made of those of the ranks."""
     sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
     for one in (one for checksums in by_rank for one in checksums):
         sums[one.compared_elements] = (*sums.get(one.compared_elements, ()), *one.sums)
@@ -156,8 +148,8 @@ def _combine_checksums(by_rank: Sequence[Sequence[Checksum]]) -> tuple[Checksum,
 
 
 def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
-    """Return the report that a worker has paused, made of the reports of its ranks in the order of their arrival. The
-    reason is that of the first rank to give one; the other ranks then only lost their connections to it."""
+    """Combine the ranks' reports, in the order of arrival, that they have paused."""
+    # The first reason is the cause: later ranks only lost their connections to that one.
     factors = [one.validated for one in reports if one.validated is not None]
     cause = next((one for one in reports if one.reason is not None), first)
     return replace(first, kept=intersect_held_state([one.kept for one in reports]), named=cause.named,
@@ -166,12 +158,9 @@ def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
 
 
 def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport | None:
-    """Return what a worker reports to a new coordinator, made of its ranks' reports; None if a rank has none, because
-    it has just been started.
-
-    If only some ranks have received the last order, the worker holds no state from which all can continue. All ranks
-    have paused, so none has run anything of that order.
-    """
+    """Combine what ranks report to a new coordinator; None if one has just been started."""
+    # If only some have received the last order, nothing is held from which all can continue. All
+    # have paused, so none has run anything of that order.
     found = [known for known in by_rank if known is not None]
     if len(found) < len(by_rank):
         return None
@@ -188,11 +177,8 @@ def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport |
 
 
 def _combine_digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return one digest for each parameter, made of the digests of its shards.
-
-    Ranks that were stopped at different points of the last order hold different layers, or none. As in
-    `intersect_held_state`, the worker holds what all of its ranks hold, so that parameters which some ranks do not
-    report are left out.
-    """
+    """Combine the digests of each parameter's shards."""
+    # As in `intersect_held_state`, a parameter that some rank does not report is left out: ranks
+    # stopped at different points of an order hold different layers.
     return {name: combined_digest({str(rank): digests[name] for rank, digests in enumerate(by_rank)})
             for name in by_rank[0] if all(name in digests for digests in by_rank)}

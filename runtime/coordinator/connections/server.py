@@ -1,4 +1,4 @@
-"""Server side of the coordinator's connections. Workers and node agents connect to one server."""
+"""Server side of the coordinator's connections, for workers and node agents."""
 
 import asyncio
 import math
@@ -22,28 +22,22 @@ from slipstream.runtime.protocol.to_coordinator import FromNodeAgent, FromWorker
 from slipstream.schedules.schedule import Worker
 
 MAX_UNSENT_BYTES = 2 * MAX_BYTES
-"""Largest number of bytes that may wait to be sent to a peer. A peer for which more wait does not read, and is cut
-off."""
+"""Unsent bytes above which a peer is cut off, because it does not read."""
 
 _FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
 
 MessageCallback = Callable[["Connection", ToCoordinator | None], None]
-"""Function that is called with each message in order, and with None when the connection has ended."""
+"""Function that is called with each message, and with None at the connection's end."""
 
 
 class Server:
     """State that all connections of the coordinator's server share.
 
-    Parameters
-    ----------
-    secret
-        Secret by which the server and its peers authenticate each other.
-    heard
-        Function that is called with a connection and each message that it receives, and with None at its end.
-    say
-        Function that is called with a line about a connection that was cut off because of what its peer sent.
-    most_unknown
-        Number of connections that may be open without an identified peer; if there are more, the oldest is closed.
+    Parameters ---------- secret Secret by which the server and its peers authenticate each other.
+    heard Function that is called with a connection and each message that it receives, and with None
+    at its end. say Function that is called with a line about a connection that was cut off because
+    of what its peer sent. most_unknown Number of connections that may be open without an identified
+    peer; if there are more, the oldest is closed.
     """
 
     def __init__(self, secret: Secret, heard: MessageCallback, say: Callable[[str], None], most_unknown: int) -> None:
@@ -62,7 +56,7 @@ class Server:
             next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections have no identified peer")
 
     def mark_identified(self, connection: "Connection") -> None:
-        """Stop counting a connection as unidentified, because its peer is known now or the connection has ended."""
+        """Stop counting a connection as unidentified: its peer is known, or it has ended."""
         self._unknown.pop(connection, None)
 
     def remove_connection(self, connection: "Connection") -> None:
@@ -70,7 +64,7 @@ class Server:
         self._open.discard(connection)
 
     def abort_all(self) -> None:
-        """Abort all connections that are not closing, so that peers that came too late notice that the run is over."""
+        """Abort all open connections, so that late peers notice that the run is over."""
         for connection in list(self._open):
             if not connection.is_closing:
                 connection.abort()
@@ -97,9 +91,10 @@ class Connection(asyncio.Protocol):
         self.rank = 0
         """Rank of the process at the other end among the processes of its worker."""
         self.heard = math.inf
-        """Time of `time.monotonic` at which a worker's process last sent anything; infinity: it sends no heartbeats."""
+        """Time of `time.monotonic` at which a worker's process last sent anything. Infinity: it
+        sends no heartbeats."""
         self.over = False
-        """True if the connection has ended and all messages that came over it have been handled."""
+        """True if the connection has ended and all its messages have been handled."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the greeting, and wait for the first message, which identifies the peer."""
@@ -113,7 +108,7 @@ class Connection(asyncio.Protocol):
         self._server.add_connection(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass complete messages on to the server's `heard`, or cut off the connection if the data is invalid."""
+        """Pass complete messages on to the server's `heard`, or cut off invalid data."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -126,7 +121,7 @@ class Connection(asyncio.Protocol):
             self.cut_off(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Report that the connection has ended, whichever side ended it, to the function that handles messages."""
+        """Report the connection's end, whichever side ended it, to the server's `heard`."""
         self._stop_hello_timer()
         self._server.remove_connection(self)
         self._transport = None
@@ -144,10 +139,10 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
-        """Send a message, by one system call for all messages that are sent before the event loop polls again: calls
-        are expensive.
+        """Send a message, with all others that are sent before the event loop polls again.
 
-        Nothing happens if the connection is closing. A peer that does not read is cut off.
+        One system call writes them, as calls are expensive. Nothing happens if the connection is
+        closing. A peer that does not read is cut off.
         """
         if not self.is_closing:
             assert self._tags is not None
@@ -183,13 +178,12 @@ class Connection(asyncio.Protocol):
                 self.cut_off("it does not read what it is sent")
 
     def _stop_hello_timer(self) -> None:
-        """Stop waiting for the first message."""
         self._server.mark_identified(self)
         if self._hello is not None:
             self._hello.cancel()
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """Process the bytes of the handshake, and return the bytes that follow it. Raises AuthenticationError."""
+        """Process the handshake; return the bytes that follow it. Raises AuthenticationError."""
         self._received += data
         if len(self._received) < HELLO_BYTES:
             return b""
@@ -202,7 +196,8 @@ class Connection(asyncio.Protocol):
         return rest
 
     def _receive_message(self, message: ToCoordinator) -> None:
-        """Check the sender of a message, and pass it on. The first message must identify the peer."""
+        """Check the sender of a message, and pass it on. The first message must identify the
+        peer."""
         if self.peer is None:
             if isinstance(message, JoinWorker):
                 self.peer, self.rank = message.worker, message.rank
@@ -217,14 +212,12 @@ class Connection(asyncio.Protocol):
 
 
 def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
-    """Return whether a peer may send a message: a worker only about itself, a node agent only messages of node
-    agents."""
+    """Return whether a peer may send a message: a worker only messages about itself."""
     if isinstance(peer, int):
         return type(message) in _FROM_NODE_AGENT
     return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer
 
 
 async def start_server(listener: socket.socket, server: Server) -> asyncio.Server:
-    """Start to accept the connections of workers and node agents on a listening socket; return the asyncio server,
-    which the caller closes."""
+    """Accept connections on a listening socket; return the server, which the caller closes."""
     return await asyncio.get_running_loop().create_server(lambda: Connection(server), sock=listener, backlog=BACKLOG)

@@ -1,7 +1,8 @@
-"""Stall watch: finds the workers that hold up a run when nothing has been committed for long.
+"""Find the workers that hold up a run when nothing has been committed for long.
 
-All members are asked what they do (`runtime.protocol.to_worker.ReportStatus`). Their main threads answer, whatever
-their computing threads wait for. Heartbeats do not show a stall, because the main thread sends them, too.
+All members are asked what they do (`runtime.protocol.to_worker.ReportStatus`). Their main threads
+answer, whatever their computing threads wait for. Heartbeats do not show a stall, because the main
+thread sends them, too.
 """
 
 import time
@@ -12,22 +13,19 @@ from slipstream.runtime.protocol.to_coordinator import WorkerStatus
 from slipstream.schedules.schedule import Worker
 
 STATUS_ANSWER_SECONDS = 1.0
-"""Time that members have to answer; a worker that answers at all does so in milliseconds."""
+"""Time that members have to answer. A worker that answers at all does so in milliseconds."""
 HANG_SHARE = 0.8
-"""Share of the timeout that one activity must last to count as hung: it may have begun after the last commit."""
+"""Share of the timeout that a hung activity lasts, as it may have begun late."""
 CIRCLE_TIMEOUTS = 1.8
-"""Number of timeouts for which members must wait for each other, each in one call, to be stopped. Two reports in a row
-then name them: communication that is only slow ends earlier."""
+"""Timeouts for which members must wait for each other in one call to be stopped. Two reports in a
+row then name them: communication that is only slow ends earlier."""
 MAX_NAMES = 8
 """Largest number of workers that a line names."""
 
 
 @dataclass(frozen=True, slots=True)
 class StallReport:
-    """Report that no iteration has been committed for long, with what each member is doing.
-
-    A member answers from its main thread, even if the thread that computes is stuck.
-    """
+    """Report that no iteration was committed for long, and what each member does."""
 
     seconds: float
     """Seconds since the last commit or order."""
@@ -48,11 +46,10 @@ class StallReport:
         return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(lines)
 
     def find_culprits(self, held: Mapping[Worker, Collection[int]]) -> list[WorkerStatus]:
-        """Return the status of each member that has been busy with one op for most of the timeout, if each of its
-        layers has another holder that was not so busy.
+        """Return the status of members that were busy too long with one op.
 
-        The argument `held` maps each member to its layers. If all holders of a layer compute for so long, the work
-        itself is long, and none of them is returned.
+        Too long is most of the timeout, if each of its layers (`held`) has another holder that was
+        not: if all holders compute for so long, the work itself is long.
         """
         enough = HANG_SHARE * self.timeout_seconds
         busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}
@@ -61,10 +58,10 @@ class StallReport:
 
 
     def find_circle(self) -> list[WorkerStatus]:
-        """Return the status of each member that waits for another one in a circle, where all have waited for long.
+        """Return the status of members that have long waited for each other in a circle.
 
-        No schedule lets workers wait in a circle, so that a connection between them does not work. The result is empty
-        if any member waits, however indirectly, for one that computes, or whose wait is not known.
+        No schedule lets workers wait in a circle, so a connection between them does not work. Empty
+        if each waits, however indirectly, for a member that computes, or whose wait is not known.
         """
         enough = CIRCLE_TIMEOUTS * self.timeout_seconds
         waiting = {worker: one for worker, one in self.statuses.items()
@@ -79,8 +76,7 @@ class StallReport:
 
 
 class StallWatch:
-    """Watch that asks all members for their status when the timeout has passed without a commit, by calling `ask` for
-    each."""
+    """Watch that calls `ask` for each member when the timeout passes without a commit."""
 
     def __init__(self, timeout_seconds: float, ask: Callable[[Worker], None]) -> None:
         self._timeout = timeout_seconds
@@ -102,12 +98,12 @@ class StallWatch:
 
     def check_progress(self, members: Collection[Worker], interval_seconds: float, *,
                        planning: bool) -> StallReport | None:
-        """Ask all members for their activity once the timeout has passed without a commit; return a report when they
-        have answered.
+        """Ask members what they do once the timeout passes without a commit; report the answers.
 
-        Returns None while there is nothing to report. Members have `STATUS_ANSWER_SECONDS` to answer. To be called
-        every `interval_seconds`: a call that comes much later means that this process was not scheduled, and that time
-        does not count. The argument `planning` is True if members wait for a schedule.
+        Returns None while there is nothing to report. Members have `STATUS_ANSWER_SECONDS` to
+        answer. To be called every `interval_seconds`: a call that comes much later means that this
+        process was not scheduled, and that time does not count. `planning` says that members wait
+        for a schedule.
         """
         now = time.monotonic()
         if now - self._looked > 3 * interval_seconds:  # this process was not scheduled

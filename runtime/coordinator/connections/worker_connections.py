@@ -1,7 +1,7 @@
-"""Worker connections: tracks which workers are connected, silent, given up or ended; combines messages of ranks.
+"""Track which workers are connected, silent, given up or ended.
 
-Unfinished messages of a worker's ranks are dropped with its connections. A worker whose process ends may have reported
-the reason just before, so its last messages are handled first.
+Unfinished messages of a worker's ranks are dropped with its connections. A worker whose process
+ends may have reported the reason just before, so its last messages are handled first.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ DRAIN_SECONDS = 1.0
 CHECKS_PER_TIMEOUT = 10
 """Number of checks for silent workers in each heartbeat timeout."""
 SILENT_SHARE = 0.5
-"""Share of the heartbeat timeout for which all other workers of a lost worker's machine must be silent to be given up
-with it. A live worker is heard several times in it."""
+"""Share of the timeout for which all others on a lost worker's machine must be silent. They are
+given up with it; a live worker is heard several times in it."""
 
 EnqueueCallback = Callable[[Callable[[], None]], None]
-"""Function that adds a function to the event loop's queue, to be called as an event of its own."""
+"""Function that adds a function to the event loop's queue, as an event of its own."""
 LostCallback = Callable[[Worker, str, float], None]
-"""Function called with a lost worker, the reason, and since when it was silent (`time.monotonic`, or 0.0)."""
+"""Function called with a lost worker, the reason, and since when it was silent."""
 
 
 class WorkerConnections:
@@ -59,7 +59,7 @@ class WorkerConnections:
         self._given_up: set[Worker] = set()
         """Workers that were lost before their processes have ended."""
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
-        """Last message and its encoded bytes, so that a message to all workers is encoded once."""
+        """Last message and its bytes, so that one to all workers is encoded once."""
 
     def __contains__(self, worker: Worker) -> bool:
         return any(not connection.over for connection in self._connections.get(worker, {}).values())
@@ -72,8 +72,8 @@ class WorkerConnections:
     def admit_process(self, connection: Connection, message: JoinWorker) -> bool:
         """Add the connection of a worker's process, or close it; return whether it was added.
 
-        A process whose worker was given up, or that has followed another coordinator than the one whose run this one
-        continues, is first told to leave.
+        A process is first told to leave if its worker was given up, or if it followed a coordinator
+        other than the one whose run this one continues.
         """
         worker, epoch = message.worker, self._run.setup.epoch
         if message.epoch and (message.epoch >= epoch or self._run.behind is None):
@@ -100,8 +100,8 @@ class WorkerConnections:
             connection.send(self._last_sent[1])
 
     def record_sign_of_life(self, connection: Connection) -> bool:
-        """Record that a worker's process has sent something; return False if this connection is not the process's
-        current one."""
+        """Record that a worker's process sent something; return whether its connection is
+        current."""
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_current(connection):
             return False
@@ -110,11 +110,8 @@ class WorkerConnections:
         return True
 
     def combine_message(self, connection: Connection, message: ToCoordinator) -> ToCoordinator | None:
-        """Add a message of a worker's process, and return the worker's message once all of its processes have sent
-        theirs.
-
-        Returns None until then, and for a connection that is not the current one of its process.
-        """
+        """Add a process's message; return the worker's once all its processes have sent theirs.
+        Returns None until then, and for a connection that is not the current one of its process."""
         worker = connection.peer
         if not isinstance(worker, Worker) or not self.record_sign_of_life(connection):
             return None
@@ -122,7 +119,7 @@ class WorkerConnections:
 
     @property
     def incomplete_workers(self) -> list[Worker]:
-        """Workers of which some processes, but not all, have reported that they are ready for an order."""
+        """Workers of which some processes, but not all, are ready for an order."""
         return self._reports.incomplete_workers
 
     def find_connection(self, worker: Worker, rank: int) -> Connection | None:
@@ -131,15 +128,15 @@ class WorkerConnections:
         return None if connection is None or connection.over else connection
 
     def expect_heartbeats(self, worker: Worker) -> None:
-        """Start to expect heartbeats from all processes of a worker, which send them from `Ready` on."""
+        """Start to expect heartbeats from a worker's processes, which send them from `Ready` on."""
         for connection in self._connections[worker].values():
             connection.heard = time.monotonic()
 
     def give_up_silent(self) -> None:
-        """Kill and give up each worker of which a process was silent for the heartbeat timeout.
+        """Kill and give up each worker of which a process missed the heartbeat timeout.
 
-        With it go all other workers of its machine if each of them was silent for `SILENT_SHARE` of the timeout, unless
-        it is the machine of this process.
+        With it go all other workers of its machine if each of them was silent for `SILENT_SHARE` of
+        the timeout, unless it is the machine of this process.
         """
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
@@ -158,25 +155,21 @@ class WorkerConnections:
             self.give_up_worker(worker, f"worker {worker} stopped answering", min(silent[worker].values()))
 
     def give_up_worker(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost although its process may not have ended.
-
-        The worker has been silent since `since` (`time.monotonic`, or 0.0 if that is unknown).
-        """
+        """Count a worker as lost although its process may not have ended. It has been silent since
+        `since` (`time.monotonic`, or 0.0 if that is unknown)."""
         self._given_up.add(worker)
         self._mark_lost(worker, reason, since)
 
     def give_up_failed(self, worker: Worker, reason: str) -> None:
-        """Count a worker as lost that has reported an error of its own, described by `reason`."""
+        """Count a worker as lost that has reported an error of its own, the `reason`."""
         self.give_up_worker(worker, f"worker {worker} failed: {reason} (see {self._log_path_of(worker)})")
 
     def has_given_up_all(self, workers: Collection[Worker]) -> bool:
-        """Return whether none of a node's `workers` is connected and at least one was given up: their machine may be
-        gone."""
+        """Return whether none is connected and some were given up, as with a lost machine."""
         return any(worker in self._given_up for worker in workers) and not any(worker in self for worker in workers)
 
     def handle_disconnect(self, connection: Connection) -> bool:
-        """Handle the end of a connection, all messages of which have been handled; return whether it was the current
-        one of a worker's process."""
+        """Handle the end of a connection after its messages; return whether it was current."""
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_current(connection):
             return False
@@ -186,7 +179,7 @@ class WorkerConnections:
         return True
 
     def handle_node_loss(self, node: int) -> None:
-        """Give up the workers of a node whose agent is gone: an agent that ends takes its workers with it."""
+        """Give up the workers of a node whose agent is gone, and they with it."""
         for worker in self._processes.get_node_workers(node):
             if self._is_watched(worker):
                 self.give_up_worker(worker, f"worker {worker} is gone with node {node}")
@@ -194,7 +187,7 @@ class WorkerConnections:
                 self._close_worker(worker)
 
     def handle_process_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a worker's process after its last messages, which may contain the reason."""
+        """Handle the end of a worker's process after its last messages."""
         if ended.worker in self:
             self._ended[ended.worker] = ended
             asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._handle_drained_end(ended))
@@ -207,10 +200,8 @@ class WorkerConnections:
             self._close_worker(worker)
 
     def _find_lost_with(self, worker: Worker, silent: Collection[Worker]) -> list[Worker]:
-        """Return all other workers of a lost worker's machine if all of them are silent, too; otherwise none.
-
-        The machine of this process is excepted, because this process would be gone as well.
-        """
+        """Return the other workers of a lost worker's machine if all are silent, too."""
+        # The machine of this process is excepted, because this process would be gone as well.
         others = [other for other in self._domains.workers_failing_with(worker) if other != worker
                   and self._is_watched(other)]
         here = any(other in self._run.facts.shares[0] for other in (worker, *others))
@@ -229,14 +220,12 @@ class WorkerConnections:
         return isinstance(worker, Worker) and self._connections.get(worker, {}).get(connection.rank) is connection
 
     def _handle_drained_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a process, `DRAIN_SECONDS` after it, unless it was handled earlier because the last
-        messages had arrived."""
+        """Handle the end of a process, unless its last messages arrived before `DRAIN_SECONDS`."""
         if self._ended.get(ended.worker) is ended:
             self._handle_end(self._ended.pop(ended.worker))
 
     def _handle_end(self, ended: WorkerEnded) -> None:
-        """Count a worker as lost, as its process has ended and its last message has been handled, unless it was given
-        up before."""
+        """Count a worker as lost after its last message, unless it was given up before."""
         if ended.worker in self._given_up:
             self._given_up.remove(ended.worker)
         else:
@@ -244,8 +233,7 @@ class WorkerConnections:
         self._processes.handle_worker_end(ended)
 
     def _mark_lost(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Report a worker as lost, silent since `since` (`time.monotonic`, or 0.0 if unknown), and close its
-        connections."""
+        """Close a worker's connections and report it as lost, silent since `since`."""
         self._close_worker(worker)
         ended = self._ended.pop(worker, None)
         if ended is not None:

@@ -1,7 +1,8 @@
-"""Rollback: chooses the checkpoint that a run goes back to if no worker holds some layer, or if copies differ.
+"""Choose the checkpoint that a run goes back to for lost layers or differing copies.
 
-All workers are asked which checkpoints they can read, because nodes may have separate folders. The newest one is taken.
-Before the first checkpoint the run can start from its beginning, since each worker can build the initial state.
+All workers are asked which checkpoints they can read, because nodes may have separate folders. The
+newest one is taken. Before the first checkpoint the run can start from its beginning, since each
+worker can build the initial state.
 """
 
 from collections import Counter
@@ -19,12 +20,11 @@ from slipstream.runtime.protocol.to_worker import ReportCheckpoints
 from slipstream.schedules.schedule import NoScheduleError, Worker
 
 CHECKPOINT_ANSWER_SECONDS = 30.0
-"""Time that a worker has to report its checkpoints. If it takes longer, its file system hangs, and it reads none."""
+"""Time to report checkpoints; a worker whose file system hangs longer reads none."""
 
 
 def describe_lost_layer(step: TransitionBuilder, missing: int) -> str:
-    """Return a message that explains why no worker holds all parameters and optimizer state of the layer `missing`, by
-    the losses that the state in `step` records."""
+    """Explain, by the losses recorded in `step`, why no worker holds all of layer `missing`."""
     state, placement = step.state, step.rules.placement
     reasons = describe_layer_loss(state.lost, missing, state.grid, placement, state.members, state.waiting_workers)
     if any(missing in layers for layers in state.held_by_paused.values()):
@@ -36,16 +36,16 @@ def describe_lost_layer(step: TransitionBuilder, missing: int) -> str:
 
 
 def order_rollback(step: TransitionBuilder, why: str) -> None:
-    """Go back to the newest checkpoint that a live worker can read, or to the beginning, for the reason `why`.
+    """Go back to the newest readable checkpoint, or to the beginning, for the reason `why`.
 
-    This happens if no worker holds some layer, or if copies differ. Copies are compared whenever a checkpoint is
-    written, before the iteration is committed. If copies differ, the checkpoints that precede a committed iteration are
-    therefore correct.
+    This happens if no worker holds some layer, or if copies differ. Copies are compared whenever a
+    checkpoint is written, before the iteration is committed; so if they differ, the checkpoints
+    that precede a committed iteration are correct.
 
-    The workers' lists of readable checkpoints, and then a schedule, are requested first. While an answer is missing,
-    nothing else happens, and the caller repeats the call. A run that was told to end and has lost layers ends here, and
-    a later run resumes from its last checkpoint. Raises RunError if no worker is left, no checkpoint can be read, or
-    there is no schedule.
+    The lists of readable checkpoints, and then a schedule, are requested first. While an answer is
+    missing, nothing else happens, and the caller repeats the call. A run that was told to end and
+    has lost layers ends here, and a later run resumes from its last checkpoint. Raises RunError if
+    no worker is left, no checkpoint can be read, or there is no schedule.
     """
     state, placement, partition = step.state, step.rules.placement, step.rules.partition
     everyone, first, start = state.available_workers, state.log.next_iteration, step.rules.iterations.start
@@ -94,22 +94,18 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
 
 def find_newest_checkpoint(readable: Mapping[Worker, Collection[int]], workers: Collection[Worker], iterations: range
                            ) -> tuple[int, list[Worker]] | None:
-    """Return the last iteration in `iterations` whose checkpoint at least one of the workers can read, and the workers
-    that can read it, sorted.
-
-    Returns None if there is none. The argument `readable` has the iterations of the checkpoints that each worker can
-    read.
-    """
+    """Return the last of `iterations` with a readable checkpoint, and its readers, sorted. Returns
+    None if there is none. `readable` has the iterations whose checkpoints each worker can read."""
     candidates = {worker: set(readable.get(worker, ())).intersection(iterations) for worker in workers}
     last = max((max(choices) for choices in candidates.values() if choices), default=None)
     return None if last is None else (last, sorted(one for one, choices in candidates.items() if last in choices))
 
 
 def assign_layer_readers(needs: LayersByWorker, readers: Collection[Worker]) -> Mapping[Worker, tuple[int, ...]]:
-    """Return the layers that each worker in `readers` must read from a checkpoint, so that every layer in `needs` is
-    read.
+    """Return the layers that each reader reads from a checkpoint, so that all are read.
 
-    A reader reads the layers that it needs itself. Layers that only other workers need are distributed evenly.
+    A reader reads the layers that it needs itself, by `needs`. Layers that only others need are
+    distributed evenly.
     """
     reads = {reader: sorted(needs[reader]) for reader in sorted(readers) if reader in needs}
     count = Counter({reader: len(layers) for reader, layers in reads.items()})

@@ -1,11 +1,11 @@
-"""Commit log: combines the reports of workers into committed iterations, losses, times and digests.
+"""Combine the reports of workers into committed iterations, losses, times and digests.
 
-An iteration is committed when every member of the order has stepped it and, if steps depend on the gradients of all
-stages, its factor is known (`runtime.state.step_factors`). It is not committed if compared copies of the state on
-which it ran differ. A committed iteration is never undone, unless the run goes back to a checkpoint. A member that has
-also stepped the next iteration can go back by one step.
+An iteration is committed when every member has stepped it, the copies of state on which it ran are
+equal where compared, and, if steps depend on the gradients of all stages, its factor is known
+(`runtime.state.step_factors`). It is never undone, unless the run goes back to a checkpoint. A
+member that has also stepped the next iteration can go back by one step.
 
-Checkpoint timer: chooses when the next checkpoint is due, so that all checkpoints together cost little time.
+The checkpoint timer chooses when the next checkpoint is due, so that all together cost little time.
 """
 
 import math
@@ -29,45 +29,44 @@ from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, M
 from slipstream.schedules.schedule import Worker
 
 MIN_KEPT_WINDOWS = 4096
-"""Number of latest iterations whose busy windows are always kept. Medians do not need all windows of a long run."""
+"""Latest iterations whose busy windows are always kept; medians need no more."""
 
 
 class CommitLogError(RuntimeError):
-    """Error that ends the run: workers report different values where they must agree, or a loss is not finite again and
-    again. The message is one line."""
+    """Error that ends the run, with a message of one line. Workers report different values where
+    they must agree, or a loss is not finite again and again."""
 
 
 class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
-    """Iteration that has been committed. It is also an effect: the event loop logs it and reports it to the process
-    manager."""
+    """Iteration that has been committed. It is also an effect: the event loop logs it and reports
+    it to the process manager."""
 
     iteration: int
     loss: float
     window_seconds: float
-    """Longest busy window of any member: the time from the start of its first op to the end of its optimizer step."""
+    """Longest time of any member from its first op's start to its step's end."""
     gradient_norm: float | None
     """Norm of all gradients before clipping; None if it was not finite."""
     evaluation: float | None
     """Loss of the validation data after the iteration; None if it was not evaluated then."""
     cost_error: float | None
-    """Relative error between the expected costs of samples and measured times; None if no costs are known."""
+    """Relative error between the expected costs of samples and measured times. None if no costs are
+    known."""
     reports: Sequence[IterationReport] = ()
     """Reports of all members, in the order of the workers."""
 
 
 class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of what the members of the current order have reported, and of all committed iterations."""
+    """Record of the current order's reports, and of all committed iterations."""
 
     job: str = "job"
     """Name of the job, for the trace."""
     first_iteration: int = 0
     """First iteration of the run; the iterations before it are committed."""
     skips: bool = False
-    """True if the run continues after a loss that is infinite or nan. Such an iteration makes no step, and its recorded
-    loss is nan."""
+    """True if the run continues, without a step and with nan, after a loss that is not finite."""
     validates: bool = False
-    """True if steps depend on the gradients of all stages, so that a commit also needs the factor that scales the
-    gradients."""
+    """True if steps depend on all stages' gradients, so that a commit needs their factor."""
     order: int = 0
     members: int = 0
     """Number of members of the current order."""
@@ -75,10 +74,10 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     """Reports of the current order on iterations that are not committed, by iteration."""
     factors: Mapping[int, float | None] = {}
     difference: CopyDifference | SampleDifference | None = None
-    """Difference found between copies of state, or between samples, in the current order, if any; no iteration that
-    ran on them is committed."""
+    """Difference in the current order, which keeps iterations from being committed."""
     nonfinite: int | None = None
-    """First iteration of the current order whose loss is not finite, if any; it is not committed unless `skips`."""
+    """First iteration of the current order whose loss is not finite, if any. It is not committed
+    unless `skips`."""
     losses_of: PersistentSeries = PersistentSeries()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
@@ -99,25 +98,24 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_committed(self) -> tuple[int, float | None] | None:
-        """Last committed iteration and its loss (None if not finite); None if this run has none."""
+        """Last committed iteration and its loss (None if not finite). None if this run has none."""
         loss = self.losses_of.get(self.next_iteration - 1)
         return None if loss is None else (self.next_iteration - 1, loss if math.isfinite(loss) else None)
 
     @property
     def furthest_reported(self) -> int:
-        """Last iteration that any member has reported in the current order or, without a report, the last committed
-        one."""
+        """Last iteration reported in the current order or, without any, the last committed one."""
         return max(self.reports, default=self.next_iteration - 1)
 
     @property
     def last_factor(self) -> StepFactor | None:
-        """Last committed iteration, with the factor that scaled its gradients before the step (a factor of None: no
-        step was made); None if the factor is not known."""
+        """Factor of the last committed iteration's gradients; None if it is not known. Its factor
+        of None means that no step was made."""
         last = self.next_iteration - 1
         return StepFactor(last, self.factors[last]) if last in self.factors else None
 
     def has_reports_from(self, workers: Iterable[Worker], iteration: int) -> bool:
-        """Return whether an iteration is committed, or all of these members have reported that they stepped it."""
+        """Return whether an iteration is committed, or all these members have stepped it."""
         reports = self.reports.get(iteration, ())
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
@@ -126,13 +124,16 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.reports.get(iteration, ())) >= max(1, self.members)
 
     def with_losses(self, losses: Sequence[float], factor: StepFactor | None) -> "CommitLog":
-        """Return the log with the losses of the iterations that an earlier coordinator committed, from the first
-        iteration on, and the factor that scaled the gradients in the last of them (None: not known)."""
+        """Return the log with the iterations that an earlier coordinator committed.
+
+        `losses` are theirs from the first iteration on; `factor` is that of the last one's
+        gradients (None: not known).
+        """
         return replace(self, losses_of=PersistentSeries(losses, self.first_iteration),
                        factors={} if factor is None else {factor.iteration: factor.factor})
 
     def without_iterations_from(self, iteration: int) -> "CommitLog":
-        """Return the log without the committed iterations from the given one on, which will be repeated."""
+        """Return the log without committed iterations from this one on, which are repeated."""
         return replace(
             self, losses_of=self.losses_of.before(iteration),
             windows=_entries_before(iteration, self.windows),
@@ -140,16 +141,16 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
             factors={earlier: factor for earlier, factor in self.factors.items() if earlier < iteration})
 
     def with_order(self, order: int, members: Collection[Worker]) -> "CommitLog":
-        """Return the log at the start of an order, without reports on iterations that are not committed."""
+        """Return the log at the start of an order, without uncommitted reports."""
         return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(), difference=None,
                        nonfinite=None,
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
     def with_reports(self, *reports: IterationReport) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return a pair: the log after reports of workers, and the iterations thereby committed.
+        """Return the log after reports, and the iterations thereby committed.
 
-        Reports of other orders are ignored. If a loss is not finite and the run may not skip such iterations (`skips`),
-        neither that iteration nor a later one is committed.
+        Reports of other orders are ignored. If a loss is not finite and the run may not skip such
+        iterations (`skips`), neither that iteration nor a later one is committed.
         """
         known, following, difference = dict(self.reports), self.next_iteration, self.difference
         nonfinite = self.nonfinite
@@ -168,16 +169,16 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, reports=known, difference=difference, nonfinite=nonfinite)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return a pair: the log after adding the `factor` by which members scale the gradients of an iteration, and
-        the iterations thereby committed. A factor of another order than the current one is ignored."""
+        """Return the log after a gradient factor, and the iterations thereby committed. A factor of
+        another order than the current one is ignored."""
         if order != self.order:
             return self, []
         factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}
         return replace(self, factors={**factors, factor.iteration: factor.factor})._with_committed()
 
     def with_finished(self, report: Finished) -> "CommitLog":
-        """Return the log with the digests of the final parameters that a member has written. Raises CommitLogError if
-        one differs from the digest that another member has reported."""
+        """Return the log with the digests of the final parameters that a member has written. Raises
+        CommitLogError if one differs from that of another member."""
         digests = self.digests
         for name, digest in report.digests.items():
             if name not in digests:
@@ -187,21 +188,20 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, digests=digests)
 
     def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
-        """Return the median over iterations of the longest busy window of any member (from its first op to the end of
-        its step), in seconds; None without iterations.
+        """Return the median of the longest busy windows in seconds; None without iterations.
 
-        The iterations are those of this run, or those from `first` up to but excluding `end`. The first one is left out
-        if there are others, because it warms up.
+        The iterations are those of this run, or from `first` up to but excluding `end`. The first
+        one is left out if there are others, because it warms up.
         """
         windows = self._windows_between(first, end)
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
     def median_period_after(self, iteration: int) -> float | None:
-        """Return the median, over the iterations committed after the given one, of the longest busy window of any
-        member (from its first op to the end of its step), in seconds; None if there are none.
+        """Return the median of the longest busy windows after an iteration, in seconds.
 
-        The given iteration is left out because it is the first of an order, which begins with empty pipelines.
+        Returns None if there are none. The given iteration is left out because it is the first of
+        an order, which begins with empty pipelines.
         """
         windows = self._windows_between(iteration + 1, None)
         return statistics.median(windows) if windows else None
@@ -215,8 +215,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                 if (first is None or iteration >= first) and (end is None or iteration < end)]
 
     def _with_committed(self) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return a pair: the log after committing all iterations whose reports are complete, and a list of these
-        iterations."""
+        """Return the log with complete iterations committed, and a list of these."""
         log, committed = self, list[CommittedIteration]()
         while log.has_all_reports(log.next_iteration) and (
                 not log.validates or log.next_iteration in log.factors) and (
@@ -262,32 +261,30 @@ def _shift_to_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:
 
 
 MAX_TIME_SHARE = 1 / 160
-"""Largest share of a run's time for checkpoints, by their measured cost. Iterations lose more: with 1 / 125, they lost
-1.08 %."""
+"""Largest share of a run's time for checkpoints; iterations lose more, such as 1.08 % with 1 /
+125."""
 MIN_INTERVAL_SECONDS = 60.0
-"""Shortest time between two checkpoints, and from the start to the first one, whose cost is not known before."""
+"""Shortest time between checkpoints, and before the first one, whose cost is not known."""
 
 
 class CheckpointCost(NamedTuple):
-    """Seconds of training time that were lost to one checkpoint, which was written while training continued."""
+    """Seconds of training that a checkpoint cost, which was written meanwhile."""
 
     iteration: int
     seconds: float
-    """Cost of the checkpoint in seconds, the largest of any worker: the time that training stopped to copy layers, and
-    the computing time that writing them took from training. Waiting for a disk holds up no worker and does not count.
-    """
+    """Largest cost of any worker: the stop to copy layers, and the writing's CPU time. Waiting for
+    a disk holds up no worker and does not count."""
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
-    """Timer of checkpoints. The time until the next one is due is 1 / `MAX_TIME_SHARE` times the training time in
-    seconds that the last one cost, and at least `MIN_INTERVAL_SECONDS`.
+    """Timer of checkpoints, by what they cost.
 
-    All arguments `at` are times of `time.monotonic`.
+    The next one is due after 1 / `MAX_TIME_SHARE` times the training seconds that the last one
+    cost, and at least `MIN_INTERVAL_SECONDS`. All arguments `at` are times of `time.monotonic`.
     """
 
     automatic: bool = False
-    """True if the coordinator chooses when to save. Otherwise workers save at a fixed interval, and `is_due` is always
-    False."""
+    """True if the coordinator chooses when to save; otherwise workers save at a fixed interval."""
     began: float | None = None
     """Time of the last checkpoint or, before the first one, of the start of training."""
     iteration: int | None = None
@@ -299,8 +296,8 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration of the last checkpoint whose cost became known."""
 
     def with_checkpoint(self, iteration: int, seconds: float, at: float) -> "CheckpointTimer":
-        """Return the timer of a new coordinator, given the last checkpoint of the one before it, which was complete at
-        time `at` and cost `seconds` of training time."""
+        """Return the timer of a new coordinator, given the last checkpoint of the one before. It
+        was complete at time `at` and cost `seconds` of training time."""
         return replace(self, began=at, seconds=PersistentMap([(iteration, seconds)]), newest=iteration)
 
     @property
@@ -309,8 +306,8 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(CheckpointCost(*entry) for entry in sorted(self.seconds.items()))
 
     def with_order(self, at: float) -> "CheckpointTimer":
-        """Return the timer at the start of an order. A checkpoint that members are still saving no longer counts, as it
-        may never be complete."""
+        """Return the timer at the start of an order. A checkpoint that members are still saving no
+        longer counts, as it may never be complete."""
         return replace(self, iteration=None, began=at if self.began is None else self.began)
 
     def is_due(self, at: float) -> bool:
@@ -321,14 +318,12 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return at - self.began > max(MIN_INTERVAL_SECONDS, last / MAX_TIME_SHARE)
 
     def with_request(self, iteration: int, at: float) -> "CheckpointTimer":
-        """Return the timer after members were told to save a checkpoint before the optimizer step of an iteration."""
+        """Return the timer after members were told to save before an iteration's step."""
         return replace(self, iteration=iteration, asked_at=at)
 
     def with_saved(self, iteration: int, seconds: float) -> "CheckpointTimer":
-        """Return the timer after a worker has written its layers of the checkpoint before an iteration, or failed to.
-
-        The argument `seconds` is the training time that this cost the worker. A checkpoint costs the largest such time.
-        """
+        """Return the timer after a worker has saved its layers, or failed to. `seconds` is the
+        training time that this cost it. A checkpoint costs the largest such time."""
         new = replace(self, iteration=None, began=self.asked_at) if iteration == self.iteration else self
         if seconds <= self.seconds.get(iteration, -1.0):
             return new

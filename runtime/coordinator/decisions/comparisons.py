@@ -1,10 +1,7 @@
-"""Comparison of copies: finds holders of equal state whose copies differ, from the checksums that they report.
+"""Find copies that differ by their checksums, and workers that read other samples.
 
-If most holders have the same copy, the others are wrong. With two holders, or with the owner and the buddy of sharded
-state, it cannot be determined which one is wrong.
-
-Comparison of samples: finds workers that have read other samples in an iteration, or dealt them
-otherwise.
+If most holders have the same copy, the others are wrong. With two holders, or with the owner and
+the buddy of sharded state, it cannot be determined which one is wrong.
 
 If most readers of a sample have the same, the others are wrong. Without a majority, members that
 have just joined are (`SampleDifference.with_suspects`), if there are any among the readers and
@@ -35,8 +32,8 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
     wrong: tuple[Worker, ...]
     """Holders whose copy differs from the copy of most holders."""
     spread: bool
-    """True if committed iterations may depend on a wrong copy. If only optimizer state differs and its wrong copies are
-    known, no step has used them yet."""
+    """True if committed iterations may depend on a wrong copy. They do not if the wrong copies are
+    known, and are only of optimizer state, which no step has used yet."""
 
     @property
     def fault(self) -> str:
@@ -54,10 +51,10 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_difference(iteration: int, reports: Iterable[IterationReport | Finished]) -> CopyDifference | None:
-    """Compare the copies of the state on which an iteration ran; return the difference, or None if all are equal.
+    """Return how copies of the state of an iteration differ; None if all are equal.
 
-    The copies are compared by the checksums in `reports`, which has each member's report on the iteration, or on the
-    state with which training has ended before it.
+    They are compared by the checksums in `reports`, which has each member's report on the
+    iteration, or on the state with which training has ended before it.
     """
     sums: dict[tuple[int, int, int, bool], dict[Worker, tuple[int, ...]]] = {}
     for report in reports:
@@ -83,8 +80,7 @@ def _abbreviate_names(names: tuple[object, ...]) -> str:
 
 
 class SampleDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Readers of the samples of an iteration whose samples, or assignments of samples, should be
-    equal but differ."""
+    """Readers of an iteration's samples that have, or have dealt, different ones."""
 
     iteration: int
     what: str
@@ -108,8 +104,8 @@ class SampleDifference(msgspec.Struct, frozen=True, kw_only=True):
         return f"had other {self.what} than its peers in iteration {self.iteration}"
 
     def with_suspects(self, suspects: Collection[Worker]) -> "SampleDifference":
-        """Return this difference, with those readers as wrong that are `suspects` if none is known
-        to be wrong and there are other readers."""
+        """Return the difference with those readers that are `suspects` as wrong. Nothing changes if
+        some are known to be wrong, or if all readers are suspects."""
         suspected = tuple(reader for reader in self.readers if reader in suspects)
         if self.wrong or len(suspected) == len(self.readers):
             return self
@@ -118,11 +114,8 @@ class SampleDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_sample_difference(iteration: int,
                            reports: Iterable[IterationReport]) -> SampleDifference | None:
-    """Compare the samples that workers have read in an iteration, and how they have dealt them;
-    return the first difference, or None if there is none.
-
-    The argument `reports` has each member's report on the iteration.
-    """
+    """Return how the samples read in an iteration, or their dealing, differ first. `reports` has
+    each member's report on the iteration. Returns None if there is no difference."""
     deals: dict[Worker, frozenset[str]] = {}
     digests: dict[tuple[int, int], dict[Worker, frozenset[str]]] = {}
     for report in reports:
@@ -139,8 +132,7 @@ def find_sample_difference(iteration: int,
 
 def _compare_readers(iteration: int, what: str,
                      digests: Mapping[Worker, frozenset[str]]) -> SampleDifference | None:
-    """Return the difference between what some workers have; None if it is the same, and one thing,
-    for each."""
+    """Return the difference; None if each worker has one thing, and all the same."""
     counts = Counter(digests.values())
     if len(counts) == 1 and all(len(digest) == 1 for digest in counts):
         return None

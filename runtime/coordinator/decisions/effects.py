@@ -2,13 +2,12 @@
 
 Besides the classes below, the following objects are effects:
 
-- an event of the run (`runtime.events`): write it, and store the schedule of an order or drop the losses of a rollback
-  that belong to it; a `Noted` event is also reported to users;
-- a request (`ScheduleRequest`, `slow_workers.SpeedRequest`): find the answer, which arrives as an event;
+ - an event of the run (`runtime.events`): write it, and store the schedule of an order or drop the
+   losses of a rollback that belong to it; a `Noted` event is also reported to users;
+- a request (`ScheduleRequest`, `slow_workers.SpeedRequest`): find the answer, which arrives as an
+  event, because planning takes seconds;
 - a `SpeedEvent`, a `Recovery` or a string: report it to users;
 - a committed iteration (`commit_log`), or the result of a failover (`failover`): write the losses.
-
-Requests for schedules. Planning takes seconds, so training continues and the answer arrives as an event.
 """
 
 import hashlib
@@ -58,12 +57,11 @@ DIGEST_CHARACTERS = 16
 """Length of the digest by which events name a schedule."""
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
-"""Function that returns the schedule in which the given workers are down and the others have the given speeds; it is
-called like a `planning.schedule_finder.Scheduler`."""
+"""Function that plans without these workers and at these speeds, called like a `Scheduler`."""
 
 
 class ScheduleRequest(NamedTuple):
-    """Request for a schedule without the workers that are down, which states what is known about layers and speeds."""
+    """Request for a schedule without the workers that are down."""
 
     down: tuple[Worker, ...]
     speeds: Speeds | None = None
@@ -77,16 +75,14 @@ class ScheduleRequest(NamedTuple):
 
     @property
     def phase(self) -> Phase:
-        """Name, in events, of the kind of schedule that is requested: "settled" if layers may move or come from a
-        checkpoint, otherwise "at once"."""
+        """Name, in events, of the kind of schedule: "settled" or "at once". It is settled if layers
+        may move or come from a checkpoint."""
         return "settled" if self.settled or self.from_checkpoint else "at once"
 
 
 class PreparedSchedule(NamedTuple):
-    """Schedule with the forms in which orders send it.
-
-    They take long to compute, so they are made where the schedule is found, before the event that brings it.
-    """
+    """Schedule with the forms in which orders send it. They are made where the schedule is found,
+    before its event, because they take long to compute."""
 
     schedule: Schedule
     text: bytes
@@ -98,13 +94,13 @@ class PreparedSchedule(NamedTuple):
 
 
 def prepare_schedule(schedule: Schedule, parts: DividedSchedule) -> PreparedSchedule:
-    """Return a schedule with the forms in which orders send it, of which `parts` is one."""
+    """Return a schedule with the forms in which orders send it, such as `parts`."""
     text = encode(schedule)
     return PreparedSchedule(schedule, text, compute_schedule_digest(text), parts)
 
 
 def compute_schedule_digest(text: bytes) -> str:
-    """Return the digest by which events name a schedule, given as the contents of its file."""
+    """Return the digest by which events name a schedule, given as its file's contents."""
     return hashlib.sha256(text).hexdigest()[:DIGEST_CHARACTERS]
 
 
@@ -113,7 +109,7 @@ class PlannerFailedError(NoScheduleError):
 
 
 class ScheduleAnswer(NamedTuple):
-    """Event: the schedule that was requested, or the error if there is none (NoScheduleError, RunError)."""
+    """Event: the requested schedule, or the error if there is none (NoScheduleError, RunError)."""
 
     question: ScheduleRequest
     answer: PreparedSchedule | Exception

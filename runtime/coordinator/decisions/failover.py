@@ -1,17 +1,19 @@
-"""Failover: a restarted coordinator finds the workers of the one that died, and learns what they know.
+"""Find the workers of a dead coordinator, and learn what they know.
 
-Workers that are alive pause and look for a coordinator at the same address. Each reports its progress and what it holds
-(`runtime.protocol.to_coordinator.RecoveryReport`). The losses that the dead coordinator wrote tell which iterations it
-had committed. All workers that were found are then treated as paused, and the next order continues from there. Workers
-that were not found count as lost.
+Workers that are alive pause and look for a coordinator at the same address. Each reports its
+progress and what it holds (`runtime.protocol.to_coordinator.RecoveryReport`). The losses that the
+dead coordinator wrote tell which iterations it had committed. All workers that were found are then
+treated as paused, and the next order continues from there. Workers that were not found count as
+lost.
 
-No worker steps an iteration before the preceding one is committed. So the state that all workers can go back to is that
-after one of the last two iterations: the last one that any worker has stepped, if it was committed, otherwise the one
-before it. A worker may have begun the step of an iteration that it does not report. Then the preceding iteration was
-committed, whatever was written, and the worker cannot undo it (`RecoveryReport.begun`).
+No worker steps an iteration before the preceding one is committed. So the state that all workers
+can go back to is that after one of the last two iterations: the last one that any worker has
+stepped, if it was committed, otherwise the one before it. A worker may have begun the step of an
+iteration that it does not report. Then the preceding iteration was committed, whatever was written,
+and the worker cannot undo it (`RecoveryReport.begun`).
 
-If copies differed, and the dead coordinator had the run go back, some workers may not know that yet. Nothing that they
-hold or report counts (`Train.trusted_from`).
+If copies differed, and the dead coordinator had the run go back, some workers may not know that
+yet. Nothing that they hold or report counts (`Train.trusted_from`).
 """
 
 import math
@@ -43,44 +45,45 @@ from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.schedule import Worker
 
 FIRST_WORKER_SECONDS = 10.0
-"""Time limit for the first worker: a live worker looks for a coordinator several times a second."""
+"""Time limit for the first worker, which looks for a coordinator several times a second."""
 NEXT_WORKER_SECONDS = 10.0
-"""Time limit from one worker to the next: a stuck one takes a second to pause, and thousands do not come at once."""
+"""Time limit from one worker to the next: stuck ones take a second, thousands more."""
 NEXT_START_SECONDS = 60.0
-"""Time limit from one worker to the next if no order has been given yet: workers may be about to start."""
+"""Time limit to the next worker before the first order, when they may be about to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverResult:
-    """State of a run from which a new coordinator continues, found from its workers and files."""
+    """State of a run from which a new coordinator continues, by its workers and files."""
 
     order: int
     """Number of the last order that any worker has followed."""
     committed: int
     """Last committed iteration."""
     losses: tuple[float, ...]
-    """Losses of all committed iterations of the run; nan for an iteration whose loss no process knows."""
+    """Losses of all committed iterations of the run. Nan for an iteration whose loss no process
+    knows."""
     unwritten: range
     """Committed iterations whose losses the dead coordinator has not written."""
     factor: StepFactor | None
     """Gradient factor of the last committed iteration, if any worker knows it."""
     kept: Mapping[Worker, HeldState]
-    """Layers and parts that each worker found holds; empty for one that cannot go back to `committed`. A worker that
-    was about to join when the coordinator died is left out."""
+    """Layers and parts that each found worker holds, if it can go back to `committed`. A worker
+    that was about to join when the coordinator died is left out."""
     missing: tuple[Worker, ...]
     """Members of the last order that were not found."""
     doubted: bool
-    """True if the last order ended because copies of state differed, so that the run must go back."""
+    """True if the last order ended because copies differed, so that the run must go back."""
     trusted_from: int
-    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
+    """Last order in which the run went back because copies differed, or 0."""
 
 
 class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """First phase of a new coordinator, which looks for the workers of the one that died. All times are times of
+    """First phase of a new coordinator, which looks for a dead one's workers. All times are of
     `time.monotonic`."""
 
     losses: Sequence[float] | None
-    """Losses that the dead coordinator wrote to its file, by iteration from `first` on; None if they are not known."""
+    """Losses that the dead coordinator wrote, from iteration `first` on; None if not known."""
     first: int
     """First iteration of the run."""
     gone: frozenset[Worker] = frozenset()
@@ -92,15 +95,15 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     known: PersistentMap[Worker, RecoveryReport] = PersistentMap()
     came: frozenset[Worker] = frozenset()
-    """All workers that have connected in this phase, even if lost again, so that none prolongs the wait twice."""
+    """Workers that have connected in this phase, even if lost again: none prolongs it twice."""
     came_last: float | None = None
-    """Time at which a worker last connected that had not connected in this phase before; None before the first."""
+    """Time at which a worker last connected for the first time; None before the first."""
 
     def with_worker(self, worker: Worker, known: RecoveryReport | None, at: float) -> "RejoiningPhase":
-        """Return this phase, in which a new coordinator looks for workers, after a worker has connected and reported
-        what it knows of the run.
+        """Return this phase after a worker has connected and reported what it knows.
 
-        A worker that knows nothing (None) has just been started; it is added only if no iteration has been committed.
+        A worker that knows nothing (None) has just been started; it is added only if no iteration
+        has been committed.
         """
         if known is None:
             if self.losses:
@@ -110,8 +113,7 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return new if worker in self.came else replace(new, came=self.came | {worker}, came_last=at)
 
     def without_workers(self, workers: Collection[Worker]) -> "RejoiningPhase":
-        """Return this phase, in which a new coordinator looks for workers, without these workers, which had connected
-        and are lost again."""
+        """Return this phase without workers that had connected and are lost again."""
         return replace(self, known=self.known.without_keys(*workers))
 
     @property
@@ -129,9 +131,11 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return max((known.order for known in self.known.values()), default=0)
 
     def is_complete(self, at: float) -> bool:
-        """Return whether the search for workers is over at time `at`, because no member is missing or too long has
-        passed since the last worker connected. Raises NoLiveWorkerError if none has connected within
-        `FIRST_WORKER_SECONDS`."""
+        """Return whether the search for workers is over at time `at`.
+
+        It is if no member is missing, or too long has passed since the last worker connected.
+        Raises NoLiveWorkerError if none has connected within `FIRST_WORKER_SECONDS`.
+        """
         if not self.known and at - self.began > FIRST_WORKER_SECONDS:
             raise NoLiveWorkerError("no worker of the run that node 0 led here before has reconnected")
         if not self.known or self.came_last is None:
@@ -140,8 +144,7 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return self.missing_members <= self.gone or at - self.came_last > patience
 
     def build_result(self) -> FailoverResult:
-        """Return the state from which this coordinator continues the run, found from the workers' reports and the
-        training losses in the run's file."""
+        """Return the state to continue from, by the workers' reports and the written losses."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
         last_order = self._last_order
         trusted_from = max((known.trusted_from for known in self.known.values()), default=0)
@@ -179,18 +182,17 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the events of one run, over all coordinators that have led it."""
 
     began: float | None = None
-    """Time of the run's first order, on this process's `time.monotonic` clock, as is the time in `checkpoint`."""
+    """Time of the run's first order, by this process's `time.monotonic`, as in `checkpoint`."""
     failures: int = 0
-    """Number of failures of workers since the first order; workers of one machine that were lost together count as
-    one."""
+    """Failures since the first order; workers of one machine lost together count as one."""
     speeds: Mapping[Worker, float] = {}
-    """Factor by which each worker's ops were last measured to take longer than usual, for workers that were ever
-    slow."""
+    """Last measured slowdown, as a factor, of each worker that was ever slow."""
     checkpoint: CheckpointWritten | None = None
     """Event of the last complete checkpoint; None if there is none."""
 
     def with_event(self, event: Event) -> "Journal":
-        """Return the journal after the next event; the first order of a run begins a new journal."""
+        """Return the journal after the next event. The first order of a run begins a new
+        journal."""
         match event:
             case OrderGiven(order=1):
                 return Journal(began=event.time)  # earlier events belong to another run in the same folder
@@ -216,7 +218,8 @@ EMPTY_JOURNAL = Journal()
 
 
 def read_journal(folder: Path) -> Journal:
-    """Return the journal of a run's folder; lines that cannot be decoded and a missing file are ignored."""
+    """Return the journal of a run's folder. Lines that cannot be decoded and a missing file are
+    ignored."""
     journal = EMPTY_JOURNAL
     with suppress(OSError):
         for line in (folder / EVENTS).read_bytes().splitlines():

@@ -1,10 +1,8 @@
-"""Next order: chooses what follows when all remaining members have paused.
+"""Choose what follows when all remaining members have paused, and prepare changes.
 
-Iteration boundary: changes that are prepared while all members train, and the boundary at which they take place.
-
-Layers for workers that join, and layers that move to a better schedule, are fetched while training continues. When they
-have arrived, all members stop before the same iteration. They also stop if the run or a member is to end, or if another
-schedule is better for the workers' speeds.
+Layers for workers that join, and layers that move to a better schedule, are fetched while training
+continues. When they have arrived, all members stop before the same iteration. They also stop if the
+run or a member is to end, or if another schedule is better for the workers' speeds.
 """
 
 from collections.abc import Collection
@@ -35,8 +33,8 @@ from slipstream.schedules.schedule import NoScheduleError, Worker
 
 
 def issue_next_order(step: TransitionBuilder) -> None:
-    """Give the next order: to train, to finish or to leave. If its schedule is not known yet, request it; the answer
-    leads to another call. Raises RunError if the run cannot continue."""
+    """Give the next order: to train, to finish or to leave. If its schedule is not known yet,
+    request it; the answer leads to another call. Raises RunError if the run cannot continue."""
     if _give_up_faulty(step):
         return
     state, stop = step.state, step.rules.iterations.stop
@@ -68,8 +66,8 @@ def issue_next_order(step: TransitionBuilder) -> None:
 
 
 def _give_up_faulty(step: TransitionBuilder) -> bool:
-    """Give up members whose copies are wrong; return whether there are any. They count as not paused, so that no order
-    is given before they are lost."""
+    """Give up members whose copies are wrong; return whether there are any."""
+    # They count as not paused, so that no order is given before they are lost.
     faulty = [worker for worker in step.state.faulty if worker in step.state.members]
     step.update_state(faulty=(), paused=step.state.paused.without_keys(*faulty))
     for worker in faulty:
@@ -78,10 +76,10 @@ def _give_up_faulty(step: TransitionBuilder) -> bool:
 
 
 def give_up_unreachable(step: TransitionBuilder) -> bool:
-    """Report why the current order was empty, and give up the worker at fault after several such orders in a row;
-    return whether there is one. It counts as not paused, as in `_give_up_faulty`.
+    """Report why the current order was empty; give up the worker at fault after several.
 
-    Raises RunError if there were too many and no worker is more likely at fault than the others.
+    Returns whether there is one. It counts as not paused, as in `_give_up_faulty`. Raises RunError
+    if there were too many and no worker is more likely at fault than the others.
     """
     state, phase = step.state, step.state.phase
     reason = state.empty.reason
@@ -105,11 +103,10 @@ def give_up_unreachable(step: TransitionBuilder) -> bool:
 
 
 def release_after_save(step: TransitionBuilder) -> bool:
-    """Let the members leave that were told to end and whose layers the last order has saved; return whether there were
-    any.
+    """Release the members that end and whose layers were saved; return whether there are any.
 
-    The remaining members go back to the checkpoint that was saved. If the result is False, the run ends, because it is
-    complete or was told to end, or because no member would remain.
+    The remaining members go back to the checkpoint that was saved. If the result is False, the run
+    ends, because it is complete or was told to end, or because no member would remain.
     """
     state = step.state
     if not state.leaving or state.log.next_iteration >= step.rules.iterations.stop or _stop_if_nobody_stays(step):
@@ -136,12 +133,10 @@ def _issue_train_order(step: TransitionBuilder, untouched: bool) -> None:
 
 
 def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
-    """Release members that received a signal to end; return whether the next order can be given now.
-
-    The result is False while a schedule without these members is being planned, or while layers that only they hold are
-    being saved. If no member would remain, or no schedule exists for the remaining ones, the whole run is stopped
-    instead. Set `untouched` to True if the run has committed no iteration, so that no layers have to move.
-    """
+    """Release members that are to end; return whether the next order can be given now."""
+    # It waits while a schedule without them is planned, or layers that only they hold are saved. If
+    # none would remain, or no schedule exists for the others, the whole run is stopped instead.
+    # `untouched` says that nothing is committed, so that no layers have to move.
     state = step.state
     staying = state.members - state.leaving
     if _stop_if_nobody_stays(step):
@@ -160,8 +155,7 @@ def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
 
 
 def _stop_if_nobody_stays(step: TransitionBuilder) -> bool:
-    """Stop the run if all live workers received a signal to end; return whether it is being stopped, for this or
-    another reason."""
+    """Stop the run if all live workers are to end. Return whether it is being stopped."""
     if step.state.leaving.issuperset(step.state.live):
         step.update_state(stopping=True)
     return step.state.stopping
@@ -179,7 +173,7 @@ def _release_leaving(step: TransitionBuilder) -> None:
 
 
 def _find_speed_schedule(step: TransitionBuilder) -> PreparedSchedule | None:
-    """Return the schedule chosen for the measured speeds; None if there is none or members have changed since."""
+    """Return the schedule for the measured speeds; None if members have changed since."""
     decision = step.state.slow.decision
     if decision is None or decision.prepared is None:
         return None
@@ -188,14 +182,10 @@ def _find_speed_schedule(step: TransitionBuilder) -> PreparedSchedule | None:
 
 
 def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> PreparedSchedule | None:
-    """Find the schedule of an order that no fetch of layers has prepared, and return it; None while it is being
-    planned.
-
-    If members can train without the workers that wait to join, the schedule is for members only; the others fetch their
-    layers meanwhile. Otherwise it is for all, and members wait until the others have their layers. The argument
-    `untouched` is True if the run has committed no iteration: then nothing is fetched, and the schedule is for all.
-    Raises RunError if there is no schedule.
-    """
+    """Return the schedule of an order that no fetch prepared; None while it is planned."""
+    # If members can train without the workers that wait to join, it is for members only; the others
+    # fetch their layers meanwhile. Otherwise, and if the run is `untouched`, it is for all, and
+    # members wait until the others have their layers. Raises RunError if there is no schedule.
     state = step.state
     if not untouched and state.members and state.waiting_workers:
         try:
@@ -215,9 +205,11 @@ def _find_schedule_for(step: TransitionBuilder, live: Collection[Worker], untouc
 
 
 def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
-    """Prepare changes while all members train (`phase` is the present one), as far as that is possible now: start
-    fetches of layers for workers that join or for better schedules, and choose the iterations before which all members
-    stop or save a checkpoint."""
+    """Prepare changes while all members train in `phase`, as far as possible now.
+
+    Start fetches of layers for workers that join or for better schedules, and choose the iterations
+    before which all members stop or save a checkpoint.
+    """
     if phase.ended:
         return
     _plan_for_speeds(step)
@@ -230,15 +222,14 @@ def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
 
 
 def _plan_for_speeds(step: TransitionBuilder) -> None:
-    """Request a decision on the schedule if workers' speeds have changed, and let workers that were left out long
-    enough join again."""
+    """Request a schedule for changed speeds, and let workers left out long enough join."""
     state = step.state
     step.update_state(slow=state.slow.request_decision(state.current, state.log.next_iteration, step))
 
 
 def _begin_fetch(step: TransitionBuilder, prepared: PreparedSchedule, *, settles: bool = False) -> bool:
-    """Start to fetch what workers lack for a schedule while training continues; return whether a fetch, or a change
-    that needs none, is pending now. Set `settles` to True if the members stay the same and only their layers change."""
+    """Start to fetch what a schedule needs; return whether a change is pending now."""
+    # `settles` says that members stay the same and only their layers change.
     state = step.state
     join = LayerFetch(prepared=prepared, order=state.order, began=state.log.next_iteration, settles=settles,
                       moves=step.plan_fetches(prepared.schedule), speeds=state.slow.planned_speeds)
@@ -247,12 +238,8 @@ def _begin_fetch(step: TransitionBuilder, prepared: PreparedSchedule, *, settles
 
 
 def _plan_join(step: TransitionBuilder) -> bool:
-    """Start a fetch of the layers that workers which wait to join need; return whether a schedule that includes these
-    workers is still being planned.
-
-    If there is no such schedule, or if they would have nothing to do in it, they continue to wait while the members
-    train.
-    """
+    """Start a fetch for workers that wait to join; return whether their schedule is planned."""
+    # They continue to wait if there is none, or if they would have nothing to do in it.
     state = step.state
     if not (state.joins.can_begin(step.at) or state.joins.is_preemptible) or not (waiting := state.waiting_workers):
         return False
@@ -270,8 +257,8 @@ def _plan_join(step: TransitionBuilder) -> bool:
 
 
 def _plan_repartition(step: TransitionBuilder) -> None:
-    """Start a fetch of the parts that members need so that no partition includes lost members any more. Until it is
-    complete, some parts of the optimizer state exist in one copy only."""
+    """Start a fetch so that no partition includes lost members any more."""
+    # Until it is complete, some parts of the optimizer state exist in one copy only.
     state = step.state
     if state.cut_for and state.joins.can_begin(step.at) and not _begin_fetch(step, state.prepared, settles=True):
         # without `settles`, failed fetches become an order whose parts move while all wait
@@ -279,8 +266,7 @@ def _plan_repartition(step: TransitionBuilder) -> None:
 
 
 def _plan_settling(step: TransitionBuilder) -> None:
-    """Start a fetch of layers for a better schedule for the same members, if there is one that saves more time before
-    the next failure than moving the layers costs."""
+    """Start a fetch for a better schedule that saves more time than its moves cost."""
     state = step.state
     speeds, join = state.slow.planned_speeds, state.joins.join
     if join is not None and state.joins.is_preemptible and join.speeds != speeds:
@@ -308,20 +294,16 @@ def _plan_settling(step: TransitionBuilder) -> None:
 
 
 def _choose_stop(step: TransitionBuilder) -> None:
-    """Choose the iteration before which all members stop, if layers for a change have arrived, the run or a member is
-    to end, or another schedule is better for the workers' speeds.
-
-    It is two after the furthest reported one: a member may already run the next iteration, and the acknowledgement of
-    its report on that one tells it to stop.
-    """
+    """Choose the iteration before which all members stop, if there is a reason to."""
     state = step.state
     if state.joins.is_complete or state.stopping or state.leaving or state.slow.decision is not None:
+        # Two after the furthest reported one: a member may already run the next iteration, and the
+        # acknowledgement of its report on that one tells it to stop.
         step.update_state(phase=replace(state.phase, stop_before=_find_earliest_stop(step)))
 
 
 def _choose_save(step: TransitionBuilder) -> None:
-    """Choose the iteration before whose optimizer step all members save their layers, if a checkpoint is due; they are
-    told by acknowledgements."""
+    """Choose the iteration before whose step all members save, if a checkpoint is due."""
     state, before = step.state, _find_earliest_stop(step)
     if state.checkpoints.is_due(step.at) and _can_stop(step):
         step.update_state(phase=replace(state.phase, save_before=before),

@@ -1,12 +1,9 @@
-"""Orders: messages that make workers train, stop, finish or leave, and the matching changes of the state.
+"""Send orders to train, stop, finish or leave, choose their schedules, and record losses.
 
-Schedule choice: which schedule to request, depending on the layers that workers hold and on whether layers may move.
-
-Each function returns None while its schedule is being planned; the caller asks again later. All functions raise
-NoScheduleError if there is no schedule, PlannerFailedError if another attempt may find one, and RunError if the
-schedule does not fit the job.
-
-Lost workers: record their losses, and say why each is lost and which layers are missing with it.
+Which schedule is requested depends on the layers that workers hold and on whether layers may move.
+Each function that finds one returns None while it is being planned; the caller asks again later.
+All raise NoScheduleError if there is no schedule, PlannerFailedError if another attempt may find
+one, and RunError if the schedule does not fit the job.
 """
 
 from collections import defaultdict
@@ -51,12 +48,18 @@ from slipstream.schedules.shares import DividedSchedule
 def send_train_order(step: TransitionBuilder, prepared: PreparedSchedule, moves: tuple[LayerMove, ...],
                      join: LayerFetch | None = None, *, restore: Mapping[Worker, tuple[int, ...]] | None = None,
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> None:
-    """Send all available workers the order to train by a schedule from the first iteration that is not committed.
+    """Order all available workers to train from the first uncommitted iteration on.
 
-    Members make the `moves` before the first op, while all wait. `join` describes the layers that were fetched for this
-    order while all trained; None: there were none. `restore` maps workers to the layers that they read from the
-    checkpoint of the first iteration; None: nothing is read. `cut_for` maps ranges of layers that keep an earlier
-    partition to the members for which it was made.
+     Parameters
+    ----------
+    moves
+        Moves that members make before the first op, while all wait.
+    join
+        Layers that were fetched for this order while all trained; None: there were none.
+    restore
+        Layers that workers read from the checkpoint of the first iteration; None: none are read.
+    cut_for
+        Ranges of layers that keep an earlier partition, with the members for which it was made.
     """
     before, schedule, parts = step.state, prepared.schedule, prepared.parts
     _open_order(step, prepared, join, cut_for, restores=restore is not None)
@@ -83,11 +86,10 @@ def _is_whole(schedule: Schedule) -> bool:
 
 
 def _has_settled(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, *, restores: bool) -> bool:
-    """Return whether layers have moved for the members of the next order, which train by `schedule`.
-
-    With all workers, only layers that move between them count, as when one of them is slow: the first schedule may
-    have other layers than the stages. With fewer workers, layers that moved before the last death do not count.
-    """
+    """Return whether layers have moved for the members of the next order."""
+    # With all workers, only moves between them count, as when one is slow: the first schedule may
+    # have other layers than the stages. With fewer, layers that moved before the last death do not
+    # count.
     before = step.state
     if not any(map(schedule.has_moved_layers, schedule.seats)):
         return False
@@ -99,10 +101,7 @@ def _has_settled(step: TransitionBuilder, schedule: Schedule, join: LayerFetch |
 
 def _open_order(step: TransitionBuilder, prepared: PreparedSchedule, join: LayerFetch | None,
                 cut_for: OriginalMembers, *, restores: bool) -> None:
-    """Change the state to that at the start of a new order to train. For the arguments see `send_train_order`.
-
-    Set `restores` to True if members read layers from a checkpoint.
-    """
+    """Begin a new order to train in the state; arguments are as in `send_train_order`."""
     before, schedule = step.state, prepared.schedule
     members = frozenset(schedule.seat_of)
     order, first = before.order + 1, before.log.next_iteration
@@ -126,8 +125,7 @@ def _open_order(step: TransitionBuilder, prepared: PreparedSchedule, join: Layer
 
 
 def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
-    """Send each member its share of a divided schedule (`parts`): its seat, and the digests of its program and of what
-    else it must know. Before it, send the contents with these digests that the member does not have yet."""
+    """Send each member its share of a schedule, after the contents that it lacks."""
     lacking: dict[str, list[Worker]] = defaultdict(list)
     live = dict(step.state.live)
     for worker, share in parts.shares.items():
@@ -144,10 +142,10 @@ def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
 
 
 def send_end_order(step: TransitionBuilder, *, doubted: bool = False) -> None:
-    """Tell all members to stop training by the current order at once, unless they have been told before.
+    """Tell all members to stop the current order at once, unless they were told before.
 
-    Set `doubted` to True if copies of state differ: the message then says so, and is sent in any case, because another
-    coordinator may have to learn this from the members.
+    `doubted` says that copies of state differ. It is sent in any case, because another coordinator
+    may have to learn this from the members.
     """
     state = step.state
     if isinstance(state.phase, TrainingPhase) and (doubted or not state.phase.ended):
@@ -156,7 +154,7 @@ def send_end_order(step: TransitionBuilder, *, doubted: bool = False) -> None:
 
 
 def send_finish_order(step: TransitionBuilder) -> None:
-    """Order the members to write the final parameters, or a checkpoint if the run or some members end early."""
+    """Order members to write final parameters, or a checkpoint if some end early."""
     state, rules, holders = step.state, step.rules, defaultdict[int, list[Worker]](list)
     for worker, layers in sorted(state.held_by_paused.items()):
         for layer in layers:
@@ -173,8 +171,8 @@ def send_finish_order(step: TransitionBuilder) -> None:
 
 
 def send_leave(step: TransitionBuilder, why: str | None = None) -> None:
-    """Tell all workers to leave, and end the run. `why` is the reason why a run that was told to end has no checkpoint
-    of its last iteration; None: it has one or needs none."""
+    """Tell all workers to leave, and end the run. `why` is the reason why a run that was told to
+    end has no checkpoint of its last iteration; None: it has one or needs none."""
     if why is not None:
         step.add_effect(Noted(text=f"{why}: the run, which was asked to end, ends without another checkpoint"))
     step.send(sorted(step.state.live), Leave())
@@ -188,21 +186,20 @@ def _find_idle_members(schedule: Schedule) -> frozenset[Worker]:
 
 
 ScheduleAttempt = Callable[[], PreparedSchedule | None]
-"""Function that returns a schedule, or None while it is being planned; it raises NoScheduleError if there is none."""
+"""Function that returns a schedule, or None while it is being planned. It raises NoScheduleError if
+there is none."""
 
 
 def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
-    """Return the schedule for these workers before the first step, when each worker can build every layer; None while
-    it is being planned."""
+    """Return the schedule before the first step, when each worker can build every layer."""
     return _try_in_order(_attempt_whole_stages(step, live), _attempt_from_checkpoint(step, live))
 
 
 def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
-    """Return the schedule with which these workers, all of which have paused, can continue soonest; None while it is
-    being planned.
+    """Return the schedule with which these paused workers can continue soonest.
 
-    If some of them lack layers of their stages, a schedule for which no layer moves is preferred to one in which each
-    worker holds its stages.
+    If some lack layers of their stages, one for which no layer moves is preferred to one in which
+    each worker holds its stages.
     """
     holds, placement, grid = step.state.held_by_paused, step.rules.placement, step.state.grid
     held = _convert_held_layers(step, live, holds)
@@ -214,48 +211,34 @@ def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -
 
 
 def find_joining_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
-    """Return the schedule for these members and joining workers, for which layers are fetched during training; None
-    while it is being planned."""
+    """Return the schedule for members and joining workers, whose layers are fetched meanwhile."""
     held = _convert_held_layers(step, live, step.state.find_held_layers(step.rules.placement))
     return _choose_by_layer_policy(step, live, lambda: _request_settled(step, held))
 
 
 def find_restored_schedule(step: TransitionBuilder, live: Collection[Worker]) -> PreparedSchedule | None:
-    """Return the schedule for which these workers read all layers from a checkpoint; None while it is being planned."""
+    """Return the schedule for which these workers read all layers from a checkpoint."""
     return _choose_by_layer_policy(step, live, _attempt_from_checkpoint(step, live))
 
 
 def find_settled_schedule(step: TransitionBuilder) -> PreparedSchedule | None:
-    """Return the best schedule for the current members, whatever layers move for it; None while it is being planned."""
+    """Return the best schedule for the current members, whatever layers move for it."""
     return _request_settled(step, _convert_held_layers(step, step.state.members,
                                                        step.state.find_held_layers(step.rules.placement)))
 
 
 def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
                             moved: ScheduleAttempt) -> PreparedSchedule | None:
-    """Return the schedule in which each worker holds the stages of its column, or the one that the function `moved`
-    finds; None while it is being planned.
-
-    Runs that move layers to better schedules (`RunRules.settles`) prefer the schedule of `moved`, others the former. If
-    the preferred one does not exist, the other is returned.
-    """
+    """Try whole stages and `moved`, the latter first in runs that move layers."""
     ways = (_attempt_whole_stages(step, live), moved)
     return _try_in_order(*(ways if step.rules.settles is None else reversed(ways)))
 
 
 def _attempt_whole_stages(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
-    """Return a function without arguments that returns the schedule for `live` workers in which each holds the stages
-    of its column, or None while that schedule is being planned."""
     return lambda: step.rules.first if _is_first_schedule_for(step, live) else _request_schedule(step, live)
 
 
 def _attempt_from_checkpoint(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
-    """Return a function without arguments that requests the schedule for which `live` workers read all layers from a
-    checkpoint.
-
-    The function returns None while that schedule is being planned; a later call returns the schedule. The argument
-    `step` builds the run's next state: it has the answers so far, and collects the request.
-    """
     return lambda: _request_schedule(step, live, from_checkpoint=True)
 
 
@@ -266,17 +249,14 @@ def _request_settled(step: TransitionBuilder, held: HeldLayers) -> PreparedSched
 
 
 def _is_first_schedule_for(step: TransitionBuilder, live: Collection[Worker]) -> bool:
-    """Return whether the run's first schedule is for exactly these workers at their present speeds."""
+    """Return whether the first schedule is for exactly these workers at their present speeds."""
     return step.state.slow.planned_speeds is None and step.rules.first.schedule.seat_of.keys() == set(live)
 
 
 def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held: HeldLayers | None = None,
                       settled: bool = False, from_checkpoint: bool = False) -> PreparedSchedule | None:
-    """Return the answer to a request for a schedule for `live` workers; if there is none yet, make the request and
-    return None.
-
-    The other arguments are the fields of `ScheduleRequest`. Raises the exception with which the request was answered.
-    """
+    """Return the answer to a request, or make it; arguments are as in `ScheduleRequest`."""
+    # Raises the exception with which the request was answered.
     down = tuple(sorted(set(step.state.grid.workers()).difference(live)))
     question = ScheduleRequest(down, step.state.slow.planned_speeds, held, settled, from_checkpoint)
     answer = step.state.answers.get(question)
@@ -288,8 +268,7 @@ def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held
 
 
 def _try_in_order(*ways: ScheduleAttempt) -> PreparedSchedule | None:
-    """Call the functions until one does not raise NoScheduleError, and return its result: a schedule, or None while
-    that is being planned. If all raise, raise an error with all messages."""
+    """Call functions until one finds a schedule; raise an error with all messages otherwise."""
     errors = list[NoScheduleError]()
     for way in ways:
         try:
@@ -307,16 +286,16 @@ def _convert_held_layers(step: TransitionBuilder, live: Collection[Worker],
 
 
 def describe_losses(losses: Mapping[Worker, WorkerLoss]) -> str:
-    """Return the reasons of all losses in one line, separated by commas, or a clause that says so if there are none."""
+    """Return the reasons of all losses in one line, or that there are none."""
     return ", ".join(loss.reason for loss in losses.values()) or "none was there from the start"
 
 
 def describe_layer_loss(losses: Mapping[Worker, WorkerLoss], layer: int, grid: Grid, placement: Placement,
                         members: Collection[Worker], ready: Collection[Worker]) -> str:
-    """Return, as one text, the reasons why no worker holds a layer: the losses of all workers that may have held it,
-    and the workers of its stage that are neither lost nor members.
+    """Return, as one text, the reasons why no worker holds a layer.
 
-    The argument `losses` has each lost worker's loss; the workers in `ready` are connected and wait for an order.
+    They are the losses (`losses`) of all workers that may have held it, and the workers of its
+    stage that are neither lost nor `members`; those in `ready` are connected and wait for an order.
     """
     own = [layer in placement.layers_in_column(grid, column) for column in range(grid.columns)]
     causes = [loss.reason for worker, loss in losses.items() if layer in loss.layers or own[worker.column]]
@@ -328,8 +307,8 @@ def describe_layer_loss(losses: Mapping[Worker, WorkerLoss], layer: int, grid: G
 
 
 def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
-    """Record the losses of members, which happened at `since` (`time.monotonic`); `reasons` has each member with the
-    reason as text. Members that share a machine and are lost together count as one failure."""
+    """Record the losses of members, each with its reason, at `since` (`time.monotonic`). Members
+    that share a machine and are lost together count as one failure."""
     for worker, reason in reasons:
         state, together = step.state, step.rules.domains.workers_failing_with(worker)
         if state.settler is not None and not any(other in together for other in state.recovery.dead_workers):
@@ -339,8 +318,7 @@ def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]]
 
 
 def record_node_losses(step: TransitionBuilder, lost: Iterable[Worker]) -> None:
-    """Record the loss of each failure domain, such as a node, of which some worker is in `lost` and none is connected
-    now."""
+    """Record each failure domain that lost a worker in `lost` and has none connected."""
     domains = step.rules.domains
     for node, workers in {domains.domain_of(worker): domains.workers_failing_with(worker) for worker in lost}.items():
         if node is not None and len(workers) > 1 and not any(worker in step.state.live for worker in workers):

@@ -1,10 +1,12 @@
-"""Moves of parts: computes which parts of layers move between which workers when the layers that workers hold change.
+"""Compute which parts of layers move between workers when the layers that they hold change.
 
-A layer whose state is not sharded is one part, which all its holders keep. For a schedule with other workers or layers,
-all affected ranges of layers get a new partition. Workers fetch their new parts while all train by the current
-schedule: the state once, then the gradients of each step, in whole parts of the workers that step them now
-(`runtime.moving.received_part`). After a failure, the remaining holders of a sharded range continue with the parts
-that they keep, and buddies step the parts of lost workers (`StatePartition.after_losses`), so no worker waits for
+A layer whose state is not sharded is one part, which all its holders keep. For a schedule with
+other workers or layers, all affected ranges of layers get a new partition. Workers fetch their new
+parts while all train by the current schedule: the state once, then the gradients of each step, in
+whole parts of the workers that step them now (`runtime.moving.received_part`).
+
+After a failure, the remaining holders of a sharded range continue with the parts that they keep,
+and buddies step the parts of lost workers (`StatePartition.after_losses`), so no worker waits for
 state. These ranges, too, get a new partition while all train.
 """
 
@@ -35,24 +37,23 @@ LayersByWorker = Mapping[Worker, Collection[int]]
 HeldStateByWorker = Mapping[Worker, HeldState]
 """Layers and parts that each worker holds, as it reports them when it pauses."""
 NO_PREVIOUS_OWNERS: OriginalMembers = {}
-"""Empty `cut_for` mapping: every range of layers is partitioned among the workers that reduce it now."""
+"""Empty `cut_for`: each range is partitioned among the workers that reduce it now."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlanner:
-    """Planner that divides the state of a run's layers among their holders, and finds the moves between them."""
+    """Planner that divides a run's state among holders, and finds the moves between them."""
 
     elements: Sequence[ElementCounts]
-    """Number of trained elements of each layer of the model, on each rank of a worker."""
+    """Trained elements of each layer of the model, on each rank of a worker."""
     placement: Placement
     domains: Domains
     sharded: bool
-    """True if the holders of a layer keep different parts; otherwise each keeps all of it."""
+    """True if the holders of a layer keep different parts. Otherwise each keeps all of it."""
 
     def find_lost_layers(self, keepers: HeldStateByWorker) -> list[int]:
-        """Return one list of lost layers: those of which some trained element is kept by no worker, and those without
-        trained elements that no worker holds. The argument `keepers` has the layers and parts of each worker that
-        remains."""
+        """Return the layers that the remaining workers, `keepers`, do not have completely. Some
+        trained element is kept by none or, if it has no trained elements, none holds it."""
         kept, held = _group_by_layer(keepers), layers_in(layers for keeper in keepers.values()
                                                          for layers in keeper.layers)
         return [layer for layer, elements in enumerate(self.elements) if (
@@ -62,10 +63,11 @@ class PartitionPlanner:
     def find_held_states(self, schedule: Schedule, after: int, cut_for: OriginalMembers = NO_PREVIOUS_OWNERS,
                          which: Callable[[StatePartition, Worker],
                                          tuple[Span, ...]] = StatePartition.stored_parts) -> HeldStateByWorker:
-        """Return the layers and parts that each worker of a schedule has after iteration `after`.
+        """Return the layers and parts that each worker of a schedule has after an iteration.
 
-        The argument `cut_for` maps ranges of layers that keep an earlier partition to the members for which it was
-        made. The function `which` selects a worker's parts in a partition; by default, all that it stores.
+        `cut_for` has the ranges of layers that keep an earlier partition, with the members for
+        which it was made. `which` selects a worker's parts in a partition; by default, all that it
+        stores.
         """
         cuts = self._partition_schedule(schedule, cut_for)
         return {worker: HeldState(_join_layers(layers), tuple(
@@ -76,11 +78,11 @@ class PartitionPlanner:
 
     def find_preserved_ranges(self, schedule: Schedule, present: Schedule, cut_for: OriginalMembers,
                               keepers: HeldStateByWorker) -> OriginalMembers:
-        """Return the ranges of layers that keep, under a new `schedule`, their partition under the schedule `present`
-        although some of its members are lost, each with the members for which it was made.
+        """Return the ranges that keep their partition of `present` although members are lost.
 
-        The remaining members must keep all their parts of such a range, by `keepers`: the layers and parts of each
-        worker. The argument `cut_for` has the ranges that have kept an earlier partition under `present`.
+        Each is with the members for which it was made. Those that remain in `schedule` must keep
+        all their parts of such a range, by `keepers`. `cut_for` has the ranges that have kept an
+        earlier partition under `present`.
         """
         if not self.sharded:
             return NO_PREVIOUS_OWNERS
@@ -95,11 +97,7 @@ class PartitionPlanner:
 
     def _has_all_parts(self, ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: OriginalMembers,
                        keepers: HeldStateByWorker) -> bool:
-        """Return whether each worker keeps all parts that the partition of the given ranges of layers assigns to it.
-
-        The `ranges` map to the workers that reduce them; `cut_for` maps those that keep an earlier partition to the
-        members for which it was made. `keepers` has the layers and parts that each worker keeps.
-        """
+        """Return whether each worker keeps all its parts of `ranges`, given with their members."""
         try:
             cuts = _group_by_member(self._partition_ranges(ranges, cut_for))
         except ValueError:
@@ -111,11 +109,11 @@ class PartitionPlanner:
 
     def plan_fetches(self, schedule: Schedule, present: Schedule, members: Collection[Worker],
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> tuple[LayerMove, ...]:
-        """Return the moves by which the workers of a new `schedule` can get what they lack from `members` while these
-        train by the schedule `present`.
+        """Return the moves for `schedule`, made from `members` that train by `present`.
 
-        A move that includes optimizer state is always of a whole part that its source steps. The argument `cut_for`
-        maps ranges that keep an earlier partition under `present` to the members for which it was made.
+        A move that includes optimizer state is always of a whole part that its source steps.
+        `cut_for` has the ranges that keep an earlier partition under `present`, with the members
+        for which it was made.
         """
         keepers, sources = ({worker: kept for worker, kept in self.find_held_states(present, 0, cut_for, which).items()
                              if worker in members}
@@ -131,14 +129,24 @@ class PartitionPlanner:
     def plan_moves(self, schedule: Schedule, keepers: HeldStateByWorker, committed: int,
                    fetched: Iterable[LayerMove] = (), *, cut_for: OriginalMembers = NO_PREVIOUS_OWNERS,
                    sources: HeldStateByWorker | None = None) -> tuple[LayerMove, ...]:
-        """Return the moves that give each worker of a schedule the parts of layers that it must keep, and all
-        parameters of its layers.
+        """Return the moves that give each worker the parts and parameters of its layers.
 
-        The argument `keepers` has what each worker keeps now; no layer may be lost (`find_lost_layers`). Parameters of
-        layers that a worker holds are moved only if they are not those after the last committed iteration
-        (`committed`). The moves in `fetched` have been made before. `cut_for` maps ranges that keep an earlier
-        partition to the members for which it was made. `sources` are the parts that each worker may send, by default
-        all that it keeps; a worker that is not in the schedule sends only what no other worker has.
+        No layer may be lost (`find_lost_layers`). Parameters of layers that a worker holds are
+        moved only if they are not those after the last committed iteration.
+
+         Parameters
+        ----------
+        keepers
+            What each worker keeps now.
+        committed
+            Last committed iteration.
+        fetched
+            Moves that have been made before.
+        cut_for
+            Ranges of layers that keep an earlier partition, with the members for which it was made.
+        sources
+            Parts that each worker may send, by default all that it keeps; a worker that is not in
+            the schedule sends only what no other has.
         """
         cuts, held = self._partition_schedule(schedule, cut_for), self.placement.held_layers_by_worker(schedule)
         already_fetched = _FetchedParts(fetched)
@@ -164,16 +172,15 @@ class PartitionPlanner:
         return tuple(found)
 
     def plan_writer_moves(self, writers: Mapping[int, Worker], keepers: HeldStateByWorker) -> tuple[LayerMove, ...]:
-        """Return the moves that give each layer's writer (`writers`) the parts of the layer that it lacks, from workers
-        that keep them (`keepers`)."""
+        """Return the moves that give each layer's writer the parts that it lacks, from
+        `keepers`."""
         sources = _MoveSources(keepers)
         return tuple(move for layer, writer in sorted(writers.items())
                      for lacking in subtract((0, self.elements[layer].total), _spans_of_layer(keepers[writer], layer))
                      for move in sources.generate_moves(writer, layer, lacking, state=True))
 
     def build_restored_state(self, layers: Collection[int], iteration: int) -> HeldState:
-        """Return the held state of a worker that has read all of these layers from the checkpoint before an
-        iteration."""
+        """Return the state of a worker that has read layers from an iteration's checkpoint."""
         return HeldState(_join_layers(layers),
                          tuple((layer, 0, self.elements[layer].total) for layer in sorted(layers)),
                          iteration - 1)
@@ -192,7 +199,7 @@ class PartitionPlanner:
 
 
 class _FetchedParts:
-    """Index of the parts that workers have fetched, by target, layer, and whether optimizer state was included."""
+    """Index of fetched parts, by target, layer, and whether with optimizer state."""
 
     def __init__(self, moves: Iterable[LayerMove]) -> None:
         self._spans: dict[tuple[Worker, int, bool], list[Span]] = {}
@@ -204,8 +211,7 @@ class _FetchedParts:
 
 
 class _MoveSources:
-    """Generator of moves, each of which has as its source, of the workers that keep the part, the one with the fewest
-    elements to send so far."""
+    """Generator of moves from the keeper that has the fewest elements to send so far."""
 
     def __init__(self, keepers: HeldStateByWorker) -> None:
         self._kept = _group_by_layer(keepers)

@@ -12,8 +12,9 @@ V = TypeVar("V")
 class PersistentMap(Mapping[K, V]):
     """Immutable mapping in the order of insertion.
 
-    Adding an entry to the newest version takes constant time; every other change copies the map. All versions share one
-    dict, which only grows. A version consists of the first `_size` entries of it.
+    Adding an entry to the newest version takes constant time; every other change copies the map.
+    All versions share one dict, which only grows. A version consists of the first `_size` entries
+    of it.
     """
 
     __slots__ = ("_entries", "_size")
@@ -53,7 +54,8 @@ class PersistentMap(Mapping[K, V]):
 class PersistentSeries(Mapping[int, float]):
     """Immutable mapping of consecutive numbers to floats, which takes 8 bytes an entry.
 
-    Adding the next entry to the newest version takes constant time; all versions share one array, which only grows.
+    Adding the next entry to the newest version takes constant time; all versions share one array,
+    which only grows.
     """
 
     __slots__ = ("_first", "_size", "_values")
@@ -63,7 +65,8 @@ class PersistentSeries(Mapping[int, float]):
         self._size = len(self._values)
 
     def with_entry(self, key: int, value: float) -> "PersistentSeries":
-        """Return a version with one more entry. The first key may be any number, each other one must be the next."""
+        """Return a version with one more entry. The first key may be any number, each other one
+        must be the next."""
         if not self._size:
             return PersistentSeries([value], key)
         assert key == self._first + self._size, "keys are consecutive"

@@ -1,9 +1,10 @@
-"""Measure how long each change of the members takes, and find who is at fault for empty orders.
+"""Measure how long changes of members take, and find who causes empty orders.
 
-Empty orders are those in which nothing is committed because workers cannot reach each other. A link that never works
-makes every order fail whose members need it, and all other members stand still meanwhile. Each member that fails names
-whom it could not reach. The worker that is named most often is given up: at first only workers that have committed
-nothing since they joined, members only after many orders, as a network may be down for a minute.
+Empty orders are those in which nothing is committed because workers cannot reach each other. A link
+that never works makes every order fail whose members need it, and all other members stand still
+meanwhile. Each member that fails names whom it could not reach. The worker that is named most often
+is given up: at first only workers that have committed nothing since they joined, members only after
+many orders, as a network may be down for a minute.
 """
 
 from collections import Counter
@@ -16,8 +17,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of one change of the workers that take part, or of the layers that they hold: its causes, and how long it
-    took."""
+    """Record of one change of members or layers: its causes and duration."""
 
     iteration: int
     """First iteration that ran after the change."""
@@ -30,23 +30,20 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     """Number of workers that take part after the change."""
     seconds: float
-    """Seconds from the first death, or from when all had stopped, until the last member began its first op."""
+    """Seconds from the first death, or from when all had stopped, until the last first op."""
     broken: str | None = None
-    """Cause other than a death, such as a broken connection: which worker lost it, to which one, and why; None if
-    none."""
+    """Cause other than a death, such as a broken connection, with its ends and reason."""
     meanwhile: int = 0
     """Number of iterations that were committed while layers were fetched for the change."""
     commit_gap_seconds: float | None = None
-    """Seconds from the last commit before the change to the first one after it: the pause, lost work, and an iteration.
-    None if this run does not have both."""
+    """Seconds from the last commit before the change to the first after it, if both exist."""
 
     went_back_to: int | None = None
-    """Iteration of the checkpoint, or first iteration of the run, to which it went back because no worker held some
-    layer or copies of it differed; None if it did not."""
+    """Iteration to which the run went back for lost layers or differing copies, if it did."""
     in_doubt: bool = False
     """True if the run went back because copies differed."""
     repeated: int = 0
-    """Number of committed iterations that are run again because the run went back; they keep their numbers."""
+    """Committed iterations that are run again because the run went back; numbers stay."""
     settled: bool = False
     """True if only layers have moved between members, to a better schedule."""
 
@@ -66,7 +63,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
-    """Clock that measures recoveries, each of which may take several orders. All times are times of
+    """Clock that measures recoveries, each of which may take several orders. All times are of
     `time.monotonic`."""
 
     began: float | None = None
@@ -83,12 +80,11 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     repeated: int = 0
     committed_at: float | None = None
     without_gap: int = 0
-    """Number of latest recoveries whose `commit_gap_seconds` is unknown, as no iteration has been committed since."""
+    """Latest recoveries whose `commit_gap_seconds` is unknown: nothing was committed since."""
     recoveries: tuple[Recovery, ...] = ()
 
     def with_loss(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
-        """Return the clock after the loss of a member at time `since`, or at the time of the last order if that is
-        later."""
+        """Return the clock after a member's loss, not before the last order."""
         since = max(since, self.ordered_at)
         return replace(self, began=since if self.began is None else min(self.began, since),
                        deaths=(*self.deaths, (worker, reason)), returned=self.returned - {worker})
@@ -107,29 +103,29 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, began=at) if self.began is None else self
 
     def with_cause(self, why: str, at: float) -> "RecoveryClock":
-        """Return the clock after a recovery has begun for a reason `why` other than a death, such as a broken
-        connection. Losses that follow belong to the same recovery."""
+        """Return the clock after a recovery has begun for another reason than a death. An example
+        is a broken connection. Losses that follow belong to the same recovery."""
         return replace(self.with_begin(at), broken=self.broken or why)
 
     def with_order(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
                    ) -> "RecoveryClock":
-        """Return the clock after an order was given at time `at`, with which the workers in `returned` join. The
-        argument `settled` is True if the order only moves layers between members.
+        """Return the clock after an order was given, with which the workers in `returned` join.
 
-        The argument `meanwhile` is the number of iterations committed while layers were fetched for the order.
+        `meanwhile` iterations were committed while layers were fetched for it. `settled` says that
+        it only moves layers between members.
         """
         return replace(self, returned=self.returned.union(returned), settled=settled, meanwhile=meanwhile,
                        ordered_at=at)
 
     def with_rollback(self, iteration: int, repeated: int, *, in_doubt: bool) -> "RecoveryClock":
-        """Return the clock after the run went back to the state before `iteration`, from which `repeated` committed
-        iterations are run again. Set `in_doubt` to True if it went back because copies of state differed."""
+        """Return the clock after a return to the state before `iteration`. `repeated` committed
+        iterations are run again. `in_doubt` says that copies of state differed."""
         before = iteration if self.back_to is None else min(self.back_to, iteration)
         return replace(self, back_to=before, repeated=self.repeated + repeated, in_doubt=self.in_doubt or in_doubt)
 
     def with_end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
-        """Return the clock after all members, `live` in number, have begun their first op in `iteration`, which ends
-        the recovery if one is in progress."""
+        """Return the clock after all `live` members have begun `iteration`, which ends a
+        recovery."""
         if self.began is None:
             return self
         recovery = Recovery(
@@ -148,8 +144,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         return self.recoveries[-1].seconds if self.recoveries else None
 
     def with_commit(self, at: float) -> "RecoveryClock":
-        """Return the clock after an iteration was committed at time `at`. For the recoveries since the commit before,
-        this gives the commit gap: the time between the two commits."""
+        """Return the clock after a commit, which gives the latest recoveries their commit gap."""
         recoveries = self.recoveries
         if self.without_gap and self.committed_at is not None:
             before, last = recoveries[:-self.without_gap], recoveries[-self.without_gap:]
@@ -159,19 +154,15 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_ORDERS_OF_JOINING = 2
-"""Number of consecutive empty orders after which a worker is given up that has joined since the
-last commit."""
+"""Empty orders in a row after which a worker that has just joined is given up."""
 MAX_ORDERS_OF_MEMBERS = 10
-"""Number of consecutive empty orders after which a member is given up, or the run ends. With the
-pauses between such orders, this takes a minute at least."""
+"""Empty orders in a row after which a member is given up, or the run ends: a minute at least."""
 MAX_STALLED_ORDERS = 2
-"""Number of consecutive orders that may end because all members waited for each other: each
-takes minutes."""
+"""Consecutive orders that may end because all members waited for each other: each takes minutes."""
 
 
 class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of the consecutive empty orders since the last commit, and of whom the members have
-    named."""
+    """Record of the consecutive empty orders since the last commit, and who was named."""
 
     number: int = 0
     """Number of consecutive empty orders."""
@@ -180,8 +171,7 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
     counts: Mapping[Worker, int] = {}
     """Number of times that each worker has been named in these orders."""
     alone: frozenset[Worker] = frozenset()
-    """Workers that have failed in these orders without naming another one, as with a wrong
-    network interface."""
+    """Workers that have failed without naming another, as with a wrong network interface."""
     joined: frozenset[Worker] = frozenset()
     """Workers that have become members since the last commit."""
     named: tuple[Worker, ...] = ()
@@ -192,15 +182,13 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
     """True if the current order ended because all members waited for each other."""
 
     def with_report(self, named: Collection[Worker], reason: str, *, stalled: bool = False) -> "EmptyOrders":
-        """Return the record after a report that the current order cannot continue because of the
-        `named` workers."""
+        """Return the record after a report that the `named` workers end the current order."""
         return replace(self, named=(*self.named, *named), reason=self.reason or reason,
                        alone=self.alone.union(named) if len(named) == 1 else self.alone,
                        has_stalled=self.has_stalled or stalled)
 
     def with_order(self, joined: Collection[Worker]) -> "EmptyOrders":
-        """Return the record at the start of an order, with which the workers in `joined` become
-        members."""
+        """Return the record at the start of an order, with which some have `joined`."""
         return replace(self.without_current(), joined=self.joined.union(joined))
 
     def without_current(self) -> "EmptyOrders":
@@ -213,8 +201,7 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
                        counts=Counter(self.counts) + Counter(self.named))
 
     def without_workers(self, workers: Collection[Worker]) -> "EmptyOrders":
-        """Return the record after the loss of workers; the count begins anew if any of them had
-        been named."""
+        """Return the record after a loss. The count begins anew if a lost worker had been named."""
         if not any(worker in self.counts for worker in workers):
             return replace(self.without_current(), joined=self.joined.difference(workers))
         return EmptyOrders(joined=self.joined.difference(workers))
@@ -225,8 +212,7 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
         return self.number >= MAX_ORDERS_OF_MEMBERS or self.stalled >= MAX_STALLED_ORDERS
 
     def find_culprit(self, members: Collection[Worker]) -> Worker | None:
-        """Return the member to give up, if any: after too many orders, the one that has been named
-        most often.
+        """Return the member to give up, if any, after too many orders: the most named one.
 
         It is given up earlier if it has joined since the last commit. The result is None if all
         members have been named equally often, or most have failed alone: then none of them is more

@@ -1,5 +1,4 @@
-"""State of a run: all that decisions depend on. It is immutable; `TransitionBuilder` builds the next one for each
-event."""
+"""Keep the state of a run, on which all decisions depend, and build the next one."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,37 +27,35 @@ from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What follows from schedule, model, data and machines of a run, and only node 0 needs to know."""
+    """What follows from schedule, model, data and machines, for node 0 only."""
 
     shares: Sequence[Sequence[Worker]] = ()
     """Workers of each node that are started with the run, by the node's number."""
     elements: Sequence[ElementCounts] = ()
-    """Number of trained elements of each layer of the model, on each rank of a worker."""
+    """Trained elements of each layer of the model, on each rank of a worker."""
     shared_layers: Sequence[Collection[int]] = ()
     """Groups of layers of the model that share a parameter (`runtime.models.sharing`)."""
     whole_schedules: bool = True
-    """True if each worker needs all of every schedule, not only its own share, to deal samples or to evaluate."""
+    """True if each worker needs all of every schedule, to deal samples or to evaluate."""
     identity: RunIdentity = NO_IDENTITY
     """What the run trains. Workers with another identity are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
-    """Settings and functions of a run, such as its first schedule and its checkpoint policy, that never change during
-    it."""
+    """Settings and functions of a run that never change, such as its checkpoint policy."""
 
     first: PreparedSchedule
     """Schedule with which the run begins, for the workers that are started with it."""
     iterations: range
     partition: PartitionPlanner
-    """Planner that divides the state of each layer among its holders and finds the moves that this requires."""
+    """Planner that divides each layer's state among holders, and finds the moves."""
     settles: MoveCost | None = None
     """Cost of moving layers to a better schedule; None if layers stay where they are."""
     mtbf_seconds: float | None = None
     """Mean time between failures in the whole cluster; None: as observed during the run."""
     automatic_checkpoints: bool = False
-    """True if the coordinator chooses when checkpoints are written; otherwise workers write them at a fixed
-    interval."""
+    """True if the coordinator chooses when checkpoints are written, not a fixed interval."""
     plans_for_speeds: bool = False
     """True if a planner is configured that makes schedules for slow workers."""
     domains: FailureDomains = NO_SHARED_DOMAINS
@@ -80,17 +77,16 @@ class WorkerLoss(NamedTuple):
 
 
 class ConnectedWorker(msgspec.Struct, frozen=True):
-    """Worker that is connected and ready, whether or not it takes part in the current order."""
+    """Worker that is connected and ready, perhaps as a member."""
 
     addresses: tuple[tuple[str, int], ...]
     """Host and port of each rank of the worker, from which other workers fetch layers."""
     contents: tuple[str, ...] = ()
-    """Digests of the parts of schedule files that the worker already has, so that they are not sent again."""
+    """Digests of the parts of schedule files that the worker already has."""
 
 
 class GatheringPhase(msgspec.Struct, frozen=True):
-    """Phase before the first order, in which the coordinator waits until all workers of the first schedule are
-    ready."""
+    """Phase before the first order: the coordinator waits until all workers are ready."""
 
 
 class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,24 +101,26 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
     stop_before: int | None = None
     """Iteration before which all members stop; None if none is chosen."""
     save_before: int | None = None
-    """Iteration before whose optimizer step all members save a checkpoint; None if none is chosen."""
+    """Iteration before whose optimizer step all members save a checkpoint; None if none is
+    chosen."""
     without_microbatches: frozenset[Worker] = frozenset()
-    """Members that hold layers but run no micro-batch, because other workers run all micro-batches on these layers."""
+    """Members that hold layers but run no micro-batch, because others run all on these layers."""
     unanswered: tuple[IterationReport, ...] = ()
-    """Reports to acknowledge when the members of `without_microbatches` have reported the same iteration."""
+    """Reports to acknowledge when the members of `without_microbatches` have reported the same
+    iteration."""
     restores: bool = False
     """True if the members read layers from a checkpoint in this order."""
 
 
 class FinishingPhase(msgspec.Struct, frozen=True):
-    """Phase in which the current order is an order to write the final parameters or a checkpoint."""
+    """Phase of an order to write the final parameters or a checkpoint."""
 
     finished: PersistentMap[Worker, Finished] = PersistentMap()
     """Members that have written drafts, with their reports."""
     published: PersistentMap[Worker, None] = PersistentMap()
     """Members that have published what they wrote."""
     outdated: bool = False
-    """True if a member that the order names was lost after it was sent, or could not get what it is to write."""
+    """True if the order names a member that is lost, or lacks what it is to write."""
     ordered_at: float = 0.0
     """Time of `time.monotonic` at which the order was given."""
 
@@ -132,49 +130,51 @@ class EndedPhase(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a run at one moment: the current order, the workers that exist, and what is known about them."""
+    """State of a run at one moment: its order, workers, and what is known of them."""
 
     prepared: PreparedSchedule
-    """Schedule of the current order; before the first order, the schedule that the first order will use."""
+    """Schedule of the current order. Before the first order, the schedule that the first order will
+    use."""
     members: frozenset[Worker]
-    """Live members of the current order; before the first order, the workers that it waits for."""
+    """Live members of the current order. Before the first order, the workers that it waits for."""
     phase: GatheringPhase | RejoiningPhase | TrainingPhase | FinishingPhase | EndedPhase = GatheringPhase()
     order: int = 0
     """Number of the last order. Orders are numbered from 1; 0 means that none has been given."""
     settled: bool = False
     """True if layers have moved for the members of the current order."""
     live: PersistentMap[Worker, ConnectedWorker] = PersistentMap()
-    """All connected workers: members, those that wait for the next order, and those left out as slow."""
+    """All connected workers: members, those that wait, and those left out as slow."""
     paused: PersistentMap[Worker, HeldState] = PersistentMap()
-    """Members that have paused in the current order, each with the layers and parts that it holds."""
+    """Members that have paused in the current order, with the state that they hold."""
     leaving: frozenset[Worker] = frozenset()
-    """Members that received a signal to end and stay until the others can continue without them."""
+    """Members with a signal to end that stay until the others can do without them."""
     stopping: bool = False
     """True if the run is to end at the next iteration boundary, with a checkpoint."""
     vain: int = 0
-    """Number of consecutive orders, directly before the current one, in which no member began its first op."""
+    """Orders in a row before the current one in which no member began its first op."""
     doubt: str | None = None
-    """Reason why the members' state cannot be trusted and the run must go back; None if it can be trusted."""
+    """Reason why the members' state cannot be trusted and the run must go back. None if it can be
+    trusted."""
     faulty: tuple[Worker, ...] = ()
-    """Members whose copies are wrong. They are given up when all have paused: then the remaining members know about the
-    difference and can report it to another coordinator."""
+    """Members with wrong copies, given up once all have paused and so know about it."""
     fault: str = ""
     """What the members of `faulty` have done, as the rest of a sentence."""
     newcomers: frozenset[Worker] = frozenset()
     """Members of the current order that took no part in the order before."""
     doubted: int = -1
-    """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
+    """Iteration before which copies differed, none known to be right, at the last return. Or -1."""
     trusted_from: int = 0
-    """Number of the last order in which the run went back because copies differed, or 0 (`Train.trusted_from`)."""
+    """Last order in which the run went back because copies differed, or 0."""
     data_end: int | None = None
-    """First iteration for which the data have no samples; None if none is known. The run ends before it."""
+    """First iteration for which the data have no samples; None if none is known. The run ends
+    before it."""
     repeated: int = -1
-    """Last iteration that was run again because its loss was not finite, with copies compared; or -1."""
+    """Last iteration that was run again because its loss was not finite, with copies compared. Or
+    -1."""
     returned_for: int = -1
-    """Last iteration for whose loss, which was not finite although copies were equal, the run went back; or -1."""
+    """Last iteration whose loss, not finite with equal copies, made the run go back, or -1."""
     cut_for: OriginalMembers = {}
-    """Ranges of layers that keep their former partition in the current order although some of its members are lost,
-    each with these former members."""
+    """Ranges that keep their partition although members are lost, with these members."""
     log: CommitLog
     joins: FetchState = FetchState()
     slow: SlowWorkers
@@ -184,8 +184,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     lost: PersistentMap[Worker, WorkerLoss] = PersistentMap()
     """Workers that are lost and have not come back, each with the reason."""
     asked: PersistentMap[Worker, float] = PersistentMap()
-    """Time of `time.monotonic` at which each worker was asked which checkpoints it can read, as the run is to go back
-    to one."""
+    """Time of `time.monotonic` at which each worker was asked for its checkpoints."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
     """Iterations of the checkpoints that each asked worker can read."""
     answers: Mapping[ScheduleRequest, PreparedSchedule | Exception] = {}
@@ -195,7 +194,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def current(self) -> Schedule:
-        """Schedule of the current order; before the first order, the schedule that the first order will use."""
+        """Schedule of the current order. Before the first order, the schedule that the first order
+        will use."""
         return self.prepared.schedule
 
     @property
@@ -212,7 +212,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def available_workers(self) -> Set[Worker]:
-        """Connected workers that take part or could: all except those that are left out because they are slow."""
+        """Connected workers that take part or could, without those left out as slow."""
         return {worker for worker in self.live if worker not in self.slow.left_out}
 
     @property
@@ -222,7 +222,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_planning(self) -> bool:
-        """True if all members have paused in an order to train, and wait for the coordinator's next schedule."""
+        """True if all members have paused, and wait for the coordinator's next schedule."""
         return isinstance(self.phase, TrainingPhase) and bool(self.members) and self.all_paused
 
     @property
@@ -231,8 +231,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return {worker: layers_in(kept.layers) for worker, kept in self.paused.items()}
 
     def find_source_addresses(self, moves: Iterable[LayerMove]) -> Addresses:
-        """Return the workers that are sources of these moves, sorted, each with the addresses from which its ranks send
-        layers."""
+        """Return the sources of these moves, sorted, each with its ranks' addresses."""
         return tuple((source, self.live[source].addresses) for source in sorted({move.source for move in moves}))
 
     def find_held_layers(self, placement: Placement) -> Mapping[Worker, frozenset[int]]:
@@ -243,11 +242,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: RejoiningPhase | None = None,
                         journal: Journal = EMPTY_JOURNAL) -> RunState:
-    """Return the state of a run that begins at `at` (`time.monotonic`).
-
-    If `rejoining` is given, this coordinator first looks for the workers of one that died, whose events `journal`
-    summarizes.
-    """
+    """Return the state of a run that begins at `at` (`time.monotonic`). With `rejoining`, this
+    coordinator first looks for the workers of one that died, whose events `journal` summarizes."""
     timer, last = CheckpointTimer(automatic=rules.automatic_checkpoints), journal.checkpoint
     if last is not None:  # else no checkpoint is ever due if node 0 dies often
         timer = timer.with_checkpoint(last.checkpoint, last.took, last.time)
@@ -262,11 +258,8 @@ def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: R
 
 
 class TransitionBuilder(EffectCollector):
-    """Builder of the run's next state while the coordinator handles one event; it also collects the effects of the
-    event.
-
-    Functions get it as `step`, and read and replace the state in it.
-    """
+    """Builder of the run's next state, and collector of effects, for one event. Functions get it as
+    `step`, and read and replace the state in it."""
 
     def __init__(self, rules: RunRules, state: RunState, at: float) -> None:
         super().__init__(at)
@@ -278,8 +271,7 @@ class TransitionBuilder(EffectCollector):
         self.state = replace(self.state, **fields)
 
     def add_effect(self, effect: object) -> None:
-        """Add an effect. If it reports a change of speed, count this in the policy on moving layers
-        (`RunState.settler`)."""
+        """Add an effect; count a change of speed in the policy on moving layers."""
         settler = self.state.settler
         if settler is not None and isinstance(effect, SpeedEvent) and effect.changes:
             self.update_state(settler=replace(settler, changes=settler.changes + 1))
@@ -305,12 +297,10 @@ class TransitionBuilder(EffectCollector):
             self.update_state(slow=self.state.slow.without_worker(worker))
 
     def find_lost_layers(self, workers: Collection[Worker]) -> list[int]:
-        """Return the layers whose parameters and optimizer state these paused workers, taken together, do not hold
-        completely."""
+        """Return the layers that these paused workers, taken together, do not hold completely."""
         return self.rules.partition.find_lost_layers({one: kept for one, kept in self.state.paused.items()
                                                       if one in workers})
 
     def plan_fetches(self, schedule: Schedule) -> tuple[LayerMove, ...]:
-        """Return the moves by which workers can fetch, while all members train by the current schedule, what another
-        `schedule` needs."""
+        """Return the moves for `schedule` that can be made while all train."""
         return self.rules.partition.plan_fetches(schedule, self.state.current, self.state.members, self.state.cut_for)

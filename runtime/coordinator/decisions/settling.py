@@ -1,13 +1,11 @@
-"""Settling: decides whether layers move to a schedule that is better for the remaining workers, and when that pays.
+"""Decide whether layers move to a better schedule for the remaining workers, and when.
 
-The first schedule after a failure, or after a worker has become slow, leaves layers where they are. A settled schedule,
-for which layers move, is faster. But all members stop once to change over, and the next failure may come before the
-gain has paid for that.
+The first schedule after a failure, or after a worker has become slow, leaves layers where they are.
+A settled schedule, for which layers move, is faster. But all members stop once to change over, and
+the next failure may come before the gain has paid for that.
 
-Layer fetches: copying layers to workers while training continues, and whether all layers have arrived.
-
-Layers are fetched for workers that join, or only for members, to change to a better schedule (`settling`). What is
-fetched are parts of layers (`part_moves`).
+Layers, in parts (`part_moves`), are fetched while training continues, for workers that join, or
+only for members, to change to a better schedule.
 """
 
 import math
@@ -25,14 +23,13 @@ from slipstream.runtime.protocol.to_worker import Addresses, Fetch, LayerMove
 from slipstream.schedules.schedule import Speeds, Worker
 
 PRIOR_SECONDS = 3600.0
-"""Seconds with one failure that are assumed before the run and added to what was observed, since little is known after
-the first failure."""
+"""Seconds with one failure assumed before the run, since little is known after the first."""
 DEFAULT_PAUSE_SECONDS = 0.3
 """Assumed duration of a change of schedules if none has been measured yet."""
 DEFAULT_BYTES_PER_SECOND = 1e9
 """Assumed bandwidth between two workers if none is given."""
 MIN_GAIN_SHARE = 0.01
-"""Smallest gain for which layers move, as a share of the period: plans do not predict smaller differences."""
+"""Smallest gain for which layers move, as a share of the period: plans are not more exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,7 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """Sizes of the layers and bandwidth between workers, from which the time for moving layers is estimated."""
+    """Sizes of layers and bandwidth, by which the time of moves is estimated."""
 
     layer_bytes: Sequence[int]
     """Bytes of parameters, buffers and optimizer state of each layer of the model."""
@@ -54,21 +51,19 @@ class MoveCost:
 
 
 class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of one run that decides whether layers move to a better schedule, with the observed failures and changes
-    of speed on which it is based."""
+    """Policy of one run on moving layers, with the failures and speeds that it observed."""
 
     cost: MoveCost
     mtbf: float | None = None
-    """Mean time between failures in seconds, in the whole cluster; None: as observed during the run."""
+    """Mean time between failures in seconds, in the whole cluster. None: as observed during the
+    run."""
     began: float
     """Time of `time.monotonic` at which the run began."""
     failures: int = 0
     changes: int = 0
-    """Number of observed changes of workers' speeds; like a failure, each makes the layout chosen before it out of
-    date."""
+    """Observed changes of speed. Like a failure, each puts the layout chosen before out of date."""
     closed: tuple[int, Speeds | None] = 1, None
-    """Order number and speeds for which the search for a better schedule has ended; initially those of the first
-    order."""
+    """Order number and speeds for which the search is over. Initially those of the first order."""
 
     def expected_seconds_to_failure(self, at: float) -> float:
         """Return the expected seconds from `at` until the next failure or change of speed."""
@@ -78,11 +73,11 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def decide_move(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None,
                     to: EffectCollector) -> bool:
-        """Return whether making these moves of layers pays before the next failure; add the figures of this decision to
-        the effects `to`, as one event and one progress line.
+        """Return whether moves pay before the next failure; add the figures to the effects `to`.
 
-        All times are in seconds: the periods `old` (before the moves) and `new` (after them), and the duration `pause`
-        of the last change of schedules (None: none was measured yet).
+        They are one event and one progress line. All times are in seconds: the periods `old`
+        (before the moves) and `new` (after them), and the duration `pause` of the last change of
+        schedules (None: none was measured yet).
         """
         size, seconds = self._estimate_transfer(moves)
         failure = self.expected_seconds_to_failure(to.at)
@@ -104,8 +99,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return settles
 
     def _estimate_transfer(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
-        """Return the bytes of all moves, each counted as a whole layer, and the seconds that they take: those of the
-        busiest connection, or of the busiest worker if no bandwidth of connections is configured."""
+        """Return the bytes of the moves, in whole layers, and the seconds that they take."""
+        # The busiest connection counts, or the busiest worker if no bandwidth is configured.
         between: Counter[object] = Counter()
         size = 0
         for move in moves:
@@ -120,29 +115,29 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 FETCH_RETRY_SECONDS = 0.5
 """Time from a failed fetch to the next one."""
 FETCHES_PER_ORDER = 1000
-"""Fetches of an order are numbered from its number times this constant. A coordinator that takes over continues the
-numbers of orders, so it never reuses the number of a fetch that workers may still answer."""
+"""First fetch of an order, as a multiple of its number. A coordinator that takes over continues the
+numbers of orders, so it never reuses a fetch that workers may still answer."""
 MAX_FETCH_FAILURES = 3
-"""Number of consecutive failed fetches after which layers are moved while all members wait."""
+"""Consecutive failed fetches after which layers are moved while all members wait."""
 
 
 class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
-    """Planned change of members or layers, made when all members have stopped before the same iteration."""
+    """Planned change of members or layers, once all have stopped before an iteration."""
 
     prepared: PreparedSchedule
     """Schedule that begins with the change."""
     order: int
     """Number of the order during which the change is prepared."""
     fetch: int = 0
-    """Number of the fetch of layers that prepares the change; 0 if the layers are moved while all members wait."""
+    """Number of the fetch that prepares the change. 0 if layers move while all members wait."""
     began: int
     """First iteration that was not committed when the fetch began."""
     moves: tuple[LayerMove, ...] = ()
     """Moves by which workers fetch parts of layers from others during training."""
     lacking: Mapping[Worker, int] = {}
-    """Number of layers that each worker has not fetched yet, for workers that have not fetched all of theirs."""
+    """Layers still to be fetched, for each worker that lacks some."""
     layers: int = 0
-    """Number of layers to fetch in all, counted once for each worker that fetches them."""
+    """Layers to fetch in all, counted once for each worker that fetches them."""
     speeds: Speeds | None = None
     """Speeds of workers for which the schedule was planned."""
     settles: bool = False
@@ -150,8 +145,8 @@ class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the change of members or layers that is being prepared, if any; a worker that has started meanwhile
-    waits for the next change."""
+    """State of the change that is being prepared, if any. A worker that has started meanwhile waits
+    for the next change."""
 
     number: int = 0
     """Number of the last fetch of layers, by which workers answer it."""
@@ -161,33 +156,33 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
     """Time of `time.monotonic` before which no fetch may begin."""
 
     def can_begin(self, at: float) -> bool:
-        """Return whether a fetch may begin: none is pending, and the pause after a failed one is over."""
+        """Return whether no fetch is pending, and the pause after a failed one is over."""
         return self.join is None and at >= self.not_before
 
     @property
     def is_preemptible(self) -> bool:
-        """True if workers that want to join may cancel the pending change: its members stay the same, and not all
-        layers have been fetched."""
+        """True if workers that want to join may cancel the pending change. Its members stay the
+        same, and not all layers have been fetched."""
         return self.join is not None and self.join.settles and not self.is_complete
 
     @property
     def is_complete(self) -> bool:
-        """True if a change of members or layers is pending and all workers have fetched the layers that it gives
-        them."""
+        """True if a change is pending, and all workers have fetched its layers."""
         return self.join is not None and not self.join.lacking
 
     @property
     def completed_fetch(self) -> LayerFetch | None:
-        """Pending change of members or layers, if all its layers have been fetched; otherwise None."""
+        """Pending change, if all its layers have been fetched; otherwise None."""
         return self.join if self.is_complete else None
 
     def begin_fetch(self, join: LayerFetch, addresses: Addresses, told: Collection[Worker],
                     to: EffectCollector) -> "FetchState":
-        """Start the fetch for the planned change `join`: send its moves, and the `addresses` of the workers that send
-        layers, to all connected workers (`told`). Return the state after that.
+        """Return the state after starting the fetch for the planned change `join`.
 
-        If fetches have failed too often, nothing is fetched: a change for joining workers counts as complete at once,
-        so that its layers move while all wait, and a change for members only is not begun.
+        Its moves, and the `addresses` of the workers that send layers, go to all connected workers
+        (`told`). If fetches have failed too often, nothing is fetched: a change for joining workers
+        counts as complete at once, so that its layers move while all wait, and a change for members
+        only is not begun.
         """
         if self.failures >= MAX_FETCH_FAILURES:
             return self if join.settles else replace(self, join=replace(join, moves=()))
@@ -199,7 +194,7 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, number=number, join=replace(join, fetch=number, lacking=lacking, layers=layers))
 
     def with_target_ready(self, worker: Worker, fetch: int, to: EffectCollector) -> "FetchState":
-        """Return the state after a worker has reported that it has all layers of the fetch with number `fetch`."""
+        """Return the state after a worker has all its layers of this fetch."""
         join = self.join
         if join is None or join.fetch != fetch or worker not in join.lacking:
             return self
@@ -208,7 +203,7 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, join=replace(join, lacking=lacking))
 
     def with_failure(self, report: FetchFailed, told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Return the state after a worker has reported that it cannot get the layers of a fetch: that fetch is
+        """Return the state after a worker could not get the layers of a fetch. The fetch is
         cancelled, all connected workers (`told`) learn it, and the next may begin after a pause."""
         if self.join is None or self.join.fetch != report.fetch:
             return self
@@ -218,20 +213,19 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
                        not_before=to.at + FETCH_RETRY_SECONDS, failures=self.failures + 1)
 
     def without_workers(self, workers: Set[Worker], told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Return the state after workers are lost. If the schedule of the pending change has any of them, the change is
-        cancelled, and all connected workers (`told`) learn it."""
+        """Return the state after workers are lost. If the schedule of the pending change has any of
+        them, the change is cancelled, and all connected workers (`told`) learn it."""
         gone = sorted(workers & self.join.prepared.schedule.seat_of.keys()) if self.join is not None else []
         return self.cancel_fetch(f"worker {gone[0]} is gone", told, to) if gone else self
 
     def with_order(self, to: EffectCollector) -> "FetchState":
-        """Return the state at the start of an order, without the pending change, which the order makes or abandons."""
+        """Return the state at the start of an order, which makes or abandons the change."""
         if not self.is_complete and self.join is not None:
             to.add_effect(FetchAbandoned(fetch=self.join.fetch, reason="the workers that take part have changed"))
         return FetchState(number=self.number, failures=0 if self.is_complete else self.failures)
 
     def cancel_fetch(self, reason: str, told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Return the state without the pending change, after telling all connected workers (`told`) to end its
-        fetch."""
+        """Return the state without the pending change, whose end all `told` workers learn."""
         if self.join is None:
             return self
         if self.join.fetch:

@@ -1,36 +1,41 @@
-"""Slow-worker detector: finds workers that take longer than their peers, by what factor, and since when.
+"""Find workers that take longer than their peers, by what factor, and since when.
 
-It is pure and reads no clock. A worker is compared with the other workers that ran ops of the same kind on the same
-layers in the same iteration. So an iteration in which every worker is slow, or a stage whose times are wrong in the job
-file, says nothing about any worker. The *ratio* of a worker in an iteration is the time that its ops took, divided by
-the time that they take on its peers:
+The detector is pure and reads no clock. A worker is compared with the other workers that ran ops of
+the same kind on the same layers in the same iteration. So an iteration in which every worker is
+slow, or a stage whose times are wrong in the job file, says nothing about any worker. The *ratio*
+of a worker in an iteration is the time that its ops took, divided by the time that they take on its
+peers:
 
-    ratio = sum n_c t_c / sum n_c r_c          over its cells c: a kind of op on a range of layers
+    ratio = sum n_c t_c / sum n_c r_c    over its cells c: a kind of op on a range of layers
 
-Here t_c is the median of the worker's n_c ops of the cell. r_c is the median over all other workers that are believed
-to run at usual speed; if there is none, it is the median over all other workers, each divided by its believed factor.
-Medians tolerate single delayed ops and a slow peer. Some plans that move layers have layers that only one worker runs.
-For these, r_c is the planned time, multiplied by the ratio of measured to planned time of the same layers when other
-workers ran them, too; while that is not known, the cell is left out.
+Here t_c is the median of the worker's n_c ops of the cell. r_c is the median over all other workers
+that are believed to run at usual speed; if there is none, it is the median over all other workers,
+each divided by its believed factor. Medians tolerate single delayed ops and a slow peer. Some plans
+that move layers have layers that only one worker runs. For these, r_c is the planned time,
+multiplied by the ratio of measured to planned time of the same layers when other workers ran them,
+too; while that is not known, the cell is left out.
 
-Iterations are grouped until they took `OBSERVATION_SECONDS`, because a process that is delayed for a moment delays many
-short iterations. An *observation* of a worker is the median over such a group of y = log(ratio / believed factor). A
-worker has changed if 4 of its last 5 observations, or 16 of its last 20, lie on one side of a limit; an outlier
-counts once, however large it is. The limit is one that a quartile of as much noise never reaches, s (7.5 / sqrt(n) -
-0.67) for n observations, and at least log(1 + `MIN_CHANGE`). s is the spread of y, estimated from differences of
-successive observations, so that outliers and changes of level matter little (the share `INLIER_SHARE` of the
-differences counts); the larger of the worker's own spread and the median spread is used. The change is placed where the
-sum of deviations is least: deviations from 0 before the change, and from the median after it. That median gives the new
-factor.
+Iterations are grouped until they took `OBSERVATION_SECONDS`, because a process that is delayed for
+a moment delays many short iterations. An *observation* of a worker is the median over such a group
+of y = log(ratio / believed factor). A worker has changed if 4 of its last 5 observations, or 16 of
+its last 20, lie on one side of a limit; an outlier counts once, however large it is. The limit is
+one that a quartile of as much noise never reaches, s (7.5 / sqrt(n) - 0.67) for n observations, and
+at least log(1 + `MIN_CHANGE`). s is the spread of y, estimated from differences of successive
+observations, so that outliers and changes of level matter little (the share `INLIER_SHARE` of the
+differences counts); the largest of the worker's own spread, the median spread and `MIN_SPREAD` is
+used. The change is placed where the sum of deviations is least: deviations from 0 before the
+change, and from the median after it. That median gives the new factor.
 
-On a noisy machine a worker that has recovered may look like one that is slightly slow, by less than that limit. The
-size of a recovery to usual speed is known, however. So a worker has also recovered if the median of its last
-`KEPT_OBSERVATIONS` observations is nearer to usual speed than to the believed factor.
+On a noisy machine a worker that has recovered may look like one that is slightly slow, by less than
+that limit. The size of a recovery to usual speed is known, however. So a worker has also recovered
+if the median of its last `KEPT_OBSERVATIONS` observations is nearer to usual speed than to the
+believed factor.
 
-Suppose that two workers are compared with each other only, and one is believed to be slow. Then the same ratio can mean
-that this one has recovered or that the other one has become slow. The former is assumed: a worker that is compared with
-slow workers only is never found slow. Each time a worker has recovered, it needs twice as many observations to be found
-recovered again, so that a worker whose speed alternates keeps its lighter load.
+Suppose that two workers are compared with each other only, and one is believed to be slow. Then the
+same ratio can mean that this one has recovered or that the other one has become slow. The former is
+assumed: a worker that is compared with slow workers only is never found slow. Each time a worker
+has recovered, it needs twice as many observations to be found recovered again, so that a worker
+whose speed alternates keeps its lighter load.
 """
 
 import math
@@ -50,28 +55,24 @@ from slipstream.schedules.schedule import LayerRange, OpKind, Worker
 Floats = NDArray[np.float64]
 
 OBSERVATION_SECONDS = 1.0
-"""Shortest duration of the iterations that form one observation. Where processes share cores, a process may get no core
-for seconds."""
+"""Shortest duration of an observation's iterations: processes may get no core for seconds."""
 WINDOW_LENGTHS = 5, 20
-"""Numbers of a worker's last observations that are examined together for a change of speed."""
+"""Numbers of last observations that are examined together for a change of speed."""
 KEPT_OBSERVATIONS = 60
 """Number of observations of each worker that are kept."""
 MIN_SPREAD = 0.04
-"""Smallest spread of log ratios that is assumed: measured values below it make no difference."""
+"""Smallest spread of log ratios that is assumed; smaller ones make no difference."""
 MIN_CHANGE = 0.15
-"""Smallest relative change of a worker's speed factor that counts: the larger factor divided by the smaller, minus
-1."""
+"""Smallest change of a speed factor that counts: larger / smaller - 1."""
 INLIER_SHARE = 0.8
-"""Share of the differences between successive observations that determines the spread; the remaining ones are treated
-as outliers."""
+"""Share of successive observations' differences that gives the spread."""
 _SPREAD_SCALE = math.sqrt(2) * statistics.NormalDist().inv_cdf((1 + INLIER_SHARE) / 2)
 MIN_OBSERVATIONS = 3
-"""Smallest number of observations from which a worker's new speed factor is measured."""
+"""Smallest number of observations from which a new speed factor is measured."""
 
 
 class CellTime(NamedTuple):
-    """Times of one worker's ops of one kind (such as F) on the same layers in an iteration: their number, and the
-    measured median and the planned time of one op."""
+    """Times of a worker's ops of one kind on the same layers in an iteration."""
 
     kind: OpKind
     layers: LayerRange
@@ -87,7 +88,7 @@ class SpeedChange(NamedTuple):
 
     worker: Worker
     factor: float
-    """Factor by which the worker's ops take longer than those of its peers; 1 is usual."""
+    """Factor by which the worker's ops take longer than those of its peers. 1 is usual."""
     before: float
     """Factor that was believed before."""
     since: int
@@ -97,34 +98,29 @@ class SpeedChange(NamedTuple):
 
 
 IterationTimes = Mapping[Worker, Sequence[CellTime]]
-"""Times of each worker in one iteration, one for each kind of op on each range of layers."""
+"""Times of each worker in an iteration, by kind of op and range of layers."""
 
 
 class _WorkerHistory(msgspec.Struct, frozen=True):
-    """Recent observations of one worker (log ratios of measured to believed op times), and its believed speed
-    factor."""
+    """Recent observations of one worker, and its believed speed factor."""
 
     factor: float = 1.0
     values: tuple[tuple[int, float], ...] = ()
-    """Last observations (log ratios to the believed speed), each after the first iteration of its group."""
+    """Last observations, each after the first iteration of its group."""
     recoveries: int = 0
     spread: float = 0.0
 
     def change_limit(self, window: int, common: float) -> float:
-        """Return the size of a log ratio, of measured to believed op times, that three quarters of the last `window`
-        observations must exceed to count as a change of speed.
-
-        The argument `common` is the median over all workers of the spread of their observations.
-        """
+        """Return the size that three quarters of the last `window` observations must exceed.
+        `common` is the median spread over all workers."""
         spread = max(MIN_SPREAD, common, self.spread)
         return max(math.log(1 + MIN_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
 
 
 class SlowDetector:
-    """Detector of changes of workers' speeds, to which the op times of iterations are passed, one iteration after the
-    other.
+    """Detector of changes of workers' speeds, from the op times of successive iterations.
 
-    Parameters
+     Parameters
     ----------
     factors
         Factors by which the ops of workers that are slow from the start take longer than usual.
@@ -133,7 +129,7 @@ class SlowDetector:
     def __init__(self, factors: Mapping[Worker, float] = {}) -> None:
         self._watched = {worker: _WorkerHistory(factor) for worker, factor in factors.items()}
         self._rates: dict[tuple[OpKind, int], float] = {}
-        """Measured time divided by planned time, for each kind of op on a layer that several workers ran."""
+        """Measured time divided by planned time, of each kind of op on a layer."""
         self._open: tuple[Mapping[Worker, float], ...] = ()
         """Log ratios of the iterations that are being grouped."""
         self._first = self._last = 0
@@ -146,17 +142,15 @@ class SlowDetector:
         return new
 
     def believed_factor(self, worker: Worker) -> float:
-        """Return the factor by which a worker's ops are believed to take longer than usual; 1 is usual."""
+        """Return the factor by which a worker's ops are believed to take longer than usual."""
         return self._watched[worker].factor if worker in self._watched else 1.0
 
     def set_factor(self, worker: Worker, factor: float) -> None:
-        """Set the factor by which a worker's ops are believed to take longer than usual, and drop its observations (log
-        ratios of measured to believed op times) except for their spread."""
+        """Set a worker's believed factor; drop its observations except for their spread."""
         self._watched[worker] = replace(self._watched.get(worker, _WorkerHistory()), factor=factor, values=())
 
     def drop_open_iterations(self) -> None:
-        """Drop the iterations that do not yet form an observation (the median of about a second of iterations), because
-        later ones are of another order."""
+        """Drop the iterations that do not yet form an observation, as an order ends."""
         self._open, self._seconds = (), 0.0
 
     def remove_worker(self, worker: Worker) -> None:
@@ -165,11 +159,8 @@ class SlowDetector:
         self._open = tuple({other: y for other, y in ratios.items() if other != worker} for ratios in self._open)
 
     def add_iteration(self, iteration: int, seconds: float, measured: IterationTimes) -> list[SpeedChange]:
-        """Add an iteration with its `measured` op times, and return the changes of workers' speeds that are now
-        detected.
-
-        The argument `seconds` is the longest time from any worker's first op to the end of its step.
-        """
+        """Add an iteration's `measured` op times; return the changes of speed detected now.
+        `seconds` is the longest time from any worker's first op to the end of its step."""
         if not self._seconds:
             self._first = iteration
         self._last = iteration
@@ -187,11 +178,11 @@ class SlowDetector:
         return self._add_observations(observed, self._find_compared_with_slow(measured))
 
     def compute_ratios(self, measured: IterationTimes) -> dict[Worker, float]:
-        """Return each worker's ratio: the seconds that its ops took in an iteration, divided by those at usual speed,
-        which are known from other workers' times for the same ops or from earlier measurements.
+        """Return each worker's seconds for its ops, divided by those at usual speed.
 
-        A worker that ran no ops that can be compared is left out. The rate of each layer (measured / planned time) is
-        updated, too.
+        Usual times are other workers' for the same ops, or estimates by earlier measurements. A
+        worker without comparable ops is left out. The rate of each layer (measured / planned time)
+        is updated, too.
         """
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
         unusual = set()
@@ -217,15 +208,14 @@ class SlowDetector:
         return ratios
 
     def estimate_usual_seconds(self, cell: CellTime) -> float | None:
-        """Return the seconds that an op of this kind on these layers takes at usual speed: its planned time, scaled by
-        earlier measurements; None if a layer has not been measured."""
+        """Return the seconds of such an op at usual speed. None if a layer was never measured. They
+        are the planned ones, scaled by earlier measurements."""
         rates = [self._rates.get((cell.kind, layer)) for layer in range(*cell.layers)]
         known = [rate for rate in rates if rate is not None]
         return cell.planned_seconds * statistics.fmean(known) if rates and len(known) == len(rates) else None
 
     def _find_compared_with_slow(self, measured: IterationTimes) -> set[Worker]:
-        """Return the workers for which all others that ran the same kinds of ops on the same layers are believed to be
-        slow."""
+        """Return the workers that can be compared with slow ones only."""
         slow = {worker for worker in measured if self.believed_factor(worker) > 1}
         if not slow:
             return set()
@@ -251,9 +241,8 @@ class SlowDetector:
                 self._rates |= {(cell.kind, layer): rate for layer in range(*cell.layers)}
 
     def _add_observations(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
-        """Add one observation of each worker, the log ratio of measured to believed op times, and return the changes of
-        speed that are now detected. No worker in `beside_slow`, which is compared only with slow ones, is found slow.
-        """
+        """Add one observation of each worker, and return the changes of speed detected now."""
+        # No worker in `beside_slow`, which is compared only with slow ones, is found slow.
         by_length: dict[int, list[Worker]] = defaultdict(list)
         for worker, y in observed.items():
             before = self._watched.get(worker, _WorkerHistory())
@@ -271,12 +260,8 @@ class SlowDetector:
                 for change in self._find_changes(by_length[length], found, common)]
 
     def _find_changes(self, workers: Sequence[Worker], values: Floats, common: float) -> Iterator[SpeedChange]:
-        """Yield the changes of speed detected among workers that have equally many observations, and adopt the new
-        factors.
-
-        Each row of `values` has the observations of one worker (log ratios of measured to believed op times); `common`
-        is the median spread of all workers.
-        """
+        """Yield the changes of speed among workers with equally many observations; adopt them."""
+        # Each row of `values` has one worker's; `common` is the median spread of all.
         changed = dict[Worker, int]()
         for window in (length for length in WINDOW_LENGTHS if length <= values.shape[1]):
             ordered, quarter = np.sort(values[:, -window:], axis=1), (window - 1) // 4
@@ -304,12 +289,8 @@ class SlowDetector:
 
 
 def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[Worker]) -> dict[Worker, float]:
-    """Return, for each worker, the median of the other workers' times (`seconds`) for ops of one kind on the same
-    layers.
-
-    Workers in `unusual`, which are not at usual speed, count only if no other worker is at usual speed. A worker
-    without others is left out.
-    """
+    """Return, for each worker, the median of the others' times for ops of one kind."""
+    # Those in `unusual` count only if no other worker is at usual speed.
     values, usual = np.array(list(seconds.values())), np.array([worker not in unusual for worker in seconds])
     of_usual, of_all = np.sort(values[usual]), np.sort(values)
     medians = np.full(len(values), np.nan)
@@ -323,11 +304,8 @@ def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[W
 
 
 def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Return the iteration from which a worker's observations (log ratios of measured to believed op times) differ from
-    0, and their median from there on.
-
-    Each of `values` is the first iteration of an observation, and the observation.
-    """
+    """Return the iteration from which observations differ from 0, and their median after."""
+    # Each of `values` is the first iteration of an observation, and the observation.
     def cost(begin: int) -> float:
         before, after = values[:begin], [value for _, value in values[begin:]]
         level = statistics.median(after)
@@ -338,22 +316,21 @@ def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 
 def _estimate_spreads(values: Floats) -> Floats:
-    """Return a robust estimate of the spread of each row of `values`, which has one worker's observations (log ratios
-    of op times), from the differences of successive ones.
-
-    It is the standard deviation of a normal distribution whose successive values differ by as much.
-    """
+    """Return a robust estimate of the spread of each row, from successive differences."""
+    # It is the standard deviation of a normal distribution whose successive values differ by as
+    # much.
     ordered = np.sort(np.abs(np.diff(values, axis=1)), axis=1)
     return np.asarray(ordered[:, int(INLIER_SHARE * ordered.shape[1])] / _SPREAD_SCALE)
 
 
 def _geometric_median(ordered: Floats) -> float:
-    """Return the median of sorted values; for an even number of them, the geometric mean of the middle two, so that
-    ratios to it are unbiased."""
+    """Return the median of sorted values."""
+    # Of an even number it is the geometric mean of the middle two, so that ratios to it are
+    # unbiased.
     return math.sqrt(ordered[(len(ordered) - 1) // 2] * ordered[len(ordered) // 2])
 
 
 def _leave_one_out_medians(ordered: Floats, values: Floats) -> Floats:
-    """Return, for each value, the `_geometric_median` of the other ones; `ordered` are the values, sorted."""
+    """Return, for each value, the `_geometric_median` of the others in `ordered`."""
     first, second, left_out = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2, np.searchsorted(ordered, values)
     return np.asarray(np.sqrt(ordered[first + (first >= left_out)] * ordered[second + (second >= left_out)]))

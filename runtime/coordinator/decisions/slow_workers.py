@@ -1,19 +1,17 @@
-"""Slow workers: which workers are slow, when schedules are planned for them, and which ones are left out.
+"""Decide which workers are slow, which are left out, and what is planned for them.
 
-`SlowWorkers` decides when to plan, `decide_for_speeds` what. Whenever the measured speeds differ from those of the
-current schedule, a schedule is planned for them while training continues. If it gains enough, the coordinator stops all
-members before the same iteration and continues by the new schedule. The speeds are kept: schedules for deaths and joins
-are planned for them, too.
+`SlowWorkers` decides when to plan, `decide_for_speeds` what. Whenever the measured speeds differ
+from those of the current schedule, a schedule is planned for them while training continues. If it
+gains enough, the coordinator stops all members before the same iteration and continues by the new
+schedule. The speeds are kept: schedules for deaths and joins are planned for them, too.
 
-A worker that is left out computes nothing that could be measured. After a pause it joins like a worker that returns,
-and is assumed to run at usual speed. If it does not, this is detected within a few iterations, and its next pause is
-twice as long.
+A worker that is left out computes nothing that could be measured. After a pause it joins like a
+worker that returns, and is assumed to run at usual speed. If it does not, this is detected within a
+few iterations, and its next pause is twice as long.
 
-Speed planning: decides what to do about workers that are slow, or that are not slow any more.
-
-The functions are pure and take as long as planning takes. They compare the period of the current schedule at the
-measured speeds, the period of a schedule planned for them, and those of schedules without one or more of the slow
-workers. A change of schedule takes place between two iterations.
+The functions for planning are pure and take as long as planning takes. They compare the period of
+the current schedule at the measured speeds, the period of a schedule planned for them, and those of
+schedules without one or more of the slow workers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,14 +29,13 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, NoScheduleE
 from slipstream.schedules.timing import period_at as period_at
 
 MIN_PERIOD_GAIN = 0.02
-"""Smallest gain for which the schedule changes, as a share of the current schedule's period."""
+"""Smallest gain for which the schedule changes, as a share of its period."""
 MIN_WORKER_GAIN = 0.01
-"""Smallest gain by a slow worker for which it is not left out, as a share of the period with it."""
+"""Smallest gain by a slow worker that is kept, as a share of the period."""
 MIN_EXCLUSION_FACTOR = 2.0
-"""Factor by which the ops of a worker must take longer than usual before a schedule without it is considered."""
+"""Factor by which a worker's ops take longer before a schedule without it is considered."""
 STEPS_PER_UNIT = 20
-"""Number of steps from one whole speed factor to the next: factors are rounded to multiples of 1 / 20, because smaller
-differences do not matter and fewer schedules are planned."""
+"""Steps from one whole speed factor to the next, so that few schedules are planned."""
 
 
 class SpeedDecision(NamedTuple):
@@ -52,11 +49,11 @@ class SpeedDecision(NamedTuple):
     """Period of the schedule that is run from now on, in seconds at these speeds."""
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
-    """Period of the schedule that includes the workers that are left out, in seconds at these speeds."""
+    """Period in seconds of the schedule with the workers that are left out."""
     prepared: PreparedSchedule | None = None
     """The field `schedule` with the forms in which orders send it, once they are made."""
     reason: str | None = None
-    """Reason why no schedule could be planned for these speeds; None if one was planned."""
+    """Reason why no schedule could be planned for these speeds, if none was."""
 
 
 class SpeedRequest(NamedTuple):
@@ -69,15 +66,18 @@ class SpeedRequest(NamedTuple):
 
 
 class SpeedAnswer(NamedTuple):
-    """Event: the answer to a request, which is a decision or the exception that planning raised."""
+    """Event: the answer to a request: a decision, or the exception that planning raised."""
 
     question: SpeedRequest
     answer: SpeedDecision | BaseException
 
 
 def answer_request(question: SpeedRequest, plan: SchedulerAtSpeeds) -> SpeedDecision:
-    """Return the decision for a request, made with the planner `plan`. If there is no schedule for the speeds, the
-    current one stays, and the decision says why. Exceptions of `plan` other than NoScheduleError are passed on."""
+    """Return the decision for a request, made with the planner `plan`.
+
+    If there is no schedule for the speeds, the current one stays, and the decision says why.
+    Exceptions of `plan` other than NoScheduleError are passed on.
+    """
     present, speeds = question.present, question.speeds
     try:
         return decide_for_speeds(present, speeds, plan)
@@ -87,13 +87,16 @@ def answer_request(question: SpeedRequest, plan: SchedulerAtSpeeds) -> SpeedDeci
 
 
 def round_factor(factor: float) -> float:
-    """Return a worker's speed factor rounded to a multiple of 1 / `STEPS_PER_UNIT`, for which schedules are planned."""
+    """Return a speed factor rounded to a multiple of 1 / `STEPS_PER_UNIT`."""
     return round(factor * STEPS_PER_UNIT) / STEPS_PER_UNIT
 
 
 def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> SpeedDecision:
-    """Decide which schedule to run at the measured `speeds` of workers: the `present` one, a faster one from the
-    planner `plan`, or one without slow workers. Raises NoScheduleError if `plan` has none for all live workers."""
+    """Decide which schedule to run at the measured `speeds` of workers.
+
+    It is the `present` one, a faster one from the planner `plan`, or one without slow workers.
+    Raises NoScheduleError if `plan` has none for all live workers.
+    """
     factors = dict(speeds)
     before = period_at(present, factors)
     live, every = present.seat_of.keys(), tuple(present.grid.workers())
@@ -121,8 +124,7 @@ def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds
 
 
 def _try_schedule(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:
-    """Yield the schedule that the function `planned` returns for the `live` workers; nothing if it finds none, or if
-    workers would change roles."""
+    """Yield the schedule for `live` workers; nothing if none exists or roles would change."""
     try:
         schedule = planned(live)
     except NoScheduleError:
@@ -132,9 +134,9 @@ def _try_schedule(planned: Callable[[Iterable[Worker]], Schedule], live: set[Wor
 
 
 WARM_UP_ITERATIONS = 1
-"""Number of iterations at the start of an order that are not measured: connections, caches and allocators are cold."""
+"""Iterations at the start of an order that are not measured, with everything cold."""
 FIRST_EXCLUSION_SECONDS = 10.0
-"""First pause after which a worker that was left out takes part again; each later one is twice as long."""
+"""First pause of a worker that was left out. Each later one is twice as long."""
 MAX_EXCLUSION_SECONDS = 640.0
 """Longest pause after which a worker that was left out takes part again."""
 NO_DECISION = SpeedDecision(None, 0.0, 0.0)
@@ -149,16 +151,16 @@ class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     """First iteration by the new schedule, or the next iteration if the schedule stays."""
     present_seconds: float | None
-    """Planned seconds per iteration by the previous schedule at the new speeds; None: nothing was planned."""
+    """Planned seconds per iteration by the previous schedule at the new speeds, if planned."""
     planned_seconds: float | None
-    """Planned seconds per iteration from this iteration on; None: nothing was planned."""
+    """Planned seconds per iteration from this iteration on; None: not planned."""
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
     """Planned seconds per iteration if the workers that are left out took part."""
     changed: bool = True
     """True if the schedule changes."""
     reason: str | None = None
-    """Reason why no schedule could be planned for the new speeds; None if one was planned."""
+    """Reason why no schedule could be planned for the new speeds, if none was."""
 
     def __str__(self) -> str:
         causes = ", ".join(map(_describe_change, self.changes)) or "workers are left out or taken back"
@@ -184,10 +186,9 @@ def _describe_change(change: SpeedChange) -> str:
 
 
 def build_slow_workers(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {}) -> "SlowWorkers":
-    """Return the initial state of the workers' speeds, which are those that the job file gave when the `first` schedule
-    was planned.
+    """Return the initial state of speeds, those for which `first` was planned.
 
-    Set `plans` to True if a planner for given speeds is configured; `known` contains the factors that another
+    `plans` says that a planner for given speeds is configured; `known` has the factors that another
     coordinator measured.
     """
     given = {worker: per_mille / 1000 for worker, per_mille in first.times.per_mille_of.items()}
@@ -199,54 +200,52 @@ def build_slow_workers(first: Schedule, *, plans: bool, known: Mapping[Worker, f
 
 
 class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the workers' speeds in one run. A detector that is stored in it is never changed, only replaced."""
+    """State of the workers' speeds in one run. A detector that is stored in it is never changed,
+    only replaced."""
 
     plans: bool
     detector: SlowDetector
     cells: "PlannedCells"
     begins: int = 0
-    """First iteration of the current order whose op times are used, after `WARM_UP_ITERATIONS`."""
+    """First iteration of the current order whose op times are used."""
     given: Mapping[Worker, float]
     factors: Mapping[Worker, float]
-    """Factors by which workers' ops take longer than usual, rounded, for which schedules are planned."""
+    """Rounded factors by which workers' ops take longer, for which schedules are planned."""
     news: tuple[SpeedChange, ...] = ()
     """Changes of workers' speeds that have not been reported to users yet."""
     asked: SpeedRequest | None = None
-    """Last request for a decision on slow workers in the current order; None if there is none."""
+    """Last request for a decision in the current order; None if there is none."""
     answered: bool = False
     """True if the request `asked` has been answered."""
     present_seconds: float | None = None
-    """Planned period in seconds of the current schedule at the present speeds; None if they are those it was planned
-    for, or if it is not known."""
+    """Planned period in seconds of the current schedule at other speeds than its own, if known."""
     since: int = 0
     """Iteration from which the workers have had their present speeds."""
     order: int = 0
     left_out: Mapping[Worker, float] = {}
-    """Workers left out because they are too slow, with when each takes part again (`time.monotonic`)."""
+    """Workers left out because they are slow, with when each returns (`time.monotonic`)."""
     pauses: Mapping[Worker, float] = {}
-    """Seconds for which each worker that has been left out before will be left out the next time."""
+    """Seconds of the next pause of each worker that has been left out before."""
     decision: SpeedDecision | None = None
     """Decision to carry out at the next iteration boundary; None if there is none."""
 
     @property
     def planned_speeds(self) -> Speeds | None:
-        """Speeds of workers for which schedules are planned; None: those for which the run's first schedule was
-        planned."""
+        """Speeds for which schedules are planned; None: those of the first schedule."""
         return None if not self.plans or self.factors == self.given else self._measured_speeds()
 
     @property
     def is_deciding(self) -> bool:
-        """True if a decision on which schedule to run at the present speeds has been requested or has yet to be carried
-        out."""
+        """True if a decision for the present speeds is requested or pending."""
         return self.decision is not None or (self.asked is not None and not self.answered)
 
     def planned_period_of(self, present: Schedule) -> float:
-        """Return the planned period in seconds of the current schedule (`present`) at the present speeds of the
-        workers."""
+        """Return the planned period in seconds of the `present` schedule at present speeds."""
         return self.present_seconds or present.seconds(present.period_ticks)
 
     def with_iteration(self, one: CommittedIteration) -> "SlowWorkers":
-        """Return the state after an iteration of the current order has been committed and measured."""
+        """Return the state after an iteration of the current order has been committed and
+        measured."""
         if one.iteration < self.begins:
             return self
         detector = self.detector.copy()
@@ -261,7 +260,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(new, news=(*self.news, *changes), since=max(self.since, *(change.since for change in changes)))
 
     def without_worker(self, worker: Worker) -> "SlowWorkers":
-        """Return the state without the measured speed of a lost worker, which may return on another machine."""
+        """Return the state without a lost worker's speed; it may return on another machine."""
         factors = _without_keys(self.factors, [worker])
         if worker in self.given:
             factors[worker] = self.given[worker]
@@ -272,8 +271,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                        left_out=_without_keys(self.left_out, [worker]), pauses=_without_keys(self.pauses, [worker]))
 
     def with_order(self, number: int, schedule: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state at the start of an order, in which a pending decision about slow workers is carried out or
-        dropped. The order of this `number` has this `schedule` and begins at this `iteration`."""
+        """Return the state at the start of an order, which settles any decision. The order of this
+        `number` has this `schedule` and begins at this `iteration`."""
         new = self
         if self.decision is not None and self.decision.schedule is schedule:
             new = self._emit_speed_event(self.decision, iteration, to)
@@ -288,20 +287,19 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                        cells=PlannedCells(schedule), begins=iteration + WARM_UP_ITERATIONS)
 
     def with_readmitted(self, workers: Collection[Worker]) -> "SlowWorkers":
-        """Return the state in which these workers are no longer left out, however slow they are."""
+        """Return the state in which these workers are no longer left out."""
         return replace(self, left_out=_without_keys(self.left_out, workers)) if workers else self
 
     def with_run_ended(self, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state at the end of the run, after adding the changes of speed that have not been reported yet to
-        the effects `to`."""
+        """Return the state at the end of the run, with the remaining changes reported."""
         return self._emit_speed_event(NO_DECISION, iteration, to, "the run ends") if self.news else self
 
     def request_decision(self, present: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state after requesting, by an effect in `to`, a decision which schedule to run, if speeds differ
-        from those of the `present` schedule.
+        """Return the state after requesting a decision, if speeds differ from the schedule's.
 
-        Workers that have been left out for long enough may take part again, and count as of usual speed. `iteration` is
-        the next one to be committed.
+        The request is an effect in `to`. Workers that have been left out for long enough may take
+        part again, and count as of usual speed. `present` is the current schedule, `iteration` the
+        next one to be committed.
         """
         due = [worker for worker, at in self.left_out.items() if to.at >= at]
         new = self.with_readmitted(due)
@@ -323,8 +321,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(new, asked=question, answered=False, decision=None)
 
     def with_answer(self, planned: SpeedAnswer, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state after a request for a decision has been answered. An answer to an earlier request is
-        ignored. `iteration` is the next one to be committed."""
+        """Return the state after a decision; an answer to an earlier request is ignored.
+        `iteration` is the next one to be committed."""
         if planned.question is not self.asked:
             return self
         new, decision = replace(self, answered=True), planned.answer
@@ -342,8 +340,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                    for worker in planned.keys() | self.factors.keys() if worker in present.seat_of)
 
     def _with_factor(self, worker: Worker, factor: float) -> "SlowWorkers":
-        """Return the state after the measured factor, by which a worker's ops take longer than usual, has changed; a
-        decision on which schedule to run that has not been carried out is dropped."""
+        """Return the state with another measured factor of a worker, and no pending decision."""
         factors = _without_keys(self.factors, [worker])
         if round_factor(factor) != 1.0:
             factors[worker] = round_factor(factor)
@@ -354,11 +351,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     def _emit_speed_event(self, decision: SpeedDecision, iteration: int, to: EffectCollector,
                           reason: str | None = None) -> "SlowWorkers":
-        """Emit a speed event with the changes that users have not seen yet, and return the state without these.
-
-        The argument `reason` says why no schedule was planned for the new speeds; None: one was. The event takes effect
-        at `iteration`.
-        """
+        """Report the changes that users have not seen, and return the state without these."""
+        # `reason` says why nothing was planned for the new speeds.
         to.add_effect(SpeedEvent(
             changes=self.news, iteration=iteration, left_out=decision.left_out, changed=decision.schedule is not None,
             present_seconds=None if reason else decision.present_seconds,
@@ -372,8 +366,7 @@ def _without_keys(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
 
 
 class PlannedCells:
-    """Table that gives, for each kind of op on each slice of a schedule, the layers of the slice and the planned time
-    of one op at usual speed."""
+    """Table of layers and planned time of each kind of op on each slice."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -386,10 +379,8 @@ class PlannedCells:
                 for kind in COMPUTE_KINDS for slice_ in range(len(schedule.layers_by_slice))}
 
     def convert_times(self, times: Sequence[OpTime]) -> list[CellTime]:
-        """Return measured times of ops together with the layers that the ops ran on and their planned times.
-
-        Times of ops that are not in the schedule are left out.
-        """
+        """Return measured times of ops, with the ops' layers and planned times. Times of ops that
+        are not in the schedule are left out."""
         planned = self._planned_cells
         return [CellTime(op_time.kind, cell[0], op_time.number, op_time.seconds, cell[1])
                 for op_time in times if (cell := planned.get((op_time.kind, op_time.slice))) is not None]

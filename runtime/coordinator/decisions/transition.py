@@ -1,10 +1,11 @@
-"""Transition: what each event changes in the state of a run, and which effects it has.
+"""Apply each event to the state of a run, and find which effects it has.
 
-The event loop calls `apply_event` with each event in turn; the result depends only on the state, the event and its
-time. An order to train ends when a member is lost or reports an error, or before an iteration that was chosen for all
-members to stop at (`next_order`). When all remaining members have paused and a schedule for them is available,
-the next order is given (`next_order`). It begins at the first iteration that is not committed. An event that arrives
-while a schedule is being planned only changes which workers are waited for.
+The event loop calls `apply_event` with each event in turn; the result depends only on the state,
+the event and its time. An order to train ends when a member is lost or reports an error, or before
+an iteration that was chosen for all members to stop at. When all remaining members have paused and
+a schedule for them is available, the next order is given (`next_order`). It begins at the first
+iteration that is not committed. An event that arrives while a schedule is being planned only
+changes which workers are waited for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,11 +55,11 @@ from slipstream.runtime.run_identity import describe_difference
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2
-"""Number of consecutive orders that may end before any member has begun an op, as when several workers die together, or
-before anything is committed because members cannot reach each other. Each further such order is followed by a pause."""
+"""Orders in a row that may end before any op or commit. Several workers may die together, or not
+reach each other. Each further such order is followed by a pause."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
-"""First and longest pause before the next order after `MAX_EMPTY_ORDERS` consecutive such orders. Each pause
-is twice the one before, as refused connections may have left threads behind."""
+"""First and longest pause after too many empty orders. Each is twice the one before, as refused
+connections may have left threads behind."""
 
 
 class WorkerLost(NamedTuple):
@@ -71,14 +72,14 @@ class WorkerLost(NamedTuple):
 
 
 class ReportsReceived(NamedTuple):
-    """Event: a node agent has forwarded several reports of workers that have stepped an iteration."""
+    """Event: a node agent has forwarded several reports of workers that have stepped an
+    iteration."""
 
     reports: tuple[IterationReport, ...]
 
 
 class WorkerDisconnected(NamedTuple):
-    """Event: the connection to a process of a worker has closed. The loss of the worker is expected to follow
-    shortly."""
+    """Event: the connection to a worker's process has closed; its loss should follow."""
 
     worker: Worker
 
@@ -88,8 +89,7 @@ class StopRequested(NamedTuple):
 
 
 class AbortIteration(NamedTuple):
-    """Event: the time allowed to a run that was told to end is over, so that it stops in the middle of the
-    iteration."""
+    """Event: a run that was told to end has used its time, and stops at once."""
 
 
 class StallFound(NamedTuple):
@@ -110,10 +110,11 @@ TransitionEvent = ToCoordinator | ReportsReceived | ScheduleAnswer | SpeedAnswer
 
 
 def apply_event(rules: RunRules, state: RunState, event: TransitionEvent, at: float) -> tuple[RunState, list[Any]]:
-    """Return the state after an event, and the effects of the event in order (`effects`).
+    """Return the state after an event at time `at` (`time.monotonic`), and its effects in order.
 
-    The event happened at `at`, a time of `time.monotonic`. Raises RunError if the run cannot continue, CommitLogError
-    if workers disagree, and NoLiveWorkerError if no worker of a dead coordinator can be found.
+    Raises RunError if the run cannot continue, CommitLogError if workers disagree, OtherRunError if
+    a worker that is found is of another run, and NoLiveWorkerError if no worker of a dead
+    coordinator can be found.
     """
     step = TransitionBuilder(rules, state, at)
     _handle_event(step, event)
@@ -123,20 +124,19 @@ def apply_event(rules: RunRules, state: RunState, event: TransitionEvent, at: fl
 
 
 def find_awaited_workers(state: RunState) -> list[Worker]:
-    """Return the workers without which the first order cannot be given, or that a new coordinator still looks for."""
+    """Return the workers that the first order, or a new coordinator, still waits for."""
     if isinstance(state.phase, RejoiningPhase):
         return sorted(state.phase.missing_members)
     return sorted(state.members.difference(state.live)) if isinstance(state.phase, GatheringPhase) else []
 
 
 def find_needed_layers(rules: RunRules, state: RunState) -> Mapping[Worker, frozenset[int]]:
-    """Return the layers that each member needs for the current order; empty unless it is to train or to finish."""
+    """Return the layers that each member needs to train or finish; otherwise none."""
     return state.find_held_layers(rules.placement) if isinstance(state.phase, TrainingPhase | FinishingPhase) else {}
 
 
 def _has_no_decision(before: RunState, state: RunState, event: TransitionEvent) -> bool:
-    """Return whether an event, which changed the state from `before`, leaves nothing to decide. Most events of a large
-    run are of this kind."""
+    """Return whether an event leaves nothing to decide, as most in a large run."""
     if isinstance(event, Paused):
         return not state.is_planning and not isinstance(state.phase, FinishingPhase)  # other members still run
     if isinstance(event, Ready):
@@ -147,8 +147,7 @@ def _has_no_decision(before: RunState, state: RunState, event: TransitionEvent) 
 
 
 def _decide_next(step: TransitionBuilder) -> None:
-    """Take the decisions that the new state makes possible, such as the next order. Raises RunError if the run cannot
-    continue."""
+    """Take the decisions that the new state makes possible. Raises RunError."""
     state = step.state
     match state.phase:
         case GatheringPhase():
@@ -168,22 +167,17 @@ def _decide_next(step: TransitionBuilder) -> None:
 
 
 def _compute_retry_time(state: RunState, phase: TrainingPhase) -> float:
-    """Return the time of `time.monotonic` before which no next order is given.
-
-    It is later if no member began an op in several orders in a row, or if nothing was committed in them because members
-    could not reach each other: a network may be down for a minute.
-    """
+    """Return the time of `time.monotonic` before which no next order is given."""
+    # It is later after orders in vain: a network may be down for a minute.
     orders_in_vain = 0 if phase.started else state.vain
     return state.recovery.ordered_at + _compute_pause(max(orders_in_vain, state.empty.number - 1))
 
 
 def _compute_finish_time(state: RunState, phase: FinishingPhase) -> float:
-    """Return the time of `time.monotonic` before which no other order to finish is given."""
     return phase.ordered_at + _compute_pause(state.empty.number)
 
 
 def _compute_pause(orders_in_vain: int) -> float:
-    """Return the seconds from an order to the next one after so many orders in a row that have failed."""
     tries = orders_in_vain - MAX_EMPTY_ORDERS
     return min(FIRST_RETRY_SECONDS * 2**tries, MAX_RETRY_SECONDS) if tries >= 0 else 0.0
 
@@ -242,8 +236,7 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order, or refuse it if it would train something else than the
-    run."""
+    """Add a worker that waits for an order, or refuse one that trains something else."""
     state, worker = step.state, report.worker
     difference = describe_difference(report.identity, step.rules.facts.identity, "there")
     if difference is not None:
@@ -256,12 +249,9 @@ def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
 
 
 def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> None:
-    """Make a worker leave that would train something else than the run; `difference` is a clause
-    that says what.
-
-    Raises CommitLogError before the first order, and OtherRunError if the worker has trained under
-    a coordinator before this one: then this coordinator is the one that is wrong.
-    """
+    """Make a worker leave that would train something else than the run."""
+    # Raises CommitLogError before the first order, and OtherRunError if the worker has trained
+    # under a coordinator before this one: then this coordinator is the one that is wrong.
     phase, worker = step.state.phase, report.worker
     has_trained = report.known is not None and report.known.order > 0
     if isinstance(phase, RejoiningPhase) and has_trained:
@@ -274,13 +264,10 @@ def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> N
 
 
 def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport]) -> None:
-    """Handle reports of members that have stepped an iteration, and acknowledge them.
-
-    An acknowledgement lets a member continue, or tells it to stop at the iteration boundary at which all members stop.
-    A member that runs no micro-batch sends nothing that other members wait for. The others are therefore not
-    acknowledged before it has reported, too, so that no member is more than one step ahead of the last committed
-    iteration.
-    """
+    """Handle reports of members that have stepped an iteration, and acknowledge them."""
+    # An acknowledgement lets a member continue, or tells it where to stop. A member that runs no
+    # micro-batch sends nothing that others wait for. The others are therefore acknowledged only
+    # after its report, so that no member is more than one step ahead of the last commit.
     compared = step.state.log.difference
     _commit_iterations(step, *step.state.log.with_reports(*reports))
     if (difference := step.state.log.difference) is not None:
@@ -327,13 +314,9 @@ def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Itera
 
 
 def _handle_difference(step: TransitionBuilder, difference: CopyDifference | SampleDifference) -> None:
-    """Handle copies of state, or samples, that differ: give up the workers whose copies or samples
-    are known to be wrong, and go back to a checkpoint if committed iterations may depend on
-    them.
-
-    Raises RunError if no sample is known to be wrong, or if no copy is and the run has already gone
-    back for a difference at this iteration or a later one.
-    """
+    """Give up wrong workers, and go back if what is wrong may have spread."""
+    # Raises RunError if no sample is known to be wrong, or if no copy is and the run has already
+    # gone back for a difference at this iteration or a later one.
     if isinstance(difference, SampleDifference):
         difference = difference.with_suspects(step.state.newcomers)
         if not difference.wrong:
@@ -351,12 +334,11 @@ def _handle_difference(step: TransitionBuilder, difference: CopyDifference | Sam
 
 
 def _handle_nonfinite(step: TransitionBuilder, iteration: int) -> None:
-    """Handle an iteration whose loss is not finite: a flipped bit may be the cause, or a learning rate.
-
-    The iteration is first run again: its order compares copies, and what follows from a difference is decided as
-    always. If they are equal, all may have stepped with a wrong gradient, and the run goes back to a checkpoint. Raises
-    CommitLogError if the loss is then the same, with equal copies.
-    """
+    """Handle a loss that is not finite, for a flipped bit or the learning rate."""
+    # The iteration is first run again: its order compares copies, and what follows from a
+    # difference is decided as always. If they are equal, all may have stepped with a wrong
+    # gradient, and the run goes back to a checkpoint. Raises CommitLogError if the loss is not
+    # finite after that, either, with equal copies.
     state, what = step.state, f"the loss of iteration {iteration} is not finite"
     if not isinstance(state.phase, TrainingPhase) or state.phase.ended:
         return
@@ -377,7 +359,7 @@ def _handle_nonfinite(step: TransitionBuilder, iteration: int) -> None:
 
 
 def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:
-    """Handle a member that begins its first op by the current order; when all members have begun, a recovery ends."""
+    """Handle a member that begins its first op; a recovery ends when all have begun."""
     state = step.state
     if not isinstance(state.phase, TrainingPhase) or report.order != state.order or state.phase.ended:
         return  # a late report of an order that another recovery has ended
@@ -393,8 +375,7 @@ def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:
 
 
 def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
-    """Handle the report of a member that it has stopped, either as it was asked to or because of an error. After an
-    error, all members are told to stop."""
+    """Handle a member that has stopped; after an error, all are told to stop."""
     if report.validated is not None:
         _commit_iterations(step, *step.state.log.with_factor(report.order, report.validated))
     state, worker = step.state, report.worker
@@ -418,15 +399,14 @@ def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
 
 
 def _describe_cause(report: Paused) -> str:
-    """Return what a member's error is, for the recovery from it: only one that names workers is a lost connection."""
     if report.data_end is not None:
         return str(report.reason)
     return f"worker {report.worker}{' lost a connection,' if report.named else ':'} {report.reason}"
 
 
 def _handle_data_end(step: TransitionBuilder, iteration: int, reason: str) -> None:
-    """Handle that the data have no samples for an iteration: the run ends before it, as if it was told to. A member may
-    find that before the iteration before is committed, which is then run first."""
+    """End the run before an iteration for which the data have no samples."""
+    # A member may find that before the iteration before is committed, which is then run first.
     known = step.state.data_end
     if known is None or iteration < known:
         step.update_state(data_end=iteration)
@@ -434,8 +414,9 @@ def _handle_data_end(step: TransitionBuilder, iteration: int, reason: str) -> No
 
 
 def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:
-    """Handle a worker that cannot get the layers of a fetch. One that wants to join and never reaches a sender is
-    given up, since members would wait for its layers in vain."""
+    """Handle a worker that cannot get the layers of a fetch."""
+    # One that wants to join and never reaches a sender is given up, since members would wait for
+    # its layers in vain.
     state, worker = step.state, report.worker
     step.update_state(joins=state.joins.with_failure(report, state.live, step))
     failures = step.state.joins.failures
@@ -447,8 +428,8 @@ def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:
 
 
 def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
-    """Handle a member that has written drafts of its final parameters, or of its share of a checkpoint. After the last
-    one, all may publish them, unless their state differs: then CommitLogError is raised, and nothing is published."""
+    """Handle a member that has written drafts; after the last, all may publish theirs."""
+    # If their state differs, CommitLogError is raised, and nothing is published.
     state = step.state
     if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
         return
@@ -462,8 +443,7 @@ def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
 
 
 def _handle_published(step: TransitionBuilder, report: Published) -> None:
-    """Handle a member that has published what it wrote. After the last one, all workers leave, or only those that were
-    to leave after this checkpoint."""
+    """Handle a member that has published its drafts; after the last, all or some leave."""
     state = step.state
     if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
         return
@@ -491,9 +471,9 @@ def _handle_loss(step: TransitionBuilder, event: WorkerLost) -> None:
 
 
 def _handle_leaving(step: TransitionBuilder, worker: Worker) -> None:
-    """Handle a worker that received a signal to end. A member stays until the next iteration boundary, so that the
-    others can continue without it; any other worker leaves at once. If no worker would remain, the run ends at that
-    boundary with a checkpoint."""
+    """Handle a worker that received a signal to end."""
+    # A member stays until the next iteration boundary, so that the others can continue without it;
+    # any other worker leaves at once.
     state = step.state
     if isinstance(state.phase, TrainingPhase | FinishingPhase) and worker in state.members:
         step.update_state(leaving=state.leaving | {worker})
@@ -503,7 +483,6 @@ def _handle_leaving(step: TransitionBuilder, worker: Worker) -> None:
 
 
 def _adopt_found_workers(step: TransitionBuilder, phase: RejoiningPhase) -> None:
-    """Continue with the workers of a dead coordinator, as if they had just paused."""
     result = phase.build_result()
     members = frozenset(result.kept)
     step.add_effect(result)

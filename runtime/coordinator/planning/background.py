@@ -1,7 +1,8 @@
-"""Background work: runs planning in a forked process where that is safe and worth it, and otherwise in a thread.
+"""Run planning in a forked process where that is safe and worth it.
 
-For a large job, a thread would take turns with the event loop and delay it: a plan for 1,000 workers takes half a
-second. A forked process inherits all that it needs, such as the job and its tables, without a copy being sent.
+For a large job, a thread would take turns with the event loop and delay it: a plan for 1,000
+workers takes half a second. A forked process inherits all that it needs, such as the job and its
+tables, without a copy being sent.
 """
 
 import asyncio
@@ -28,20 +29,19 @@ T = TypeVar("T")
 DoneCallback = Callable[[T | BaseException], None]
 
 MAX_SMALL_JOB_WORKERS = 64
-"""Largest number of workers of a job for which awaited plans are made in a thread, and none are precomputed."""
+"""Largest job, in workers, for which awaited plans are made in a thread."""
 AWAITED_TIMEOUT_SECONDS, OTHER_TIMEOUT_SECONDS = 30.0, 900.0
-"""Time limits in seconds of a process that makes a plan which workers wait for, and of one for any other plan. If one
-is exceeded, the process is killed and the plan is made in a thread."""
+"""Time limits of a process for an awaited plan, and for another; then a thread makes it."""
 NICENESS = 10
-"""Niceness of processes whose results no worker waits for, so that the workers of this machine take precedence."""
+"""Niceness of processes for which no worker waits: this machine's workers come first."""
 
 
 class BackgroundRunner(Protocol):
-    """Interface of functions that run long work outside the event loop and pass its result or exception to the loop."""
+    """Interface of functions that run long work outside the event loop."""
 
     def __call__(self, work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-        """Run `work`, then call `done` on the event loop with its result or exception. Set `awaited` to False if no
-        worker waits for the result: then the work may take longer, at low priority."""
+        """Run `work`, then call `done` on the event loop with its result or exception. If not
+        `awaited` by a worker, the work may take longer, at low priority."""
 
 
 class PlannerDiedError(RuntimeError):
@@ -49,9 +49,10 @@ class PlannerDiedError(RuntimeError):
 
 
 def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:  # noqa: ARG001
-    """Run `work` in a daemon thread, then call `done` on the event loop with its result or exception.
+    """Run `work` in a daemon thread, then call `done` on the event loop.
 
-    The work must not change state that other threads see. The argument `awaited` has no effect here.
+    It gets the result or exception. The work must not change state that other threads see.
+    `awaited` has no effect here.
     """
     loop = asyncio.get_running_loop()
 
@@ -65,10 +66,10 @@ def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool
 
 
 def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-    """Run `work` in a forked process, then call `done` on the event loop with its result or exception.
+    """Run `work` in a forked process, then call `done` with its outcome on the event loop.
 
-    Set `awaited` to False if no worker waits for the result: then the process has low priority and a longer time limit.
-    It is killed if the calling thread ends. If no process can be forked, the work is done in a thread.
+    If not `awaited` by a worker, it has low priority and a longer time limit. It is killed if the
+    calling thread ends. If no process can be forked, the work is done in a thread.
     """
     try:
         ours, theirs = os.pipe()
@@ -89,11 +90,11 @@ def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: boo
 
 
 def choose_background(workers: int) -> BackgroundRunner:
-    """Return the function that runs planning for a job of the given number of workers, in a thread or in a process.
+    """Return the function that runs planning for a job of this many workers.
 
-    Schedules for few workers are planned within milliseconds. To fork this process and to copy its memory on write
-    would take longer, so only plans that no worker waits for are made in a process. On systems other than Linux,
-    libraries may not be usable in a forked process.
+    Schedules for few workers are planned within milliseconds. To fork this process and to copy its
+    memory on write would take longer, so only plans that no worker waits for are made in a process.
+    On systems other than Linux, libraries may not be usable in a forked process.
     """
     if sys.platform != "linux":
         return run_in_thread
@@ -113,13 +114,10 @@ def capture_result(work: Callable[[], T]) -> T | BaseException:
 
 
 def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
-    """Return the answer that the forked `process` writes to the descriptor `pipe`, or raise the exception that it
-    contains.
-
-    A lock that another thread held at the fork is never released in the process, which then waits forever. If no answer
-    arrives within `seconds`, the process is killed and the `work` is done in this thread. Raises PlannerDiedError if
-    the process ended without an answer.
-    """
+    """Return the answer of a forked process, or raise the exception in it."""
+    # A lock that another thread held at the fork is never released in the process, which then waits
+    # forever. If no answer arrives within `seconds`, the process is killed and the `work` is done
+    # in this thread. Raises PlannerDiedError if the process ended without an answer.
     with open(pipe, "rb") as file:
         readable = select.poll()  # unlike select.select, also of descriptors above 1023
         readable.register(file, select.POLLIN)
@@ -139,10 +137,7 @@ def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float)
 
 
 def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
-    """Do the work in the forked process, write the pickled result or exception to the descriptor `pipe`, and exit.
-
-    All other descriptors are closed. The process takes a low priority unless workers wait for the result (`awaited`).
-    """
+    """Do the work in the forked process, write the pickled outcome to `pipe`, and exit."""
     status = 1
     try:
         request_parent_death_signal(signal.SIGKILL)
@@ -166,7 +161,7 @@ def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
 
 
 def _pickle_answer(answer: object) -> bytes:
-    """Return an answer pickled. An exception that cannot be unpickled is replaced by a RuntimeError with its text."""
+    """Return an answer pickled; an exception that cannot be becomes a RuntimeError."""
     try:
         packed = io.BytesIO()
         pickler = pickle.Pickler(packed, protocol=pickle.HIGHEST_PROTOCOL)

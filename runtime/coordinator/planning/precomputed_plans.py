@@ -1,9 +1,9 @@
-"""Precomputed plans: schedules for likely next failures, planned and divided while all train and no worker waits.
+"""Plan schedules for likely next failures while all train and no worker waits.
 
-Pipelines that are equivalent may change places (`schedules.tables.pattern`). So a few plans cover the death of any
-worker: one for each stage and one for each set of stages that share a machine, and each of them again combined with
-pipelines that have lost workers before. They are made in processes of low priority, the likeliest first. At a failure,
-only the pipelines are renumbered.
+Pipelines that are equivalent may change places (`schedules.tables.pattern`). So a few plans cover
+the death of any worker: one for each stage and one for each set of stages that share a machine, and
+each of them again combined with pipelines that have lost workers before. They are made in processes
+of low priority, the likeliest first. At a failure, only the pipelines are renumbered.
 """
 
 import zlib
@@ -21,15 +21,14 @@ from slipstream.schedules.tables.pattern import Pattern, columns_by_pipeline, de
 from slipstream.schedules.tables.relabel import preload_solver, relabel_schedule, renumber_pipelines
 
 MAX_PRECOMPUTED = 64
-"""Number of failures that are planned for in advance, and of plans that are kept: 1 MB each for 4,096 workers."""
+"""Failures that are planned in advance, and plans kept. Each takes 1 MB for 4,096 workers."""
 
 DownWorkers = tuple[Worker, ...]
 """Workers that are down, sorted."""
 
 
 class PrecomputedPlan(msgspec.Struct, frozen=True):
-    """Precomputed schedule, with the share of it that each worker must know, in the form in which `FailurePrecomputer`
-    stores them."""
+    """Precomputed schedule with each worker's share, as `FailurePrecomputer` stores it."""
 
     schedule: Schedule
     parts: DividedSchedule
@@ -39,12 +38,13 @@ _PLAN_DECODER = msgspec.msgpack.Decoder(PrecomputedPlan)
 
 
 class FailurePrecomputer:
-    """Planner of schedules for likely next failures, which returns them when the failures happen.
+    """Planner of schedules for likely next failures, which returns them when those happen.
 
-    Parameters
+     Parameters
     ----------
     first
-        The schedule that the run began with. Plans are made only while speeds are as in it, and no layers have moved.
+        The schedule that the run began with. Plans are made only while speeds are as in it, and no
+        layers have moved.
     scheduler
         Planner that is called for each failure.
     background
@@ -61,20 +61,21 @@ class FailurePrecomputer:
         self._classes = pipeline_classes(first.grid, first.times, first.memory)
         self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
-        """Plan for each pattern of failures, as a compressed `PrecomputedPlan`; None: there is no plan, or it is being
-        made.
+        """Plan for each pattern of failures, as a compressed `PrecomputedPlan`. None: there is no
+        plan, or it is being made.
 
-        Sets of failed workers have the same pattern if they differ only in the numbers of equivalent pipelines.
+        Sets of failed workers have the same pattern if they differ only in the numbers of
+        equivalent pipelines.
         """
         self._next: dict[Pattern, DownWorkers] = {}
         self._busy = False
         preload_solver()
 
     def find_plan(self, down: DownWorkers) -> tuple[Schedule, DividedSchedule] | None:
-        """Return a precomputed schedule in which exactly the `down` workers are down, and the share of it that each
-        worker must know; None if there is none.
+        """Return a precomputed schedule without the `down` workers, and its shares, if any.
 
-        The plan may have been made for workers of equivalent pipelines; then its pipelines are renumbered.
+        The plan may have been made for workers of equivalent pipelines; then its pipelines are
+        renumbered.
         """
         data = self._known.get(pattern_of(down, self._classes))
         if data is None:
@@ -84,8 +85,8 @@ class FailurePrecomputer:
         return None if fitted is None else (fitted, self._divided(fitted, (answer.parts, numbers)))
 
     def precompute_for(self, schedule: Schedule) -> None:
-        """Plan for likely next failures while all train by this schedule. Does nothing if speeds have changed or layers
-        have moved since the run began."""
+        """Plan for likely next failures while all train by this schedule. Does nothing if speeds
+        have changed or layers have moved since the run began."""
         may_plan = schedule.times.per_mille_of == self._speeds \
             and not any(map(schedule.has_moved_layers, schedule.seats))
         chances: Counter[Pattern] = Counter()
@@ -100,8 +101,8 @@ class FailurePrecomputer:
         self._plan_next_failure()
 
     def _likely_failures(self, schedule: Schedule) -> Iterator[tuple[DownWorkers, int]]:
-        """Yield sets of workers that may fail next under a schedule, each with a weight: for a single worker, the
-        number of equivalent pipelines; for a failure domain, 1."""
+        """Yield sets of workers that may fail next, with weights."""
+        # A single worker weighs as much as it has equivalent pipelines, a failure domain 1.
         lost = columns_by_pipeline(schedule.failed)
         equivalent: dict[object, list[int]] = defaultdict(list)
         for pipeline, kind in enumerate(self._classes):
@@ -111,7 +112,6 @@ class FailurePrecomputer:
         yield from ((together, 1) for together in self._domains.domains)
 
     def _plan_next_failure(self) -> None:
-        """Plan for the likeliest failure that has no plan yet, unless a plan is being made."""
         if self._busy:
             return
         pattern = next((candidate for candidate in self._next if candidate not in self._known), None)

@@ -1,4 +1,4 @@
-"""Schedule finder: looks up or plans schedules for the remaining workers, concurrently with the event loop."""
+"""Find or plan schedules for the remaining workers, concurrently with the event loop."""
 
 import time
 from collections.abc import Callable
@@ -29,39 +29,35 @@ from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
 from slipstream.schedules.shares import DividedSchedule, EquivalentSchedule, divide_schedule
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
-"""Function that returns the schedule in which the given workers are down, for the job of the first schedule.
+"""Function that returns the first job's schedule without the given workers.
 
 It raises NoScheduleError if there is none. It is called concurrently with the event loop, up to
-`MAX_CONCURRENT_REQUESTS` times at once, and mostly in a process that ends with its answer, so that all its other side
-effects are lost.
+`MAX_CONCURRENT_REQUESTS` times at once, and mostly in a process that ends with its answer, so that
+all its other side effects are lost.
 """
 
 
 class Rebalancer(Protocol):
-    """Interface of planners of schedules in which workers hold, or come to hold, layers other than those of their
-    stages in the grid.
+    """Interface of planners of schedules whose workers hold layers of other stages, too.
 
-    All methods are called outside the event loop's thread, and raise NoScheduleError if there is no such schedule. The
-    argument `speeds` has the factor by which each slow worker's ops take longer; if it is empty, the speeds are those
-    of the job. `held` has the layers of each live worker.
+    All methods are called outside the event loop's thread, and raise NoScheduleError if there is no
+    such schedule. They plan without the workers in `down`. `speeds` has the factor by which each
+    slow worker's ops take longer; if it is empty, the speeds are those of the job. `held` has the
+    layers of each live worker.
     """
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return the schedule in which the `down` workers are down and no other worker needs a layer that it does not
-        hold."""
+        """Return the schedule for which no worker needs a layer that it does not hold."""
 
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return the best schedule in which the `down` workers are down, whatever layers move for it between the
-        others."""
+        """Return the best schedule, whatever layers move for it between live workers."""
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return the schedule in which the `down` workers are down, and for which the others read all layers from a
-        checkpoint while all wait."""
+        """Return the schedule for which all layers are read from a checkpoint."""
 
 
 class SchedulePlanners(NamedTuple):
-    """Planners of a run: for failures, for failures at given speeds, and with layers moved. A planner that the run
-    lacks is None."""
+    """Planners of a run, or None: for failures, at given speeds, and with layers moved."""
 
     scheduler: Scheduler | None
     at_speeds: SchedulerAtSpeeds | None = None
@@ -69,34 +65,34 @@ class SchedulePlanners(NamedTuple):
 
 
 MAX_CONCURRENT_REQUESTS = 2
-"""Number of concurrent requests: a schedule that all wait for does not wait for one that a join needs or that another
-death has made useless. A settled schedule is planned in addition, one at a time."""
+"""Requests at a time, so that one which all wait for does not wait for others. A settled schedule
+is planned in addition, one at a time."""
 STUCK_REQUEST_SECONDS = 20.0
-"""Seconds of planning after which a request no longer counts towards `MAX_CONCURRENT_REQUESTS`."""
+"""Seconds after which a request no longer counts towards `MAX_CONCURRENT_REQUESTS`."""
 
 
 class ScheduleDivider(Protocol):
-    """Interface of functions that divide a schedule into what each worker must know of it (its share), like
-    `schedules.shares.divide_schedule`."""
+    """Interface of functions that divide a schedule into shares, as `divide_schedule` does."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
         """Return what each worker must know of a schedule (its share), such as its program.
 
-        If another schedule that differs only in the numbering of its pipelines has been divided, pass `alike` to save
-        most of the computation: a pair of its shares and a mapping from its pipelines' numbers to those of `schedule`.
+        If another schedule that differs only in the numbering of its pipelines has been divided,
+        pass `alike` to save most of the computation: a pair of its shares and a mapping from its
+        pipelines' numbers to those of `schedule`.
         """
 
 
 PrecomputedLookup = Callable[[tuple[Worker, ...]], tuple[Schedule, DividedSchedule] | None]
-"""Function that returns a precomputed schedule in which the given workers are down, and its division into shares; None
-if there is none."""
+"""Function that returns a precomputed schedule without some workers, and its shares, or None."""
 
 
 class ScheduleService:
-    """Service that answers requests for schedules in the background. They come in the forms in which
-    orders send them.
+    """Service that answers requests for schedules in the background.
 
-    Parameters
+    They come in the forms in which orders send them.
+
+     Parameters
     ----------
     grid
         Grid of pipelines and stages of the job.
@@ -111,7 +107,7 @@ class ScheduleService:
     background
         Function that runs the planners.
     known
-        Function that returns a precomputed schedule in which given workers are down, with its shares, or None.
+        Function that returns a precomputed schedule without given workers, and its shares, or None.
     """
 
     def __init__(self, grid: Grid, finders: SchedulePlanners, found: Callable[[ScheduleAnswer | SpeedAnswer], None],
@@ -125,15 +121,19 @@ class ScheduleService:
         self._found = found
         self._tell = tell
         self._asked: dict[ScheduleRequest, float] = {}
-        """Requests that are being answered, each with the time of `time.monotonic` at which it was made."""
+        """Requests that are being answered, with the times at which they were made."""
 
     def prepare_schedule(self, schedule: Schedule) -> PreparedSchedule:
-        """Return a schedule with the forms in which orders send it. This takes long for many workers."""
+        """Return a schedule with the forms in which orders send it. This takes long for many
+        workers."""
         return prepare_schedule(schedule, self._divided(schedule))
 
     def request_schedule(self, question: ScheduleRequest) -> None:
-        """Start to find the requested schedule in the background. Does nothing if this request, or too many others, are
-        in progress; in the latter case, the caller must repeat the call after another one has been answered."""
+        """Start to find the requested schedule in the background.
+
+        Does nothing if this request, or too many others, are in progress; in the latter case, the
+        caller must repeat the call after another one has been answered.
+        """
         since = time.monotonic() - STUCK_REQUEST_SECONDS
         running = sum(request.settled == question.settled and start > since for request, start in self._asked.items())
         if question in self._asked or running >= (1 if question.settled else MAX_CONCURRENT_REQUESTS):
@@ -156,7 +156,7 @@ class ScheduleService:
         self._background(work, partial(self._handle_answer, question), awaited=not question.settled)
 
     def request_speed_decision(self, question: SpeedRequest) -> None:
-        """Start to decide, in the background, which schedule to run at the measured speeds of workers."""
+        """Start to decide, in the background, which schedule to run at measured speeds."""
         plan = self._choose_speed_planner(question)
 
         def work() -> SpeedDecision:
@@ -167,8 +167,8 @@ class ScheduleService:
         self._background(work, lambda found: self._found(SpeedAnswer(question, found)), awaited=False)
 
     def _choose_speed_planner(self, question: SpeedRequest) -> SchedulerAtSpeeds:
-        """Return the planner for given speeds that leaves all layers with their present holders; if the run has no
-        planner for speeds, a function that raises NoScheduleError."""
+        """Return the planner for speeds that leaves layers with their present holders."""
+        # If the run has none, return a function that raises NoScheduleError.
         present, finders = question.present, self._finders
         rebalancer = finders.rebalancer
         if finders.at_speeds is None:
@@ -190,8 +190,7 @@ class ScheduleService:
         return schedule
 
     def _choose_planner(self, question: ScheduleRequest) -> Callable[[], Schedule]:
-        """Return the function that makes the requested schedule. Raises NoScheduleError if the run has no planner for
-        it."""
+        """Return the function that makes the requested schedule, or raise NoScheduleError."""
         scheduler, at_speeds, rebalancer = self._finders
         if question.held is not None or question.from_checkpoint:
             if rebalancer is None:
@@ -225,10 +224,8 @@ def _refuse_speeds(_down: tuple[Worker, ...], _speeds: Speeds) -> Schedule:
 
 
 def without_idle_workers(schedule: Schedule) -> Schedule:
-    """Return a schedule without the workers that hold no layer.
-
-    No worker waits for them, and they wait for no worker, so they could be many iterations ahead or behind.
-    """
+    """Return a schedule without the workers that hold no layer. No worker waits for them, and they
+    wait for no worker, so they could be many iterations ahead or behind."""
     seats = [seat for seat in schedule.seats if schedule.held_layers_of_seat(seat)]
     if len(seats) == len(schedule.seats):
         return schedule

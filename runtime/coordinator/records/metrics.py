@@ -15,14 +15,13 @@ from slipstream.runtime.state.step_factors import learning_rate_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationWork:
-    """Tokens and floating-point operations of one iteration, summed over all pipelines, and the peak of a device's
-    floating-point operations per second."""
+    """Tokens and operations of an iteration, over all pipelines, and a device's peak."""
 
     tokens: int
     flops: float
-    """Floating-point operations of the forwards and backwards of one iteration (`runtime.models.flops`)."""
+    """Operations of the iteration's forwards and backwards (`runtime.models.flops`)."""
     peak_flops: float | None
-    """Peak floating-point operations per second of a worker's device; None if it is not known."""
+    """Peak floating-point operations per second of a worker's device; None: not known."""
 
 
 class MetricsBuilder:
@@ -43,12 +42,10 @@ class MetricsBuilder:
         self._phase: Phase | None = None
         self._recoveries = recoveries
         self._before: float | None = None
-        """Time in seconds since 1970 at which the last iteration was committed; before the first, at which the first
-        order was given."""
+        """Time since 1970 of the last commit or, before it, of the first order, in seconds."""
 
     def observe_event(self, event: Event) -> None:
-        """Record an event of the run on which later metrics depend: an order, or the end of a recovery; others are
-        ignored."""
+        """Record an order or the end of a recovery, on which later metrics depend."""
         match event:
             case OrderGiven():
                 self._live, self._phase = event.live, event.phase
@@ -57,8 +54,10 @@ class MetricsBuilder:
                 self._recoveries += 1
 
     def build_metrics(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> Metrics:
-        """Return the metrics of a committed iteration, given its `line` of `losses.jsonl`. Iterations must be passed in
-        order. `evaluation` is the validation loss, if it was computed."""
+        """Return the metrics of a committed iteration, given its `line` of `losses.jsonl`.
+
+        Iterations must be passed in order. `evaluation` is the validation loss, if it was computed.
+        """
         work, seconds = self._work, None
         if line.time is not None:
             seconds = None if self._before is None else line.time - self._before
@@ -74,8 +73,7 @@ class MetricsBuilder:
 
 
 def read_recovery_count(folder: Path) -> int:
-    """Return the number of recoveries in earlier starts of the run, as `metrics.jsonl` in its folder has it; 0 without
-    a file."""
+    """Return the recoveries of earlier starts, by the folder's metrics; 0 without a file."""
     recoveries, path = 0, folder / METRICS
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.DecodeError):
@@ -86,14 +84,14 @@ def read_recovery_count(folder: Path) -> int:
 TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient_norm": "gradient norm",
         "learning_rate": "learning rate", "tokens_per_second": "speed/tokens per second", "mfu": "speed/mfu",
         "live": "workers/live", "recoveries": "workers/recoveries"}
-"""Name under which TensorBoard shows each of the metrics, by the metric's field of `Metrics`."""
+"""Name under which TensorBoard shows each field of `Metrics`."""
 
 
 class TensorBoardWriter:
-    """Writer of the metrics of iterations, from `first` on, to a new event file in a folder. Raises OSError, and
-    ConfigError if the package is not installed.
+    """Writer of the metrics of iterations from `first` on to a new TensorBoard file.
 
-    A file that begins with some iteration hides the entries from that iteration on in earlier files of the folder. So
+    Raises OSError, and ConfigError if the package is not installed. A file that begins with some
+    iteration hides the entries from that iteration on in earlier files of the folder. So
     TensorBoard shows each iteration once, even if it was repeated.
     """
 
@@ -153,10 +151,10 @@ PREFIX = "slipstream_"
 
 
 class PrometheusFile:
-    """Text file with the metrics of the newest iteration of a run, in Prometheus' exposition format.
+    """Text file with a run's newest metrics, in Prometheus' exposition format.
 
-    It is replaced as a whole, so that a reader never sees half of it. If it cannot be written, `say` is called once
-    with a line for users, and once more when it can be written again.
+    It is replaced as a whole, so that a reader never sees half of it. If it cannot be written,
+    `say` is called once with a line for users, and once more when it can be written again.
     """
 
     def __init__(self, path: Path, run: str, say: Callable[[str], None]) -> None:
@@ -186,8 +184,8 @@ class PrometheusFile:
 
 
 def render_metrics(line: Metrics, run: str) -> Iterator[str]:
-    """Yield the lines of the file for the metrics of an iteration. The label `run` names the run's folder; metrics that
-    are not known are left out."""
+    """Yield the lines of the file for the metrics of an iteration. The label `run` names the run's
+    folder; metrics that are not known are left out."""
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     for field, (name, text) in GAUGES.items():
         value = getattr(line, field)

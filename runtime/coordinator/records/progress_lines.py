@@ -1,4 +1,4 @@
-"""Progress lines: reports to the users of a run, and what the files and the result of the run keep of them."""
+"""Report progress to users, and keep it for files and the result."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ REPORT_INTERVAL_SECONDS = 30.0
 MAX_NAMES = 8
 """Largest number of workers or nodes that a line names."""
 RECENT_NOTES = 32
-"""Number of last notes to users that a new note is compared with, so as not to repeat one."""
+"""Last notes to users that are compared with a new one, so as not to repeat it."""
 
 
 class RunReporter:
@@ -30,20 +30,20 @@ class RunReporter:
         self._log = log
         self._folder = read_lock_holder(run.request.out)
         self._apart = False
-        """True if a worker of another node has been found to write to another folder than node 0."""
+        """True if another node's worker writes to another folder than node 0."""
         self._checkpointed = 0
         """Iteration of the newest complete checkpoint that has been logged; 0 before the first."""
         self.notes: list[str] = []
         self.speed_events: list[SpeedEvent] = []
 
     def report_note(self, text: str) -> None:
-        """Report a problem that the run has survived: to users, in the log and in the run's result."""
+        """Report a survived problem to users, in the log and in the result."""
         self.notes.append(text)
         self._log.write(Noted(text=text))
         self._notify(text)
 
     def report_note_once(self, text: str) -> None:
-        """Report a problem that several workers may meet at the same time, unless it has been reported recently."""
+        """Report a problem that several workers may meet, unless it was reported recently."""
         if text not in self.notes[-RECENT_NOTES:]:
             self.report_note(text)
 
@@ -58,22 +58,20 @@ class RunReporter:
         self._notify(event)
 
     def report_awaited(self, workers: Sequence[Worker], agents: Collection[int], address: str) -> None:
-        """Report, unless `workers` is empty, that the first order waits for these workers; `agents` are the other nodes
-        that have connected, and `address` is that of node 0."""
+        """Report that the first order waits for `workers`, unless there are none. `agents` are the
+        other nodes that have connected; `address` is that of node 0."""
         if workers:
             awaited = describe_awaited(workers, self._run.facts.shares, agents)
             self._notify(f"node 0, at {address}, waits for {awaited}")
 
     def log_checkpoint(self, report: CheckpointSaved) -> None:
-        """Log that a checkpoint is complete, if the `report` of a worker that has saved its layers is the first to say
-        so."""
+        """Log that a checkpoint is complete, if this `report` is the first to say so."""
         if report.complete and report.iteration > self._checkpointed:
             self._checkpointed = report.iteration
             self._log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
 
     def log_iteration(self, one: CommittedIteration) -> None:
-        """Log a committed iteration, and report slowdowns on purpose that begin in it, and its validation loss if there
-        is one."""
+        """Log a committed iteration; report slowdowns that begin in it, and validation loss."""
         self._log.write_iteration(one.iteration, one.loss, one.window_seconds, gradient_norm=one.gradient_norm,
                                   evaluation=one.evaluation, cost_error=one.cost_error)
         for slowdown in self._run.request.resilience.slowdowns:
@@ -87,13 +85,12 @@ class RunReporter:
             self._notify(f"validation loss {one.evaluation:.6f} after {one.iteration + 1} iterations")
 
     def log_rollback(self, iteration: int) -> None:
-        """Log that the run went back: the given iteration and all later ones, and their checkpoints, will be written
-        again."""
+        """Log that the run went back to an iteration, from which all is written again."""
         self._log.drop_iterations_from(iteration)
         self._checkpointed = min(self._checkpointed, iteration)
 
     def report_failover(self, found: FailoverResult) -> None:
-        """Report a failover to users, and log the committed iterations that the dead coordinator has not logged."""
+        """Report a failover, and log the committed iterations that the dead coordinator did not."""
         count = found.committed + 1
         self._log.drop_iterations_from(found.unwritten.start)
         losses = found.losses[len(found.losses) - len(found.unwritten):]
@@ -106,8 +103,8 @@ class RunReporter:
                      "committed")
 
     def check_folder(self, report: Ready) -> None:
-        """Report, if a worker that has become ready writes to another folder than node 0, that checkpoints will be
-        incomplete. This is reported only once."""
+        """Report once that a ready worker writes to another folder than node 0. Checkpoints will
+        then be incomplete."""
         if report.folder != self._folder and not self._apart:
             self._apart = True
             node = next((node for node, share in enumerate(self._run.facts.shares) if report.worker in share), 0)
@@ -117,18 +114,17 @@ class RunReporter:
                              "share")
 
     def describe_progress(self, count: int) -> str:
-        """Return a clause that tells that `count` iterations are committed, and where their losses are written."""
+        """Return a clause that says how many iterations are committed, and where losses are."""
         path: Path = self._run.request.out / LOSSES
         return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss goes to {path}" \
             if count == 1 else f"{count} iterations are committed, their losses go to {path}"
 
 
 def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:
-    """Return a clause that names the missing workers: nodes that have not connected, and single workers of nodes that
-    have.
+    """Return a clause that names the missing workers: whole nodes, and single workers.
 
-    The missing workers are `awaited`. `shares` has all workers of each node, and `agents` the nodes other than 0 that
-    have connected.
+    They are `awaited`. `shares` has all workers of each node, and `agents` the nodes other than 0
+    that have connected; only of a node that has not, the whole is named.
     """
     nodes, workers, awaited = [], [], set(awaited)
     for node, share in enumerate(shares):

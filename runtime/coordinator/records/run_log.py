@@ -1,12 +1,11 @@
-"""Run log: the record of a run.
+"""Keep the record of a run in files; a write error never ends it.
 
-Events are written to `events.jsonl`. Each committed iteration has a line in `losses.jsonl` and `metrics.jsonl` and, if
-requested, an entry in TensorBoard's files. Each schedule of an order is stored once. Every part of the coordinator that
-reports an event calls `RunLog.write` with a struct of `runtime.events`; the log adds the time. If the run goes back, or
-another coordinator continues it, the lines of iterations that are run again are dropped, so that each iteration has one
-line in each file.
-
-Files to which lines are appended. A write error never ends a run: lines wait until they can be written.
+Events are written to `events.jsonl`. Each committed iteration has a line in `losses.jsonl` and
+`metrics.jsonl` and, if requested, an entry in TensorBoard's files. Each schedule of an order is
+stored once. Every part of the coordinator that reports an event calls `RunLog.write` with a struct
+of `runtime.events`; the log adds the time. If the run goes back, or another coordinator continues
+it, the lines of iterations that are run again are dropped, so that each iteration has one line in
+each file. Lines wait until they can be written.
 """
 
 import math
@@ -40,16 +39,16 @@ from slipstream.runtime.events import (
 )
 
 MAX_UNWRITTEN_LINES = 100_000
-"""Largest number of lines that wait to be written; if there are more, the oldest are dropped."""
+"""Largest number of lines that wait to be written; then the oldest are dropped."""
 
 
 class AppendedFile:
     """File to which whole lines are appended without buffering.
 
-    Each line is written by one call, and other processes can read it when that returns. An incomplete last line that a
-    crash has left is removed. Raises OSError if the file cannot be opened; `append` never does: if a disk is full,
-    `say` is called once with a line for users, and once more when the disk has free space again and the waiting lines
-    are written.
+    Each line is written by one call, and other processes can read it when that returns. An
+    incomplete last line that a crash has left is removed. Raises OSError if the file cannot be
+    opened; `append` never does: if a disk is full, `say` is called once with a line for users, and
+    once more when the disk has free space again and the waiting lines are written.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -61,7 +60,7 @@ class AppendedFile:
         self._size = self._file.truncate(_find_complete_size(self._file))
 
     def append(self, line: msgspec.Struct) -> None:
-        """Write a struct as a line of JSON, after all lines that still wait to be written."""
+        """Write a struct as a line of JSON, after all lines that still wait."""
         self._unwritten.append(encode(line) + b"\n")
         try:
             while self._unwritten:
@@ -82,8 +81,8 @@ class AppendedFile:
                           "what waits when it can")
 
     def truncate_from(self, keeps: Callable[[bytes], bool]) -> None:
-        """Drop the first line for which `keeps` is False, and all lines after it. This needs no free disk space. Raises
-        OSError."""
+        """Drop the first line for which `keeps` is False, and all after it. This needs no free disk
+        space. Raises OSError."""
         self._unwritten = deque((line for line in self._unwritten if keeps(line)), MAX_UNWRITTEN_LINES)
         self._file.seek(0)
         size = 0
@@ -95,18 +94,15 @@ class AppendedFile:
         self._size = self._file.truncate(size)
 
     def close(self) -> None:
-        """Close the file; lines that could not be written are lost, and users are told how many."""
+        """Close the file, and tell users how many lines are lost."""
         if self._unwritten:
             self._say(f"{self._path} lacks the last {len(self._unwritten)} of its lines, which could not be written")
         self._file.close()
 
 
 class IterationLines(AppendedFile):
-    """File with a line for each committed iteration. When it is opened, only lines of iterations before `first` are
-    kept.
-
-    Raises OSError if the file cannot be opened or truncated.
-    """
+    """File with a line for each committed iteration, of those before `first` at the start. Raises
+    OSError if the file cannot be opened or truncated."""
 
     def __init__(self, path: Path, first: int, say: Callable[[str], None]) -> None:
         super().__init__(path, say)
@@ -138,16 +134,17 @@ def _find_complete_size(file: FileIO) -> int:
 
 
 ProgressCallback = Callable[[int, float], None]
-"""Function that is called with the number and the loss of each committed iteration, in order."""
+"""Function that is called with each committed iteration and its loss, in order."""
 
 
 class RunLog:
     """Log that appends to the files in a run's folder.
 
-    Lines that an earlier run has left are kept for iterations before `first`. Metrics are written before losses, so
-    that a process killed between the two leaves no iteration whose loss is there and whose metrics are not. The writer
-    passed as `write` runs the file operations and reports those that fail. Raises OSError if a file cannot be opened,
-    but never later, and ConfigError if `tensorboard` is given and its package is not installed.
+    Lines that an earlier run has left are kept for iterations before `first`. Metrics are written
+    before losses, so that a process killed between the two leaves no iteration whose loss is there
+    and whose metrics are not. The writer passed as `write` runs the file operations and reports
+    those that fail. Raises OSError if a file cannot be opened, but never later, and ConfigError if
+    `tensorboard` is given and its package is not installed.
     """
 
     def __init__(self, folder: Path, first: int = 0, write: Writer = IMMEDIATE_WRITER, *,
@@ -166,8 +163,7 @@ class RunLog:
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
         self._shown: list[IterationLines | TensorBoardWriter | PrometheusFile] = []
-        """Writers of the metrics of iterations: `metrics.jsonl` and, if requested, files for TensorBoard and
-        Prometheus."""
+        """Writers of metrics: to `metrics.jsonl` and, if requested, TensorBoard and Prometheus."""
         if metrics is not None:
             self._shown.append(IterationLines(folder / METRICS, first, write.report_problem))
         if tensorboard is not None:
@@ -191,8 +187,9 @@ class RunLog:
                         cost_error: float | None = None) -> None:
         """Write the loss and the metrics of the next iteration, which is committed now.
 
-        The argument `period_seconds` is the longest busy window of any worker, `evaluation` the validation loss, and
-        `cost_error` the relative error of the times that samples were expected to take. None: not known.
+        `period_seconds` is the longest busy window of any worker, `evaluation` the validation loss,
+        and `cost_error` the relative error of the times that samples were expected to take. None:
+        not known.
         """
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
                          period=None if period_seconds is None else round(period_seconds, 6), time=self._current_time(),
@@ -213,11 +210,11 @@ class RunLog:
             self._write(partial(file.drop_iterations_from, iteration))
 
     def store_schedule(self, schedule: bytes) -> None:
-        """Store a schedule, given as the contents of its file, in the run's folder; its digest names it in events."""
+        """Store a schedule, given as its file's contents, under its digest in the run's folder."""
         self._write(partial(self._write_schedule, schedule))
 
     def _current_time(self) -> float:
-        """Return the seconds since 1970, to milliseconds; they never decrease, even if the clock is set back."""
+        """Return the seconds since 1970, to milliseconds, which never decrease."""
         return round(self._began_wall + time.monotonic() - self._began, 3)
 
     def _write_schedule(self, schedule: bytes) -> None:
@@ -243,7 +240,8 @@ class RunLog:
 
 
 def read_losses(folder: Path, first: int) -> list[float] | None:
-    """Return the losses in a run's folder from an iteration on, up to the first gap; None if there is no file."""
+    """Return the losses in a run's folder from an iteration to the first gap. Returns None if there
+    is no file."""
     path = folder / LOSSES
     if not path.exists():
         return None

@@ -1,8 +1,9 @@
-"""Writer: one thread, concurrent with the event loop, that accesses files or a terminal while training continues.
+"""Access files or a terminal in one thread, concurrent with the event loop.
 
-Nothing has to be in a file before the coordinator acts on it. A restarted coordinator asks the workers for their
-progress and for the losses that they were sent, and trusts files only as far as that confirms them (`failover`). So a
-full disk or a file system that does not respond holds up no training.
+Nothing has to be in a file before the coordinator acts on it. A restarted coordinator asks the
+workers for their progress and for the losses that they were sent, and trusts files only as far as
+that confirms them (`failover`). So a full disk or a file system that does not respond holds up no
+training.
 """
 
 import threading
@@ -16,19 +17,20 @@ from slipstream.runtime.errors import first_line
 SLOW_WRITE_SECONDS = 5.0
 """Duration in seconds from which a file operation is reported to users as slow."""
 CLOSE_SECONDS = 10.0
-"""Seconds without a completed file operation after which, at the end of a run, the remaining ones are given up."""
+"""Seconds without progress after which, at the end of a run, writing is given up."""
 
 
 class Writer:
-    """Base class of writers of the run's files. Runs each file operation in the caller's thread, passes its exceptions
-    on, and ignores reports of problems."""
+    """Base class of writers, which runs each file operation in the caller's thread. It passes
+    exceptions on, and ignores reports of problems."""
 
     def __call__(self, work: Callable[[], object]) -> None:
         """Run a file operation, after all earlier ones."""
         work()
 
     def report_problem(self, text: str) -> None:
-        """Report a problem to the users of the run; any thread may call this. This class ignores the report."""
+        """Report a problem to the users of the run; any thread may call this. This class ignores
+        the report."""
 
 
 IMMEDIATE_WRITER = Writer()
@@ -37,8 +39,8 @@ IMMEDIATE_WRITER = Writer()
 class WriterThread(Writer):
     """Writer that runs operations in one thread, in the order of the calls.
 
-    As a context manager, it waits at the end until they are done or one hangs, and then calls `notify` with each report
-    that `take_reports` has not returned.
+    As a context manager, it waits at the end until they are done or one hangs, and then calls
+    `notify` with each report that `take_reports` has not returned.
     """
 
     def __init__(self, notify: Callable[[str], None] = lambda _: None) -> None:
@@ -66,8 +68,8 @@ class WriterThread(Writer):
         self._said.append(text)
 
     def take_reports(self) -> Iterator[str]:
-        """Yield the problems reported since the last call, and one more if an operation has begun to hang. Call this
-        regularly."""
+        """Yield the problems reported since the last call, and whether an operation hangs. Call
+        this regularly."""
         while self._said:
             yield self._said.popleft()
         began = self._began

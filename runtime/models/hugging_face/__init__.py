@@ -1,11 +1,11 @@
-"""Decoder models of transformers, by name: cut into layers, loaded with pretrained weights, and exported.
+"""Cut decoder models of transformers, by name, into layers, load them, and export them.
 
-    configuration  the model that `[model] hugging_face` names: its config.json; the supported kinds of models
-    layers         transformers' own modules as layers
-    parallel       decoder layers cut over the ranks of a worker
-    registered     attention within documents; experts whose shapes do not depend on the routing
-    weights        pretrained safetensors, read layer by layer
-    model          the `LayeredModel`
+    configuration   the model that `[model] hugging_face` names: its config.json; supported kinds
+    layers          transformers' own modules as layers
+    parallel        decoder layers cut over the ranks of a worker
+    registered      attention within documents; experts whose shapes do not depend on the routing
+    weights         pretrained safetensors, read layer by layer
+    model           the `LayeredModel`
 
 Only `configuration` can be imported if transformers is not installed.
 """

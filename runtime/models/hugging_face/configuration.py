@@ -1,4 +1,4 @@
-"""Model that `[model] hugging_face` names: its config.json, read as plain data without transformers."""
+"""Read the config.json that `[model] hugging_face` names, without transformers."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +13,12 @@ CONFIG_FILE = "config.json"
 
 
 class Family(NamedTuple):
-    """Names of the modules in a family of models, such as Llama, within the module that transformers calls the base
-    model."""
+    """Names of modules in a family of models, such as Llama, within transformers' base model."""
 
     decoders: str
     """Name of the list of decoder layers."""
     embedding: tuple[str, ...]
-    """Names of the modules that turn tokens into features: the token embedding first, then the modules applied after
-    it."""
+    """Names of the token embedding, then of the modules applied after it."""
     norm: str
     attention: str = "self_attn"
     """Name of the attention within a decoder layer."""
@@ -28,7 +26,7 @@ class Family(NamedTuple):
     experts: bool = False
     """True if layers are mixtures of experts."""
     can_be_cut: bool = True
-    """True if the ranks of a worker can share a layer (`runtime.models.hugging_face.parallel`)."""
+    """True if ranks can share a layer (`runtime.models.hugging_face.parallel`)."""
 
 
 _LLAMA = Family("layers", ("embed_tokens",), "norm")
@@ -37,18 +35,17 @@ _GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f", "attn", can_be_cut=False)
 FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2,
                                   "mixtral": _MIXTURE, "qwen2_moe": _MIXTURE, "qwen3_moe": _MIXTURE,
                                   "olmoe": _MIXTURE}
-"""Supported models by `model_type` of the config. A test trains each of them and compares it with transformers' own
-model."""
+"""Supported models by `model_type`, each compared with transformers' own by a test."""
 
 
 def weights_folder(path: str) -> Path | None:
-    """Return the folder of pretrained weights if `path`, the value of `[model] hugging_face`, is a folder; None if it
-    is a config.json, for random weights."""
+    """Return the folder of pretrained weights; None if `path` is a config.json. It is the value of
+    `[model] hugging_face`; without a folder, weights are random."""
     return Path(path) if Path(path).is_dir() else None
 
 
 def read_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of config.json with the changes of `[model.options]`. Raises ConfigError for unsupported
+    """Return config.json with the changes of `[model.options]`. Raises ConfigError for unsupported
     models."""
     assert config.hugging_face is not None
     path = Path(config.hugging_face)
@@ -68,15 +65,13 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_dense(config: Any, index: int) -> bool:
-    """Return whether decoder layer `index` of a mixture of experts has no experts, according to a config of
-    transformers."""
+    """Return whether a decoder layer of a mixture has no experts, by transformers' config."""
     dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
     return dense is not None and (index in dense or (index + 1) % step > 0)
 
 
 def vocabulary_size(config: ModelConfig) -> int:
-    """Return the number of tokens in a model's vocabulary. Raises ConfigError if a Hugging Face config does not have
-    it."""
+    """Return the size of a model's vocabulary. Raises ConfigError if a config lacks it."""
     if config.torchtitan is not None:
         from slipstream.runtime.models.torchtitan.specification import trainer_config
 

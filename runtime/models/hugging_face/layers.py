@@ -1,8 +1,9 @@
-"""transformers' own modules as layers: embedding, each decoder layer, norm and head.
+"""Use transformers' own modules as layers: embedding, each decoder layer, norm and head.
 
-Positions and masks are built from the `position_ids` or `attention_mask` of the micro-batch. If data give neither,
-positions are consecutive and attention is causal. If routers balance the load of experts, their counts pass from layer
-to layer, because transformers computes that loss from the means over all layers.
+Positions and masks are built from the `position_ids` or `attention_mask` of the micro-batch. If
+data give neither, positions are consecutive and attention is causal. If routers balance the load of
+experts, their counts pass from layer to layer, because transformers computes that loss from the
+means over all layers.
 """
 
 import functools
@@ -21,14 +22,13 @@ from slipstream.runtime.models.recomputing import Part, recomputable
 
 
 class RoutedFeatures(NamedTuple):
-    """Features [B, T, C], with counts of the experts that routers have chosen in the layers so far."""
+    """Features [B, T, C], with counts of the experts chosen in the layers so far."""
 
     features: Tensor
     chosen: Tensor
-    """Number of tokens with each expert as their first, second, ... choice, summed over the layers so far: int64 [k,
-    E]."""
+    """Tokens with each expert as their first, second, ... choice so far: int64 [k, E]."""
     wanted: Tensor
-    """Sum of the probabilities that routers gave to each expert, over all tokens and the layers so far: float32 [E]."""
+    """Sum of each expert's probabilities, over tokens and layers so far: float32 [E]."""
 
 
 class Embedding(nn.Module):
@@ -51,8 +51,7 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer of transformers as a layer of the model; it makes positions and masks from the micro-batch's
-    data."""
+    """Decoder layer of transformers, which makes positions and masks from the micro-batch."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int,
                  family: Family) -> None:
@@ -71,12 +70,11 @@ class DecoderLayer(nn.Module):
 
     @property
     def compiled_part(self) -> nn.Module:
-        """Module that `runtime.models.compiling` compiles; positions and masks are built outside of it."""
+        """Module that `runtime.models.compiling` compiles, without positions and masks."""
         return self.layer
 
     def forward(self, given: Tensor | RoutedFeatures, batch: Batch | None = None) -> Tensor | RoutedFeatures:
-        """Apply the layer to features [B, T, C]; if the model balances the load of experts, return them with the
-        routers' counts up to this layer (`RoutedFeatures`)."""
+        """Apply the layer to features [B, T, C]; add routers' counts if loads are balanced."""
         features = given if isinstance(given, Tensor) else given[0]
         position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
         extra: dict[str, Any] = {}
@@ -100,12 +98,10 @@ class DecoderLayer(nn.Module):
         return self._count_routing(features, logits[0], padding, None if isinstance(given, Tensor) else given)
 
     def _count_routing(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> RoutedFeatures:
-        """Return features with the routers' counts (`RoutedFeatures`) up to this layer: those in `given`, the layer's
-        input, plus its own.
-
-        If `given` is None, no layer before has counts. The counts are computed from the router's logits as in
-        `load_balancing_loss_func` of transformers. Tokens where `padding` is 0 do not count.
-        """
+        """Return features with the routers' counts: those in `given` plus the layer's own."""
+        # If `given` is None, no layer before has counts. The counts are computed from the router's
+        # logits as in `load_balancing_loss_func` of transformers. Tokens where `padding` is 0 do
+        # not count.
         experts, top = logits.shape[-1], self._config.num_experts_per_tok
         weights = logits.softmax(-1)
         best = functional.one_hot(weights.topk(top, -1).indices, experts)
@@ -128,7 +124,7 @@ class Head(nn.Module):
         self._norm = name
 
     def forward(self, given: Tensor | RoutedFeatures) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, T, V], or logits and the balance loss if routers balance the load of experts."""
+        """Return logits [B, T, V], with the balance loss if the model has one."""
         features = given if isinstance(given, Tensor) else given[0]
         logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
         return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))
@@ -136,8 +132,7 @@ class Head(nn.Module):
 
 @functools.cache
 def _recomputable_class(name: Part, kind: Any) -> Any:
-    """Return a subclass of `kind`, a class of transformers, whose forward is the recomputable part `name` of a
-    layer."""
+    """Return a subclass of transformers' `kind` whose forward is the recomputable part `name`."""
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recomputable(name, kind.forward, self, *args, **kwargs)
 
@@ -145,11 +140,12 @@ def _recomputable_class(name: Part, kind: Any) -> Any:
 
 
 def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
-    """Return the loss for unequal use of experts: experts x sum over experts of (share of tokens x mean probability).
+    """Return the loss for unequal use of experts.
 
-    Over all layers, `chosen` has the number of tokens with each expert as their first, second, ... choice, [k, E], and
-    `wanted` the sum of each expert's probabilities, [E] (`RoutedFeatures`). Switch Transformer (Fedus et al., arXiv
-    2101.03961), equations 4 to 6, as implemented in transformers.
+    It is experts x sum over experts of (share of tokens x mean probability). Over all layers,
+    `chosen` has the number of tokens with each expert as their first, second, ... choice, [k, E],
+    and `wanted` the sum of each expert's probabilities, [E] (`RoutedFeatures`). Switch Transformer
+    (Fedus et al., arXiv 2101.03961), equations 4 to 6, as implemented in transformers.
     """
     rows = (chosen.sum() // chosen.shape[0]).float()
     return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]
@@ -162,13 +158,11 @@ def router_of(layer: nn.Module) -> nn.Module | None:
 
 
 def _has_sliding_window(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer's attention is limited to a sliding window."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None if kinds is None else kinds[index] == "sliding_attention"
 
 
 def _position_ids(of: Tensor, batch: Batch | None) -> Tensor:
-    """Return the micro-batch's position ids, [B or 1, T]; if it has none, consecutive ones, [1, T], for tokens or
-    features `of`, [B, T, ...]."""
+    """Return the position ids, [B or 1, T]. Consecutive ones, [1, T], if there are none."""
     given = positions_of(batch)
     return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

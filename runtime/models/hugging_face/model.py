@@ -1,4 +1,4 @@
-"""A decoder model of transformers as a `LayeredModel`: the embedding, then the decoder layers, then the head."""
+"""Build a decoder model of transformers as a `LayeredModel`: embedding, decoders, head."""
 
 import copy
 from collections.abc import Mapping
@@ -34,15 +34,15 @@ from slipstream.runtime.ranks.worker_group import worker_group
 from slipstream.runtime.seeds import GENERATOR_LOCK, derive_seed, seeded
 
 _RUN_KEYS = ("attn_implementation", "experts_implementation")
-"""Keys of `[model.options]` that choose transformers' implementations, and do not belong to config.json."""
+"""Keys of `[model.options]` that choose implementations, and are not of config.json."""
 
 
 class HuggingFaceModel:
-    """Model that `[model] hugging_face` names, see `runtime.models.layered_model.LayeredModel`.
+    """Model that `[model] hugging_face` names, a `LayeredModel`.
 
-    Attention is scaled_dot_product_attention for each document separately, and experts run as grouped products
-    (`runtime.models.hugging_face.registered`); `[model.options]` can name other implementations. Raises ConfigError if
-    the model cannot be used.
+    Attention is scaled_dot_product_attention for each document separately, and experts run as
+    grouped products (`runtime.models.hugging_face.registered`); `[model.options]` can name other
+    implementations. Raises ConfigError if the model cannot be used.
     """
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -69,8 +69,8 @@ class HuggingFaceModel:
             if self._config.tie_word_embeddings else ()
 
     def build(self, layer: int) -> nn.Module:
-        """Build one layer, with pretrained weights if there are any. Raises IndexError if the model has no such layer,
-        and ConfigError if the weights are missing or do not fit."""
+        """Build one layer, with pretrained weights if there are any. Raises IndexError if the model
+        has no such layer, and ConfigError if the weights are missing or do not fit."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         with seeded(derive_seed("parameters", self._seed, layer)):
@@ -88,7 +88,7 @@ class HuggingFaceModel:
         return module
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return transformers' own loss: mean cross entropy, plus the routers' balance loss if the model has one."""
+        """Return transformers' own loss: mean cross entropy, plus any balance loss of routers."""
         logits, balance = (output, None) if isinstance(output, Tensor) else output
         if logits.dtype in (torch.bfloat16, torch.float16):  # transformers would copy these logits to float32
             loss = cross_entropy(logits, target)
@@ -111,7 +111,7 @@ class HuggingFaceModel:
         return DecoderLayer(inner, None if rotary is None else type(rotary)(self._config), self._config, index, family)
 
     def _initialise_weights(self, module: nn.Module) -> None:
-        """Draw initial values for the parameters of a layer, as transformers does for the whole model."""
+        """Draw initial values for a layer, as transformers does for the whole model."""
         whole = copy.copy(self._sample)
         whole._modules, whole.config = {"part": module}, self._config  # deviations depend on the number of layers
         whole.initialize_weights()
@@ -136,10 +136,10 @@ class HuggingFaceModel:
 
 
 def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """Build the transformers config that `document`, the content of a config.json, describes. Raises ConfigError, which
-    contains `name`, if transformers refuses it.
+    """Build the transformers config that `document`, the content of a config.json, describes.
 
-    Silences the log messages and progress bars of transformers from then on.
+    Raises ConfigError, which contains `name`, if transformers refuses it. Silences the log messages
+    and progress bars of transformers from then on.
     """
     chosen = {"experts_implementation": EXPERTS_NAME} if FAMILIES[document["model_type"]].experts else {}
     register_experts()
@@ -154,10 +154,8 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
 
 
 def build_sample(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedModel:
-    """Build a transformers model whose only decoder layer is that at `index`, on the meta device.
-
-    Its config is changed by `changes`. Several threads may call this.
-    """
+    """Build a transformers model with one decoder layer, of `index`, on the meta device. Its config
+    is changed by `changes`. Several threads may call this."""
     # transformers sets torch's default dtype meanwhile, which belongs to the process, as the generators do. If two
     # threads did so at the same time, the last to end would leave it changed permanently.
     with GENERATOR_LOCK, torch.device("meta"):
@@ -166,7 +164,7 @@ def build_sample(config: PreTrainedConfig, index: int, **changes: object) -> Pre
 
 
 def single_layer_config(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedConfig:
-    """Return the config of a model with a single decoder layer, that at `index`, and with further `changes`."""
+    """Return the config of a model with one decoder layer, of `index`, and with `changes`."""
     reduced = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
     reduced.num_hidden_layers = 1
@@ -180,18 +178,24 @@ def single_layer_config(config: PreTrainedConfig, index: int, **changes: object)
 
 
 def small_layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """Return the config of a model that has a single decoder layer, that at `index`, and a vocabulary of one token, for
-    uses that only need the decoder layer."""
+    """Return the config of one decoder layer, with a vocabulary of one token."""
     return single_layer_config(config, index, vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 
 def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: int, state: Mapping[str, Tensor],
                   name: str) -> dict[str, Tensor]:
-    """Return a decoder layer's tensors in the form that its modules have, from `state`, their form in files, where
-    experts are separate.
+    """Return a decoder layer's tensors as its modules have them, from their form in files.
 
-    The class of the whole model is `kind`; the model's `name` is for error messages. Raises ConfigError if the tensors
-    do not fit.
+     Parameters
+    ----------
+    kind
+        Class of the whole model.
+    state
+        Tensors in their form in files, where experts are separate.
+    name
+        Name of the model, for error messages.
+
+    Raises ConfigError if the tensors do not fit.
     """
     decoders = FAMILIES[config.model_type].decoders
     try:
@@ -206,12 +210,11 @@ def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: 
 
 
 def _copy_module(module: Any) -> nn.Module:
-    """Return a deep copy of a module."""
     copied: nn.Module = copy.deepcopy(module)
     return copied
 
 
 def _allocate(module: nn.Module) -> nn.Module:
-    """Move a module from the meta device to torch's default device, uninitialized, and return it."""
+    """Move a module from the meta device to torch's default device, uninitialized."""
     device = torch.get_default_device()
     return module if device.type == "meta" else module.to_empty(device=device)

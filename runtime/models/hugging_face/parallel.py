@@ -1,8 +1,9 @@
-"""Decoder layers of transformers cut over the ranks of a worker, all of which have the features of all tokens.
+"""Cut decoder layers of transformers over the ranks of a worker.
 
-A rank has a part of the heads and of the MLP's width, as in Megatron-LM (arXiv 1909.08053), and of the experts of a
-mixture. Products are cut by columns, then by rows, and the results of rows and experts are summed over the ranks. The
-rest is whole on each rank: embedding, head, norms, routers. Its gradient is whole there, too: the backward sums over
+All ranks have the features of all tokens. A rank has a part of the heads and of the MLP's width, as
+in Megatron-LM (arXiv 1909.08053), and of the experts of a mixture. Products are cut by columns,
+then by rows, and the results of rows and experts are summed over the ranks. The rest is whole on
+each rank: embedding, head, norms, routers. Its gradient is whole there, too: the backward sums over
 the ranks at the point from which each rank uses these tensors for a part of the work only.
 """
 
@@ -46,8 +47,7 @@ def require_even_cut(config: PreTrainedConfig, ranks: int) -> None:
 
 
 def _divided_keys(config: PreTrainedConfig) -> Iterator[str]:
-    """Yield the keys of config.json whose values, such as the number of heads, must be divisible by the number of
-    ranks."""
+    """Yield the keys of config.json whose values the number of ranks must divide."""
     yield from ("num_attention_heads", "num_key_value_heads")
     mixture = FAMILIES[config.model_type].experts
     if not mixture or any(is_dense(config, index) for index in range(config.num_hidden_layers)):
@@ -59,8 +59,8 @@ def _divided_keys(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
-    """Cut the parameters of `decoder.layer` over the ranks, in place: keep this rank's parts, and make the layer's
-    modules sum their results over the ranks."""
+    """Cut the parameters of `decoder.layer` over the ranks, in place. This rank's parts stay, and
+    the layer's modules sum their results over the ranks."""
     layer, shards, sharing = decoder.get_submodule("layer"), dict[str, Shard](), dict[str, nn.Module]()
     modules: dict[str, Any] = dict(layer.named_modules())
     for name, module in modules.items():
@@ -86,21 +86,20 @@ def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
 
 
 def _sum_rows(product: Any, group: WorkerGroup, x: Tensor) -> Tensor:
-    """Return the output for `x` of a linear layer, the module `product`, whose input features are cut over the ranks:
-    the sum of all ranks' products with the weight, plus the bias."""
+    """Return the sum of all ranks' products, plus the bias."""
     total = sum_ranks(functional.linear(x, product.weight), group)
     return total if product.bias is None else total + product.bias
 
 
 def _sum_experts(module: Any, group: WorkerGroup, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
                  ) -> Tensor:
-    """Return the sum of the results of all ranks' experts. The routers of all ranks have made the same choices."""
+    """Return the sum of all ranks' experts, whose routers have made the same choices."""
     features, weights = for_all_ranks(group, hidden_states, top_k_weights)
     return sum_ranks(type(module).forward(module, features, top_k_index, weights), group)
 
 
 def _norm_heads(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
-    """Apply a norm to each of this rank's heads, with one weight for all heads of all ranks."""
+    """Apply a norm to each of this rank's heads, with one weight for all heads."""
     stand_in = copy.copy(norm)
     stand_in._parameters = dict(zip(["weight"], for_all_ranks(group, norm.weight), strict=True))
     normed: Tensor = type(norm).forward(stand_in, hidden_states)
@@ -108,10 +107,9 @@ def _norm_heads(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
 
 
 def _norm_whole(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
-    """Apply a norm over all heads together, gathered on every rank, and return the part with this rank's heads.
-
-    transformers computes the norm in float32, so sums of the ranks' own squares would give other numbers.
-    """
+    """Apply a norm over all ranks' heads together, and return this rank's part."""
+    # transformers computes the norm in float32, so sums of the ranks' own squares would give other
+    # numbers.
     last = hidden_states.dim() - 1
     normed: Tensor = type(norm).forward(norm, gather_replicated(hidden_states, last, group))
     return take_own_part(normed, last, group)
@@ -119,11 +117,7 @@ def _norm_whole(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
 
 def _share_features(group: WorkerGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's arguments, with the input features passed through `for_all_ranks`, so that the features'
-    gradients are summed over the ranks.
-
-    Called before the module's forward, as a hook of torch.
-    """
+    """Pass a module's input features through `for_all_ranks`, before its forward."""
     if args:
         return (*for_all_ranks(group, args[0]), *args[1:]), kwargs
     (features,) = for_all_ranks(group, kwargs["hidden_states"])

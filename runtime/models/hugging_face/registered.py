@@ -1,12 +1,14 @@
-"""Attention and experts of this package, registered with transformers under names of their own.
+"""Register attention and experts of this package with transformers.
 
-**Attention** within documents (`runtime.models.documents`). If data give the positions of packed documents,
-transformers builds a mask from them, which leaves attention as slow as without documents. Padding and sliding windows
-need masks; for these, transformers' scaled_dot_product_attention is used.
+**Attention** within documents (`runtime.models.documents`). If data give the positions of packed
+documents, transformers builds a mask from them, which leaves attention as slow as without
+documents. Padding and sliding windows need masks; for these, transformers'
+scaled_dot_product_attention is used.
 
-**Experts** as grouped products: tokens are sorted by expert, so that no shape depends on the routing. A rank of a
-worker may have some of the experts (`runtime.models.hugging_face.parallel`). Tokens that have chosen experts of other
-ranks, of which there may be any number, are sorted behind those of this rank and add nothing.
+**Experts** as grouped products: tokens are sorted by expert, so that no shape depends on the
+routing. A rank of a worker may have some of the experts (`runtime.models.hugging_face.parallel`).
+Tokens that have chosen experts of other ranks, of which there may be any number, are sorted behind
+those of this rank and add nothing.
 """
 
 from functools import partial
@@ -34,19 +36,14 @@ def register_attention() -> None:
 
 
 def needs_no_document_mask(config: PreTrainedConfig, slides: bool) -> bool:
-    """Return whether a layer attends to each document separately and so needs no mask for documents.
-
-    `slides` tells whether its attention has a sliding window, which needs masks.
-    """
+    """Return whether a layer attends to each document separately, and so needs no mask. `slides`
+    tells whether its attention has a sliding window, which needs masks."""
     return config._attn_implementation == ATTENTION_NAME and not slides
 
 
 def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
             position_ids: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:
-    """Return the attention of queries, keys and values [B, heads, T, K] as [B, T, heads, K], and None for its weights.
-
-    transformers calls this function and expects this form.
-    """
+    """Return the attention [B, T, heads, K] and None for weights, as transformers expects."""
     if attention_mask is not None or position_ids is None:
         output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **more)[0]
         return output, None
@@ -64,11 +61,12 @@ EXPERTS_NAME = "slipstream"
 
 
 def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum, [N, C], of the results of the experts that each of N tokens has chosen.
+    """Return the weighted sum, [N, C], of the results of each token's experts.
 
-    If the module has only some of the experts, beginning with `first_expert`, the result is the share of these.
+    If the module has only some of the experts, beginning with `first_expert`, the result is the
+    share of these.
 
-    Parameters
+     Parameters
     ----------
     self
         Module of transformers with the experts' weights.

@@ -1,4 +1,4 @@
-"""Pretrained safetensors, of which only the tensors of one layer are read at a time, from any of the files."""
+"""Read pretrained safetensors, only the tensors of one layer at a time."""
 
 import json
 import re
@@ -16,7 +16,8 @@ SINGLE_FILE = "model.safetensors"
 
 
 class PretrainedWeights:
-    """Tensors in a folder of safetensors files, by their names. Raises ConfigError if there are none."""
+    """Tensors in a folder of safetensors files, by their names. Raises ConfigError if there are
+    none."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         self._folder = folder
@@ -33,8 +34,8 @@ class PretrainedWeights:
     def read_others(self, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
         """Return tensors outside of the decoder layers.
 
-        For each name, `wanted` has the possible endings of the name in the files; the first that exists is read. Raises
-        ConfigError if none exists.
+        For each name, `wanted` has the possible endings of the name in the files; the first that
+        exists is read. Raises ConfigError if none exists.
         """
         outside = [name for name in self._files if not self._decoder.search(name)]
         tensors = {}
@@ -59,8 +60,7 @@ class PretrainedWeights:
                                ) from None
 
     def _read_tensors(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
-        """Return, by name, the tensors that the files have under `names` (a list, or the keys of a mapping). Raises
-        ConfigError if they cannot be read."""
+        """Return the tensors of these names. Raises ConfigError if they cannot be read."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._files[name], []).append(name)

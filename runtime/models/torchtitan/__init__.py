@@ -1,12 +1,13 @@
-"""torchtitan's models, by name: each layer is torchtitan's own decoder with all other modules taken out.
+"""Use torchtitan's models by name, each layer its own decoder without other modules.
 
-    specification  the model that `[model] torchtitan` names; which of torchtitan's models can be cut into layers
-    model          the `LayeredModel`, also over the ranks of a worker; torchtitan's checkpoints, read layer by layer
-    experts        mixtures of experts: tokens are counted in the backward, and a rule steps the bias from the counts
-    training       the configuration of torchtitan's Trainer, as the configuration of a run
-    trainer_state  the state of torchtitan's Trainer, as a run's checkpoint, and back
+    specification   the model that `[model] torchtitan` names; which can be cut into layers
+    model           the `LayeredModel`, also over the ranks of a worker; torchtitan's checkpoints
+    experts         mixtures of experts: tokens counted in the backward, and a rule for the bias
+    training        the configuration of torchtitan's Trainer, as the configuration of a run
+    trainer_state   the state of torchtitan's Trainer, as a run's checkpoint, and back
 
-Importing any of them raises ConfigError if torchtitan 0.3.0, or a package that it needs, is not installed.
+Importing any of them raises ConfigError if torchtitan 0.3.0, or a package that it needs, is not
+installed.
 """
 
 from slipstream.runtime.config import ConfigError

@@ -1,11 +1,11 @@
-"""torchtitan's mixtures of experts, as layers of this runtime.
+"""Use torchtitan's mixtures of experts as layers of this runtime.
 
-torchtitan counts the tokens of each expert in the forward, and before a step raises the bias by which tokens choose
-experts where there were few. Here the bias is a parameter, the token counts are its gradient, and a rule steps it
-(`runtime.models.step_rules`). So tokens are counted once, although a forward may be discarded or run again. The
-counts are summed over all workers, and the steps of the bias can be undone, and are moved and saved with the layer.
-
-Products are torchtitan's, in bfloat16 for any dtype of the parameters; gradients of experts' weights are computed in W.
+torchtitan counts the tokens of each expert in the forward, and before a step raises the bias by
+which tokens choose experts where there were few. Here the bias is a parameter, the token counts are
+its gradient, and a rule steps it (`runtime.models.step_rules`). So tokens are counted once,
+although a forward may be discarded or run again. The counts are summed over all workers, and the
+steps of the bias can be undone, and are moved and saved with the layer. Products are torchtitan's,
+in bfloat16 for any dtype of the parameters; gradients of experts' weights are computed in W.
 """
 
 from functools import cache, partial
@@ -23,11 +23,11 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Change the mixtures of experts in a layer on the meta device, in place, and return a dictionary from the name of
-    each mixture's bias to the rule that steps it.
+    """Change mixtures of experts in a layer, in place; return their biases' rules.
 
-    After the change, their backward adds the number of tokens of each expert to the gradient of the bias, which routers
-    add to the experts' scores, and leaves the gradients of the experts' weights to W.
+    The layer is on the meta device. The rules are by the bias's name. After the change, their
+    backward adds the number of tokens of each expert to the gradient of the bias, which routers add
+    to the experts' scores, and leaves the gradients of the experts' weights to W.
     """
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
@@ -45,17 +45,19 @@ def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
 
 @cache
 def _counting_class(kind: Any) -> Any:
-    """Return a subclass of `kind`, torchtitan's mixture of experts, whose backward adds the number of tokens of each
-    expert to the gradient of the routers' bias."""
+    """Return a subclass of torchtitan's mixture `kind` that counts tokens in the backward."""
     return type(kind.__name__, (_CountingMixin, kind), {})
 
 
 class _CountingMixin(nn.Module):
-    """Mixin for torchtitan's mixture of experts that counts, in each forward, the tokens that each expert gets."""
+    """Mixin for torchtitan's mixtures that counts, in each forward, each expert's tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the mixture to features [B, L, D]. In training, the backward then adds the number of tokens that each
-        expert got in this forward to the gradient of the routers' bias [experts]."""
+        """Apply the mixture to features [B, L, D].
+
+        In training, the backward then adds the number of tokens that each expert got in this
+        forward to the gradient of the routers' bias [experts].
+        """
         bias: nn.Parameter = getattr(self, _BIAS)
         tokens = torch.zeros_like(bias, requires_grad=False)
         setattr(self, _TOKENS, tokens)
@@ -70,12 +72,9 @@ class _CountingMixin(nn.Module):
 
 
 def _move_bias(coefficient: float, bias: Tensor, tokens: Tensor) -> None:
-    """Change the experts' `bias` in place, as torchtitan does: up for experts that got fewer tokens than the mean, down
-    for those that got more.
-
-    The argument `tokens` has the number of tokens of each expert, and `coefficient` the size of the change before its
-    mean over experts is subtracted.
-    """
+    """Change the experts' `bias` in place: up for experts with few tokens, down for others."""
+    # `tokens` has the number of each expert, and `coefficient` the size of the change before its
+    # mean over experts is subtracted.
     change = coefficient * torch.sign(tokens.mean() - tokens)
     bias.add_(change - change.mean())
 
@@ -84,7 +83,7 @@ class _Experts(GroupedExperts):  # type: ignore[misc]
     """torchtitan's experts as grouped products whose weight gradients are computed in W."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Apply to each row of features [R, D] the MLP of its expert; rows are sorted by expert."""
+        """Apply to each row of features [R, D] the MLP of its expert. Rows are sorted by expert."""
         groups = ExpertGroups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
         # Cast twice, as in torchtitan, so that the two gradients are not summed in bfloat16.
         hidden = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups)) * grouped_linear(

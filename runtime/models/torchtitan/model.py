@@ -1,7 +1,5 @@
-"""A decoder of torchtitan as a `LayeredModel`: the embedding, then its decoder layers, then norm and head.
-
-Over the ranks of a worker, layers are cut by torchtitan's own declarations, as DTensors.
-"""
+"""Build a decoder of torchtitan as a `LayeredModel`: embedding, decoders, norm and head. Over the
+ranks of a worker, layers are cut by torchtitan's own declarations, as DTensors."""
 
 import copy
 import functools
@@ -39,10 +37,8 @@ from slipstream.runtime.torch_private import remove_state_hooks
 
 
 class TorchtitanModel:
-    """Model that `[model] torchtitan` names, see `slipstream.runtime.models.layered_model.LayeredModel`.
-
-    Parameters have the same names as in torchtitan. Raises ConfigError if the model cannot be used.
-    """
+    """Model that `[model] torchtitan` names, a `LayeredModel`. Parameters have the same names as in
+    torchtitan. Raises ConfigError if the model cannot be used."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._seed, self._dtype, self.device = seed, dtype, device
@@ -64,8 +60,11 @@ class TorchtitanModel:
             if self._config.enable_weight_tying else ()
 
     def build(self, layer: int) -> nn.Module:
-        """Build one layer, initialised by torchtitan or from a checkpoint. Raises IndexError if the model has no such
-        layer, and ConfigError if the checkpoint does not fit or the layer cannot be cut over the ranks."""
+        """Build one layer, initialised by torchtitan or from a checkpoint.
+
+        Raises IndexError if the model has no such layer, and ConfigError if the checkpoint does not
+        fit or the layer cannot be cut over the ranks.
+        """
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         device = torch.get_default_device()
@@ -86,13 +85,11 @@ class TorchtitanModel:
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the cross entropy of logits and target tokens, a mean over the tokens whose target is not
-        `IGNORED_TARGET`."""
+        """Return the mean cross entropy of tokens whose target is not `IGNORED_TARGET`."""
         return cross_entropy(output, target)
 
     def rename_for_checkpoint(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters of layer number `layer` by their names in torchtitan's checkpoints; `state` has them by
-        their names in the layer."""
+        """Return a layer's parameters by torchtitan's names; `state` has them by the layer's."""
         module = self._build_on_meta(layer)
         for name, parameter in list(module.named_parameters()):
             replace_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
@@ -117,8 +114,7 @@ class TorchtitanModel:
 
 
 class _LayerMixin(nn.Module):
-    """Mixin for torchtitan's decoder class that takes positions, and masks made from them, from the micro-batch's
-    data."""
+    """Mixin for torchtitan's decoder that takes positions and masks from the micro-batch."""
 
     _masks: "_MaskCache | None"
     again: Callable[[], nn.Module]
@@ -127,12 +123,12 @@ class _LayerMixin(nn.Module):
 
     @property
     def compiled_part(self) -> nn.Module | None:
-        """Decoder layer that `runtime.models.compiling` compiles, as torchtitan does; None if there is none."""
+        """Decoder layer that is compiled, as in torchtitan; None if there is none."""
         return next(iter(self.layers.values()), None)
 
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
-        """Apply the layer to tokens or features, and return features or logits; both are whole on all ranks of a
-        worker."""
+        """Apply the layer to tokens or features. Both they and the result are whole on all
+        ranks."""
         return as_plain_tensor(self._run_decoder(as_replicated(given, self), batch))
 
     def __deepcopy__(self, _: object) -> nn.Module:
@@ -140,7 +136,7 @@ class _LayerMixin(nn.Module):
             return copy_to_twin(self, self.again())
 
     def _run_decoder(self, given: Tensor, batch: Batch | None) -> Tensor:
-        """Run torchtitan's decoder with the micro-batch's positions, and with masks if its attention needs them."""
+        """Run torchtitan's decoder with the micro-batch's positions and, if needed, masks."""
         positions = getattr(batch, "positions", None)
         if not self.layers or self._masks is None:
             output: Tensor = super().forward(given, positions=positions)
@@ -159,8 +155,7 @@ class _MaskCache:
         self._last: tuple[weakref.ref[Tensor], Any] | None = None
 
     def get_masks(self, model: Any, positions: Tensor) -> Any:
-        """Return the attention masks that `model`, a decoder of torchtitan, makes of positions [B, T], which restart in
-        each document."""
+        """Return the masks that `model` makes of positions [B, T], which restart in documents."""
         last = self._last
         if last is not None and last[0]() is positions:
             return last[1]
@@ -171,10 +166,8 @@ class _MaskCache:
 
 
 def _load_layer(module: nn.Module, folder: Path) -> None:
-    """Load a layer's parameters from a checkpoint that torchtitan has written.
-
-    Raises ConfigError if the checkpoint lacks them, or has them in another form.
-    """
+    """Load a layer's parameters from a checkpoint that torchtitan has written."""
+    # Raises ConfigError if the checkpoint lacks them, or has them in another form.
     state = module.state_dict()
     try:
         load(state, checkpoint_id=folder, no_dist=True)
@@ -187,11 +180,10 @@ def _load_layer(module: nn.Module, folder: Path) -> None:
 
 
 def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Module:
-    """Return this rank's part of a layer: `parts`, the same layer on the meta device, cut over the ranks in place and
-    filled from `layer`.
+    """Return this rank's part of a layer: `parts`, the layer on meta, cut and filled.
 
-    All ranks build the same layer, so nothing is sent. If `device` is the meta device, nothing is filled. Raises
-    ConfigError if the layer cannot be cut.
+    All ranks build the same `layer`, from which it is filled, so nothing is sent. If `device` is
+    the meta device, nothing is filled. Raises ConfigError if the layer cannot be cut.
     """
     group = worker_group()
     assert group is not None
@@ -212,8 +204,7 @@ def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Mod
 
 
 def as_replicated(given: Tensor, module: nn.Module) -> Tensor:
-    """Wrap features that are equal on all ranks in a replicated DTensor if `module`, which takes them, is cut over the
-    ranks; otherwise return them as they are."""
+    """Wrap features that are equal on all ranks in a DTensor, if `module` is cut."""
     placed: Placements = getattr(module, "placed", {})
     if not placed or not given.is_floating_point():
         return given
@@ -222,16 +213,17 @@ def as_replicated(given: Tensor, module: nn.Module) -> Tensor:
 
 
 def as_plain_tensor(found: Tensor) -> Tensor:
-    """Return a DTensor as a plain tensor that is whole on all ranks; a plain tensor is returned as it is."""
+    """Return a DTensor as a plain tensor, whole on all ranks. A plain one as it is."""
     if not isinstance(found, DTensor):
         return found
     return found.full_tensor()
 
 
 def copy_to_twin(layer: nn.Module, twin: nn.Module) -> nn.Module:
-    """Give `twin`, the same layer on the meta device, the parameters and buffers of a layer, and return it.
+    """Give `twin`, the same layer on the meta device, a layer's parameters and buffers.
 
-    A deep copy would not do: torchtitan gives each module a forward that is bound to that module, not to its copy.
+    Returns the twin. A deep copy would not do: torchtitan gives each module a forward that is bound
+    to that module, not to its copy.
     """
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         replace_tensor(twin, name, tensor)
@@ -240,5 +232,4 @@ def copy_to_twin(layer: nn.Module, twin: nn.Module) -> nn.Module:
 
 
 def _local_part(tensor: Tensor) -> Tensor:
-    """Return the local part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

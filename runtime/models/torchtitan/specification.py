@@ -1,4 +1,4 @@
-"""Model that `[model] torchtitan` names: a model of torchtitan, or a whole configuration of its Trainer."""
+"""Find the model that `[model] torchtitan` names, or a configuration of a Trainer."""
 
 import functools
 import io
@@ -42,7 +42,7 @@ _EAGER = CompileConfig()
 
 
 def trainer_config(config: ModelConfig) -> Trainer.Config:
-    """Return the configuration of torchtitan's Trainer for a model. Raises ConfigError if the model cannot be used."""
+    """Return the configuration of torchtitan's Trainer for a model. Raises ConfigError."""
     for key in config.options:
         if key not in MODEL_OPTIONS:
             raise ConfigError(f"unknown key model.options.{key}; with {MODEL_KEY} expected "
@@ -57,8 +57,8 @@ def trainer_config(config: ModelConfig) -> Trainer.Config:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Trainer.Config:
-    """Return the Trainer's configuration that torchtitan parses from its command line, `arguments`. Raises ConfigError
-    if torchtitan refuses it."""
+    """Return the Trainer's configuration that torchtitan parses from its command line. Raises
+    ConfigError if torchtitan refuses it."""
     search_working_directory()
     output = io.StringIO()
     try:
@@ -83,19 +83,14 @@ def _strip_box(said: str) -> str:
 
 @functools.cache
 def parse_for_one_process(arguments: Sequence[str]) -> Trainer.Config:
-    """Parse torchtitan's command line, and return the Trainer's configuration without parallelism, from which the model
-    can be built.
-
-    Raises ConfigError if torchtitan refuses the command line.
-    """
+    """Parse torchtitan's command line into a configuration without parallelism. The model can be
+    built from it. Raises ConfigError if torchtitan refuses the command line."""
     return _update_model_config(with_one_process(parse_arguments(arguments)))
 
 
 def with_one_process(config: Trainer.Config) -> Trainer.Config:
-    """Return the configuration without any parallelism: one micro-batch after the other, then a step.
-
-    Raises ConfigError if the batch sizes do not fit.
-    """
+    """Return the configuration without parallelism: one micro-batch after the other. Raises
+    ConfigError if the batch sizes do not fit."""
     training, degrees = config.training, config.parallelism
     size = degrees.pipeline_parallel_microbatch_size if degrees.pipeline_parallel_degree > 1 \
         else training.local_batch_size
@@ -113,10 +108,9 @@ def with_one_process(config: Trainer.Config) -> Trainer.Config:
 
 @functools.cache
 def _config_by_name(name: str, context: int, causal: bool) -> Trainer.Config:
-    """Return the Trainer's configuration of a model by name, such as "llama3/8B". Raises ConfigError if there is none.
-
-    Samples have `context` tokens. With `causal`, attention is scaled_dot_product_attention, which ignores documents.
-    """
+    """Return the Trainer's configuration of a model by name, such as "llama3/8B"."""
+    # Samples have `context` tokens. With `causal`, attention is scaled_dot_product_attention, which
+    # ignores documents. Raises ConfigError if there is none.
     family, _, flavour = name.partition("/")
     if family not in _supported_models or not flavour:
         raise ConfigError(f"{MODEL_KEY} is {name!r}; expected a model and its size, such as 'llama3/8B', of "
@@ -138,8 +132,7 @@ def _config_by_name(name: str, context: int, causal: bool) -> Trainer.Config:
 
 
 def _update_model_config(config: Trainer.Config) -> Trainer.Config:
-    """Update the model's configuration in `config`, in place, as the Trainer does before it builds the model, and
-    return `config`. Raises ConfigError if the model refuses it."""
+    """Update the model's configuration in `config`, as the Trainer does. Raises ConfigError."""
     assert config.model_spec is not None
     try:
         config.model_spec.model.update_from_config(config=config)
@@ -150,7 +143,7 @@ def _update_model_config(config: Trainer.Config) -> Trainer.Config:
 
 
 def needs_masks(config: Trainer.Config) -> bool:
-    """Return whether attention needs masks of the documents that are packed into a sample."""
+    """Return whether attention needs masks of the documents in a sample."""
     assert config.model_spec is not None
     model: Any = config.model_spec.model
     return isinstance(model, Decoder.Config) and not isinstance(
@@ -164,10 +157,8 @@ def has_experts(config: Trainer.Config) -> bool:
 
 
 def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> None:
-    """Raise ConfigError if a model has experts, which a setting of `[training]` does not support.
-
-    The message names the setting, `beside`, and says that `expected` is to be used instead.
-    """
+    """Raise ConfigError if a model has experts, which a setting does not support. The message names
+    the setting of `[training]`, `beside`, and what is `expected` instead."""
     if has_experts(config):
         spec: Any = config.model_spec
         raise ConfigError(f"{MODEL_KEY} is '{spec.name}/{spec.flavor}', a mixture of experts, with training.{beside}; "
@@ -175,8 +166,8 @@ def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> No
 
 
 def build_meta_model(config: Trainer.Config, device: torch.device) -> Any:
-    """Build the whole model on the meta device. Raises ConfigError unless it is a chain of supported layers whose
-    attention can run on `device`."""
+    """Build the whole model on the meta device. Raises ConfigError unless it is a chain of
+    supported layers whose attention can run on `device`."""
     spec = config.model_spec
     assert spec is not None
     wrong = f"{MODEL_KEY} is '{spec.name}/{spec.flavor}'"

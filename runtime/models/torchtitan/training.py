@@ -1,7 +1,5 @@
-"""Configuration of torchtitan's Trainer, converted to the configuration of a run.
-
-Settings that a run does not support are refused, and differences in how it trains are reported, before anything starts.
-"""
+"""Convert the configuration of torchtitan's Trainer to that of a run. Settings that a run does not
+support are refused, and differences in how it trains are reported, before anything starts."""
 
 import functools
 import re
@@ -39,8 +37,8 @@ _REPLACED_SETTINGS = ("pipeline_parallel_schedule", "pipeline_parallel_schedule_
 
 
 def divide_microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
-    """Return each pipeline's number of micro-batches in a step. Raises ConfigError if there are fewer micro-batches
-    than pipelines."""
+    """Return each pipeline's number of micro-batches in a step. Raises ConfigError if there are
+    fewer micro-batches than pipelines."""
     training = with_one_process(config).training
     each, more = divmod(training.global_batch_size // training.local_batch_size, pipelines)
     if not each:
@@ -50,11 +48,11 @@ def divide_microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ..
 
 
 def build_run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) -> RunConfig:
-    """Return the configuration of a run for the same training as torchtitan's command line `arguments`, which `config`
-    is parsed from.
+    """Return the configuration of a run for the same training as torchtitan's `arguments`.
 
-    A run that starts before the first step reads the parameters from the folder `initial`, in which the caller must
-    save them as torchtitan's checkpoint (`save_trainer`). Raises ConfigError if a setting is not supported.
+    `config` is parsed from these. A run that starts before the first step reads the parameters from
+    the folder `initial`, in which the caller must save them as torchtitan's checkpoint
+    (`save_trainer`). Raises ConfigError if a setting is not supported.
     """
     assert config.model_spec is not None
     # errors that no other option can fix come first
@@ -80,13 +78,13 @@ def build_run_config(arguments: Sequence[str], config: Trainer.Config, initial: 
 
 
 def rate(config: TrainingConfig, iteration: int) -> float:
-    """Return the factor by which torchtitan's own schedule multiplies the learning rate in an iteration."""
+    """Return the factor by which torchtitan's schedule multiplies an iteration's learning rate."""
     return _load_rate_function(tuple(config.options["arguments"]))(iteration)
 
 
 @functools.cache
 def _load_rate_function(arguments: Sequence[str]) -> Callable[[int], float]:
-    """Return torchtitan's learning rate schedule: a function from an iteration to the factor of the learning rate."""
+    """Return torchtitan's factor of the learning rate as a function of the iteration."""
     config = parse_for_one_process(arguments)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedulers = config.lr_scheduler.build(optimizers=[optimizer], training_steps=config.training.steps)
@@ -95,16 +93,14 @@ def _load_rate_function(arguments: Sequence[str]) -> Callable[[int], float]:
 
 
 def require_supported(config: Trainer.Config) -> None:
-    """Raise ConfigError if a run does not support the configuration; its one line names all settings that are not
-    supported."""
+    """Raise ConfigError, which names all, if a run does not support some settings."""
     problems = [f"{what}; expected {expected}" for wrong, what, expected in _check_settings(config) if wrong]
     if problems:
         raise ConfigError("not supported by Slipstream: " + ". ".join(problems))
 
 
 def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
-    """Yield, for each setting that a run does not support, a tuple: True if it is set, its description, and what is
-    expected instead."""
+    """Yield whether each unsupported setting is set, its description, and what is expected."""
     degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
     yield (device_type == "cuda" and not torch.cuda.is_available(), "a machine without GPUs",
            "a machine with GPUs, which torchtitan requires")
@@ -150,13 +146,13 @@ def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
 
 
 def _count_kv_heads(config: Trainer.Config) -> int:
-    """Return the number of key and value heads, which are cut over ranks; 0 for models without attention."""
+    """Return the number of key and value heads; 0 for models without attention."""
     attention: Any = getattr(config.model_spec and config.model_spec.model, "first_attention", None)
     return getattr(attention, "n_kv_heads", None) or getattr(attention, "n_heads", None) or 0
 
 
 def describe_differences(config: Trainer.Config) -> Iterator[str]:
-    """Yield a line for each way in which a run differs from torchtitan's own training by this configuration."""
+    """Yield a line for each way in which a run differs from torchtitan's own training."""
     checkpoint = config.checkpoint
     if checkpoint.enable and not checkpoint.load_only:
         yield ("checkpoints while it trains are Slipstream's, and as often as they cost less than 1 % of the time: "
@@ -182,12 +178,10 @@ def describe_differences(config: Trainer.Config) -> Iterator[str]:
 
 
 def _convert_groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:
-    """Return torchtitan's parameter groups as values of `[training] parameter_groups`.
-
-    A parameter is in the first group whose pattern fits. The `arguments` of torchtitan's command line, from which
-    `config` was parsed, serve to build the model whose parameters are grouped. Raises ConfigError if there are no
-    groups.
-    """
+    """Return torchtitan's parameter groups as `[training] parameter_groups`."""
+    # A parameter is in the first group whose pattern fits. The `arguments` of torchtitan's command
+    # line serve to build the model whose parameters are grouped. Raises ConfigError if there are no
+    # groups.
     groups = config.optimizer.param_groups
     if not groups:
         raise ConfigError("the configuration's optimizer has no param_groups; expected one, such as default_adamw()")
@@ -210,10 +204,8 @@ def _convert_groups(arguments: Sequence[str], config: Trainer.Config) -> list[di
 
 
 def _name_in_run(name: str, last: int, tied: bool) -> str:
-    """Return a run's name for a parameter of torchtitan's model; a tied embedding has the name of the head.
-
-    `last` is the number of the run's last layer, the head.
-    """
+    """Return a run's name for torchtitan's parameter; a tied embedding is the head's."""
+    # `last` is the number of the run's last layer, the head.
     part, _, rest = name.partition(".")
     if part == "tok_embeddings":
         return f"{last}.lm_head.{rest}" if tied else f"0.{name}"
