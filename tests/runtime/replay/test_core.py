@@ -11,7 +11,7 @@ import pytest
 from slipstream.runtime import replay
 
 LIMIT = 3200
-"""Lines of code that ARCHITECTURE.md promises, most of at most 100 characters; lines without a token, and docstrings, do not count."""
+"""Lines of code that ARCHITECTURE.md promises; lines without a token, and docstrings, do not count."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
