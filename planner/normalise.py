@@ -3,6 +3,7 @@
 A live worker may take over another role when it has loaded that stage's parameters from a peer. So
 only the number F of failures is given; which F roles are vacant is a choice. It is made in three
 steps:
+
   1. how many roles are vacant in each column: dynamic programming over columns, on the proven bound
      of the window of a column with this number of vacant roles, for the best few distributions
      (`WindowBounds`);

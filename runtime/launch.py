@@ -101,7 +101,15 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed and events occur),
     `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`.
 
-     Parameters
+    Raises ConfigError or PlacementError if schedule, configuration and machine do not fit each
+    other, CheckpointError if the checkpoint does not fit, FolderError if another run writes to
+    `out` or has left its results there, OSError if `out` cannot be written, ScheduleError if the
+    schedule is too large for a file, RendezvousError if node 0 cannot listen at its address,
+    RunError if the run cannot continue after failures, and RunStopped, which is a
+    KeyboardInterrupt, after SIGTERM or Ctrl-C. When it raises, no process is left, and the losses
+    of the committed iterations are on disk if that had room for them.
+
+    Parameters
     ----------
     schedule
         Schedule with which the run begins.
@@ -122,14 +130,6 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         Function that is called with the number and the loss of each committed iteration.
     resilience
         How the run deals with failures.
-
-    Raises ConfigError or PlacementError if schedule, configuration and machine do not fit each
-    other, CheckpointError if the checkpoint does not fit, FolderError if another run writes to
-    `out` or has left its results there, OSError if `out` cannot be written, ScheduleError if the
-    schedule is too large for a file, RendezvousError if node 0 cannot listen at its address,
-    RunError if the run cannot continue after failures, and RunStopped, which is a
-    KeyboardInterrupt, after SIGTERM or Ctrl-C. When it raises, no process is left, and the losses
-    of the committed iterations are on disk if that had room for them.
     """
     if iterations is not None:
         try:

@@ -76,7 +76,12 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
     After SIGTERM or Ctrl-C the workers leave the run at the next iteration, or are killed after
     `grace_seconds`; the other nodes continue.
 
-     Parameters
+    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has
+    another secret, ConfigError if its job or this machine does not fit, FolderError if another
+    process writes to that folder as this node, RunError if the run fails, and RunStopped after a
+    signal.
+
+    Parameters
     ----------
     local
         This process's rank on its machine, from which the workers' GPUs follow.
@@ -86,11 +91,6 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
         Function that is called with a line of text while node 0 is waited for.
     is_done
         Function that returns whether the run has done all iterations, so that node 0 will not come.
-
-    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has
-    another secret, ConfigError if its job or this machine does not fit, FolderError if another
-    process writes to that folder as this node, RunError if the run fails, and RunStopped after a
-    signal.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
     out = Path(job.settings.out)

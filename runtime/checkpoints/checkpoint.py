@@ -241,7 +241,7 @@ def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState],
     by at least one worker, and should be saved by only one. Errors are raised by
     `PendingSave.wait`.
 
-     Parameters
+    Parameters
     ----------
     iteration
         Number of completed iterations.

@@ -32,7 +32,7 @@ class Rehearsal:
         A kind is the classes and parameter shapes of its layers. Afterwards the caller must set the
         gradients to zero. Buffers and the sum of losses are left unchanged.
 
-         Parameters
+        Parameters
         ----------
         takes, gives
             Forms (shapes and dtypes) of the input and the output of the slice.

@@ -58,7 +58,7 @@ class SliceRunner:
     slice that begins with layer 0 takes tokens. A slice that ends with the last layer computes the
     loss.
 
-     Parameters
+    Parameters
     ----------
     layers
         Half-open range of the model's layers.

@@ -89,7 +89,7 @@ class TokenData:
     Raises ConfigError if there are too few tokens for one sample, or if a token beyond the
     vocabulary is found.
 
-     Parameters
+    Parameters
     ----------
     source
         Key and file, for error messages.
@@ -196,7 +196,7 @@ class DocumentData(TokenData):
     sample is split there, as in Megatron-LM (--reset-attention-mask) and torchtitan, and its rest
     counts as a document of its own.
 
-     Parameters
+    Parameters
     ----------
     document_end
         Token that ends each document.

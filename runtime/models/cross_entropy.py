@@ -23,7 +23,7 @@ def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = No
     It is a scalar, in float32 or better; the loss is 0, and so are its gradients, if no token
     counts.
 
-     Parameters
+    Parameters
     ----------
     logits
         [..., vocabulary]; with a group, this rank's part of the vocabulary, which is cut in the

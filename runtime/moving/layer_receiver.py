@@ -98,7 +98,7 @@ class ReceiverCallbacks:
 class LayerReceiver:
     """Receiver of the layers that one worker needs: those of an order's last `FetchRequest`.
 
-     Parameters
+    Parameters
     ----------
     module
         Function that returns the module of a layer of which parts will come. Its values do not

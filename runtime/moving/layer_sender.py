@@ -39,7 +39,7 @@ again, or get their layers while all wait."""
 class LayerSender:
     """Sender of one worker's layers to any number of receivers, for the training thread.
 
-     Parameters
+    Parameters
     ----------
     host
         Address to listen on.

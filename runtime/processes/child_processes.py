@@ -37,7 +37,7 @@ class ChildProcesses:
 
     Raises ChildError if a process cannot be started.
 
-     Parameters
+    Parameters
     ----------
     target
         `module:function` that takes the task as JSON and returns the result as bytes.

@@ -124,7 +124,7 @@ class NodeProcesses:
 class ProcessManager:
     """Worker processes of all nodes, started, killed and restarted by node 0.
 
-     Parameters
+    Parameters
     ----------
     nodes
         Node of each worker. Workers that do not take part from the start are on node 0.

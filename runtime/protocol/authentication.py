@@ -131,7 +131,9 @@ def authenticate_connection(connection: socket.socket, secret: Secret, purpose: 
                             first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
     """Perform the connecting end's part of a handshake on a blocking socket; return the keys.
 
-     Parameters
+    Raises AuthenticationError, and OSError if the other end is gone or takes longer.
+
+    Parameters
     ----------
     purpose
         Purpose of the connection, which must be that of the other end.
@@ -140,8 +142,6 @@ def authenticate_connection(connection: socket.socket, secret: Secret, purpose: 
         message with its tag, which is sent, too.
     patience_seconds
         Time that the other end may take, if more than `HELLO_SECONDS`.
-
-    Raises AuthenticationError, and OSError if the other end is gone or takes longer.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
     answer = ChallengeAnswer(secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline))

@@ -24,7 +24,7 @@ def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # 
 class BackgroundQueue:
     """Queue of one owner's work, done in order, concurrently with the owner's thread.
 
-     Parameters
+    Parameters
     ----------
     name
         Name of the thread, which exists only while there is work, and of the CUDA stream. Queues of

@@ -44,7 +44,7 @@ class Exchange:
     If an iteration is discarded and run again, the second run is numbered like the next iteration:
     arguments `iteration` are the iteration's number plus the number of runs discarded so far.
 
-     Parameters
+    Parameters
     ----------
     forms
         Shapes and dtypes of the inputs of each layer of the schedule, followed by those of the

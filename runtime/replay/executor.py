@@ -60,7 +60,7 @@ class Executor:
 
     A program of forwards alone keeps no micro-batch for a backward.
 
-     Parameters
+    Parameters
     ----------
     reducer
         Sums of gradients; None: all holders of a layer keep all of its state (`WholeReducer`).

@@ -41,7 +41,7 @@ class GroupStore(Store):
 
     Each key, unless it is a counter, is set once.
 
-     Parameters
+    Parameters
     ----------
     wait_for
         Longest wait for the value of a key.

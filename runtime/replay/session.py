@@ -49,7 +49,15 @@ DRAIN_POLL_SECONDS = 0.001
 class GenerationSession:
     """Transfers and sums among the members of one generation, each on one device.
 
-     Parameters
+    Nothing is connected before `connect`, so that `abort` can also end the connecting. If a worker
+    is a group of processes, each communicates with the processes of the same rank in all workers;
+    only `start_sum_over_all` is over all processes. The worker's own group is connected as well.
+    Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches
+    transfers by tag, NCCL by their order, so every worker must issue its transfers in an order that
+    all of them agree on (that of `schedules.graph.order_transfers`). All methods raise
+    CommunicationError, except `abort`, `failure_reason`, `release` and `close`.
+
+    Parameters
     ----------
     links
         The process groups of this process, and the backends that create them.
@@ -58,14 +66,6 @@ class GenerationSession:
     spared
         Function that returns the sockets for other purposes, such as fetching layers, which `abort`
         must leave open.
-
-    Nothing is connected before `connect`, so that `abort` can also end the connecting. If a worker
-    is a group of processes, each communicates with the processes of the same rank in all workers;
-    only `start_sum_over_all` is over all processes. The worker's own group is connected as well.
-    Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches
-    transfers by tag, NCCL by their order, so every worker must issue its transfers in an order that
-    all of them agree on (that of `schedules.graph.order_transfers`). All methods raise
-    CommunicationError, except `abort`, `failure_reason`, `release` and `close`.
     """
 
     def __init__(self, membership: Membership, *, links: GroupCache, device: torch.device, store: Store,
@@ -97,7 +97,7 @@ class GenerationSession:
 
         Groups of earlier generations are reused.
 
-         Parameters
+        Parameters
         ----------
         sharers
             For each range of layers by which this worker reduces gradients, and for each parameter

@@ -93,7 +93,7 @@ class HeldLayers:
         workers of stages without a change. Raises VersionError, before anything has changed, if
         some state is missing.
 
-         Parameters
+        Parameters
         ----------
         worker
             Worker to whose parts the layers are cut.

@@ -70,7 +70,7 @@ class StepController:
 
     A guess is checked when the gradient norm over all workers is known.
 
-     Parameters
+    Parameters
     ----------
     layers
         Number of layers of the whole model.

@@ -70,7 +70,7 @@ def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copi
     Workers that hold the measured stages compute at the same time, or as many as fit on this
     machine. Raises ConfigError and ProfileError.
 
-     Parameters
+    Parameters
     ----------
     ranges
         Range of the model's layers of each stage.

@@ -22,7 +22,7 @@ class InjectedError(RuntimeError):
 class Injector:
     """Failures to inject into one worker that have not happened yet.
 
-     Parameters
+    Parameters
     ----------
     injections
         Failures of this worker, each with its index among all failures of the run.

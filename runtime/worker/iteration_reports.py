@@ -54,7 +54,7 @@ class IterationReports:
         first member also reports the factor by which all members scaled the gradients, as soon as
         it is known.
 
-         Parameters
+        Parameters
         ----------
         steps
             Controller that has the sum of squared gradients.

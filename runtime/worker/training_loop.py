@@ -75,7 +75,7 @@ class EvaluationMode:
 class Evaluation:
     """One worker's part in the evaluations of a generation.
 
-     Parameters
+    Parameters
     ----------
     exchange
         Function that creates an `Exchange` for a program and its iterations.

@@ -50,7 +50,7 @@ def send_train_order(step: TransitionBuilder, prepared: PreparedSchedule, moves:
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> None:
     """Order all available workers to train from the first uncommitted iteration on.
 
-     Parameters
+    Parameters
     ----------
     moves
         Moves that members make before the first op, while all wait.

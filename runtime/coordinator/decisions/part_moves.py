@@ -134,7 +134,7 @@ class PartitionPlanner:
         No layer may be lost (`find_lost_layers`). Parameters of layers that a worker holds are
         moved only if they are not those after the last committed iteration.
 
-         Parameters
+        Parameters
         ----------
         keepers
             What each worker keeps now.

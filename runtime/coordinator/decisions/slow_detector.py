@@ -120,7 +120,7 @@ class _WorkerHistory(msgspec.Struct, frozen=True):
 class SlowDetector:
     """Detector of changes of workers' speeds, from the op times of successive iterations.
 
-     Parameters
+    Parameters
     ----------
     factors
         Factors by which the ops of workers that are slow from the start take longer than usual.

@@ -40,7 +40,7 @@ _PLAN_DECODER = msgspec.msgpack.Decoder(PrecomputedPlan)
 class FailurePrecomputer:
     """Planner of schedules for likely next failures, which returns them when those happen.
 
-     Parameters
+    Parameters
     ----------
     first
         The schedule that the run began with. Plans are made only while speeds are as in it, and no

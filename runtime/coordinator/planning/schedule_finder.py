@@ -92,7 +92,7 @@ class ScheduleService:
 
     They come in the forms in which orders send them.
 
-     Parameters
+    Parameters
     ----------
     grid
         Grid of pipelines and stages of the job.

@@ -186,7 +186,9 @@ def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: 
                   name: str) -> dict[str, Tensor]:
     """Return a decoder layer's tensors as its modules have them, from their form in files.
 
-     Parameters
+    Raises ConfigError if the tensors do not fit.
+
+    Parameters
     ----------
     kind
         Class of the whole model.
@@ -194,8 +196,6 @@ def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: 
         Tensors in their form in files, where experts are separate.
     name
         Name of the model, for error messages.
-
-    Raises ConfigError if the tensors do not fit.
     """
     decoders = FAMILIES[config.model_type].decoders
     try:

@@ -66,7 +66,7 @@ def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     If the module has only some of the experts, beginning with `first_expert`, the result is the
     share of these.
 
-     Parameters
+    Parameters
     ----------
     self
         Module of transformers with the experts' weights.
