@@ -9,7 +9,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith("torchtitan"))
+"""Those of torchtitan run in tests/interop, where it is installed."""
 MOST_LINES = 200
 STARTED = {"own_loop": ["torch.distributed.run", "--nproc-per-node", "8", "-m"]}
 """What starts an example that is not one process."""
