@@ -92,22 +92,24 @@ class Loads:
     @cached_property
     def layer_seconds(self) -> tuple[float, ...]:
         """Seconds of F, I and W of each layer together, equal parts of its stage's."""
-        job, times, depth = self._job, self._job.time, self._job.depth
+        job, depth = self._job, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
         if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
             counts = [max(1, count) for count in job.layers[:depth]]
-        totals = map(
-            sum,
-            zip(
-                times.forward[:depth],
-                times.backward_input[:depth],
-                times.backward_weight[:depth],
-                strict=True,
-            ),
+        shares = zip(self._stage_seconds, counts, strict=True)
+        return tuple(total / count for total, count in shares for _ in range(count))
+
+    @cached_property
+    def _stage_seconds(self) -> tuple[float, ...]:
+        """Seconds of F, I and W of a micro-batch together, by stage."""
+        times, depth = self._job.time, self._job.depth
+        costs = zip(
+            times.forward[:depth],
+            times.backward_input[:depth],
+            times.backward_weight[:depth],
+            strict=True,
         )
-        return tuple(
-            total / count for total, count in zip(totals, counts, strict=True) for _ in range(count)
-        )
+        return tuple(map(sum, costs))
 
     @cached_property
     def longest_step(self) -> float:
@@ -130,18 +132,7 @@ class Loads:
     @cached_property
     def _total_work_seconds(self) -> tuple[float, float]:
         """Seconds of all compute ops, and the least of any stage's closing ops."""
-        times, depth = self._job.time, self._job.depth
-        work = sum(
-            map(
-                sum,
-                zip(
-                    times.forward[:depth],
-                    times.backward_input[:depth],
-                    times.backward_weight[:depth],
-                    strict=True,
-                ),
-            )
-        )
+        times, work = self._job.time, sum(self._stage_seconds)
         return work * sum(self._job.microbatches), min(
             map(sum, zip(times.all_reduce, times.optimizer, strict=True))
         )

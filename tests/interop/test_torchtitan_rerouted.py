@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.torchtitan_rerouted import JOB
 from tests.interop.titan_training import write_assets
 from tests.runtime.running import free_port
 
@@ -17,16 +18,6 @@ pytestmark = [pytest.mark.timeout(900),
                                  reason="torchtitan is not installed: make neighbours")]
 ROOT = Path(__file__).parents[2]
 STEPS, KILLED_IN = 6, 3
-JOB = """
-pipelines = 2
-stages = 2
-microbatches = 4
-[time]
-forward = 1
-backward_input = 1
-backward_weight = 1
-optimizer = 2
-"""
 SHARDS = ("--parallelism.data_parallel_shard_degree", "2")
 PARTS = ("--parallelism.tensor_parallel_degree", "2")
 EVERY_SAMPLE = ("--training.global_batch_size", "16")
