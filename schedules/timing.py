@@ -70,6 +70,9 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
 
     Durations are random. Without noise, the result is at most the planned period.
 
+    Raises ValueError for values out of range, unknown workers, and schedules whose ops wait for
+    each other in a circle.
+
     Parameters
     ----------
     schedule
@@ -82,9 +85,6 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
         Number of iterations in a row, of which the first is a warm-up.
     seed
         Seed of the random durations.
-
-    Raises ValueError for values out of range, unknown workers, and schedules whose ops wait for
-    each other in a circle.
     """
     _require_valid(schedule, noise, replays, iterations)
     steps, workers = replay_steps(schedule)

@@ -193,6 +193,9 @@ def compare_policies(
     Policies of other systems are simulated twice: with the schedules that they publish, and with
     this planner's.
 
+    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there
+    are none.
+
     Parameters
     ----------
     policies
@@ -205,9 +208,6 @@ def compare_policies(
         Trace that was fitted to the job.
     progress
         Function that is called with the number of simulations done, and of all.
-
-    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there
-    are none.
     """
     scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
     with_planned = scenario._replace(throughputs=throughputs.with_planned_pipelines())
@@ -271,6 +271,9 @@ def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, 
 
     Traces are simulated in this process.
 
+    After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are
+    none.
+
     Parameters
     ----------
     policies
@@ -283,9 +286,6 @@ def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, 
         Traces that were fitted to the job.
     progress
         Function that is called with the number of traces done, and of all.
-
-    After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are
-    none.
     """
     simulated = TraceSimulator(policies, lambda: throughputs, costs)
     results = ((number, simulated((number, trace))) for number, trace in enumerate(traces))

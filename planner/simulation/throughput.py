@@ -53,6 +53,9 @@ class Throughputs:
     ) -> None:
         """Prepare to plan a job, all of whose workers count as equally fast.
 
+        Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another
+        job.
+
         Parameters
         ----------
         job
@@ -72,9 +75,6 @@ class Throughputs:
             Workers for which exactly plans for as many failures are made.
         announce
             Function that receives one line before each plan.
-
-        Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another
-        job.
         """
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages

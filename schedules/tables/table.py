@@ -157,6 +157,9 @@ class Table:
         workers are down, the best of the entries for each of them is used. The result is valid
         because the stored schedule is checked at first use and `relabel_schedule` keeps every rule.
 
+        Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be
+        used.
+
         Parameters
         ----------
         failed
@@ -172,9 +175,6 @@ class Table:
             Workers of each machine. If roles move, the holders of a stage are spread over machines.
         checked
             False skips the checker, for callers that check the result themselves.
-
-        Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be
-        used.
         """
         down = set(failed)
         for worker in sorted(down - set(self.basis.grid.workers())):
