@@ -281,7 +281,7 @@ class Place:
     def _process(self) -> str:
         return f"{self.worker}:{self.rank}"
 
-    def _begin(self, returns: bool) -> None:
+    def _begin(self, returns: bool = True) -> None:
         """Become a member of the first generation, or of one that comes."""
         own_store = self._store_of_ranks()
         self.mates.connect(own_store, self._patience)
